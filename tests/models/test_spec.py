@@ -1,7 +1,8 @@
 """ModelSpec against the real transformers models: counts, FLOPs, windows."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from toolkit.models.config_check import check_config
 from toolkit.models.families import FAMILIES, model_spec, settings_of
 from toolkit.models.families.shape import counted as counted_on_tensors
 from toolkit.models.families.shape import sizes
-from toolkit.models.spec import ModelSpec
+from toolkit.models.frozen import spec_of as frozen_spec_of
+from toolkit.models.spec import AdapterParameters, ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -383,12 +385,18 @@ FLOP_CASES = {
 }
 
 
-def measured_flops(config: Config, sequence: int, *, backward: bool) -> int:
+def measured_flops(
+    config: Config, sequence: int, *, backward: bool, freeze: Sequence[str] = ()
+) -> int:
     """FLOPs that torch counts in the eager model, rotary tables left out."""
     built = transformers_config(config)
     built._attn_implementation = "eager"
     built._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(built)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(name, one) for one in freeze))
+    if freeze == ["*"]:  # adapters in every layer
+        model.enable_input_require_grads()
     batch = 2
     ids = torch.randint(0, 90, (batch, sequence))
     counter = FlopCounterMode(display=False)
@@ -416,6 +424,31 @@ def test_training_flops_are_what_torch_counts_forward_and_backward() -> None:
     config, sequence = FLOP_CASES["llama"], 16
     ours = spec_of(config).flops_per_token_full(sequence) * sequence
     assert ours == measured_flops(config, sequence, backward=True)
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        ["*"],
+        ["*embed_tokens*"],
+        ["*embed_tokens*", "lm_head*"],
+        ["*.self_attn.*"],
+        ["*embed_tokens*", "*.layers.0.*"],
+        ["*.layers.0.*"],
+        ["*embed_tokens*", "*.layers.*", "*.norm.*"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_flops_with_frozen_weights_are_what_torch_counts(name: str, freeze: list[str]) -> None:
+    config, sequence = FLOP_CASES[name], 16
+    if freeze == ["*"]:
+        spec = dataclasses.replace(spec_of(config), adapters=AdapterParameters(1, 1))
+    else:
+        spec = frozen_spec_of(config, freeze)
+    ours = spec.flops_per_token_full(sequence) * sequence
+    found = measured_flops(config, sequence, backward=True, freeze=freeze)
+    assert ours == pytest.approx(found, rel=0.01)  # biases count as weights
 
 
 def test_causal_flops_count_the_pairs_that_the_mask_leaves() -> None:

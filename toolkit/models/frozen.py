@@ -124,15 +124,15 @@ def _counted(
 ) -> FrozenParameters:
     """Elements that do not train, by part; each row as its own checkpoint tensor is."""
     split, whole, experts = ([0] * spec.layers for _ in range(3))
+    first = spec.layers
     ends = {"word_embeddings": 0, "position_embeddings": 0, "output_layer": 0, "norm": 0}
     for instance in mapped(config).instances():
         tensor, numbers = instance.tensor, {"layer": instance.layer, "expert": instance.expert}
-        count = (tensor.columns or 1) * sum(
-            len(part.numbers)
-            for stack in tensor.stacks
-            for part in stack
-            if matching(patterns, [part.tensor.format(**numbers)])
-        )
+        rows = [part for stack in tensor.stacks for part in stack]
+        still = [one for one in rows if matching(patterns, [one.tensor.format(**numbers)])]
+        count = (tensor.columns or 1) * sum(len(one.numbers) for one in still)
+        if len(still) < len(rows) and (instance.layer is not None or "embed" in tensor.name):
+            first = min(first, instance.layer or 0)
         if instance.layer is None:
             ends[next(part for part in ends if part in tensor.name)] += count
         elif instance.expert is not None:
@@ -148,4 +148,5 @@ def _counted(
         layers=tuple(split),
         whole=tuple(whole),
         experts=tuple(experts),
+        first_trained=first,
     )

@@ -62,6 +62,9 @@ class FrozenParameters:
     """Norms and routers of each layer, which every tensor-parallel rank holds."""
     experts: tuple[int, ...]
     """Experts of each layer."""
+    first_trained: int
+    """The first layer with a parameter that trains, 0 if an embedding does: the backward pass
+    goes no further. The number of layers if there is none."""
 
     @property
     def total(self) -> int:
@@ -218,20 +221,63 @@ class ModelSpec:
             return self.counted.score_flops
         return 4.0 * self.heads * self.head_dim * self.layers
 
+    @property
+    def reached(self) -> float:
+        """Share of the layers that the backward pass goes through."""
+        if self.frozen is None or self.adapters is not None:
+            return 1.0
+        return 1 - self.frozen.first_trained / self.layers
+
+    @property
+    def trained_products(self) -> float:
+        """Share of the layers' products that the gradient of a weight is computed for: none of a
+        frozen base. Adapters' own, of rank 8 to 64, are not counted."""
+        if self.adapters is not None:
+            return 0.0
+        if self.frozen is None:
+            return 1.0
+        parts, chosen = self.parameters, self.experts_per_token / max(1, self.experts)
+        frozen = sum(self.frozen.layers) + chosen * sum(self.frozen.experts)
+        return 1 - frozen / (parts.attention + parts.mlp + chosen * parts.experts)
+
+    @property
+    def trained_embedding(self) -> bool:
+        """Whether the token embedding trains."""
+        return self.adapters is None and not (self.frozen and self.frozen.embedding)
+
+    @property
+    def trained_head(self) -> bool:
+        """Whether the output projection trains."""
+        if self.tied_embeddings:
+            return self.trained_embedding
+        return self.adapters is None and not (self.frozen and self.frozen.lm_head)
+
     def flops_per_token_causal(self, sequence_length: int) -> float:
         """Training FLOPs per token (forward and backward), attention counted as masked.
 
-        Forward matrix products and twice as much for the backward pass; recomputed
-        activations are not counted, so this is the numerator of MFU, not of HFU.
+        Matrix products of the forward pass, and in the backward pass one for the gradient of
+        each input and one for that of each weight that trains: three times the forward pass
+        where all do. Recomputed activations are not counted, so this is the numerator of MFU,
+        not of HFU.
         """
-        return 3 * self.forward_flops_per_token_causal(sequence_length)
+        return self._training_flops_per_token(sequence_length, causal=True)
 
     def flops_per_token_full(self, sequence_length: int) -> float:
         """Training FLOPs per token (forward and backward), attention counted in full.
 
         The convention of the Megatron papers and of NVIDIA's published figures.
         """
-        return 3 * self.forward_flops_per_token_full(sequence_length)
+        return self._training_flops_per_token(sequence_length, causal=False)
+
+    def _training_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        forward = self._forward_flops_per_token(sequence_length, causal=causal)
+        if self.frozen is None and self.adapters is None:
+            return 3 * forward
+        head = 2.0 * self.vocab * self.hidden
+        scores = forward - self._forward_flops_per_token(1, causal=causal) + self.score_flops
+        products = forward - head - scores
+        backward = self.reached * (products + 2 * scores) + self.trained_products * products
+        return forward + backward + head * ((self.reached > 0) + self.trained_head)
 
     def forward_flops_per_token_causal(self, sequence_length: int) -> float:
         """Forward FLOPs per token, mean over a sequence of `sequence_length` tokens.

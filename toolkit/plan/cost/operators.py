@@ -160,6 +160,16 @@ class LayerTime:
     recompute: Pass
     """The part of the forward pass that the backward pass recomputes first."""
 
+    def reached(self, share: float) -> "LayerTime":
+        """The mean over layers if the backward pass goes through this share of them."""
+        if share == 1:
+            return self
+        return LayerTime(
+            self.forward,
+            _mix(self.backward, Pass(), share),
+            _mix(self.recompute, Pass(), share),
+        )
+
 
 # Matrix products
 
@@ -368,16 +378,18 @@ def _layer_time(
     mlp = [*_mlp_products(spec, part, experts)]
     products = [*_attention_products(spec, part), *mlp]
     matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
+    trained = spec.trained_products
     # Gradients of the inputs, then of the weights.
     matmul_back = sum(
-        count * (matmul_s(m, k, n, device) + matmul_s(k, n, m, device))
+        count * (matmul_s(m, k, n, device) + trained * matmul_s(k, n, m, device))
         for count, m, n, k in products
     )
     attention, attention_back = _attention_s(workload, part, device)
     moved, moved_back = _elementwise_bytes(workload, part, device.width, experts=experts)
     moved += _cast_bytes(workload, products)
     moved_back += _cast_bytes(workload, products)
-    moved_back += _accumulated_bytes(workload, sum(c * n * k for c, _, n, k in products))
+    weights = sum(count * n * k for count, _, n, k in products)
+    moved_back += trained * _accumulated_bytes(workload, weights)
     if experts and workload.grouped_experts:  # each pass stacks the experts' weights
         copied = 2.0 * device.width * sum(count * n * k for count, _, n, k in mlp)
         moved, moved_back = moved + copied, moved_back + copied
@@ -444,7 +456,7 @@ def ends_time(workload: Workload, part: Slice, loss: LossKernel, device: Device)
     moved = part.tokens * workload.spec.hidden / device.memory
     # Rows are read and written; their gradients are read and added up in fp32.
     lookup = Pass(elementwise=2 * device.width * moved)
-    summed = Pass(elementwise=(device.width + 8) * moved)
+    summed = Pass(elementwise=(device.width + 8) * moved * workload.spec.trained_embedding)
     return Ends((lookup, summed), _head_time(workload, part, loss, device))
 
 
@@ -459,8 +471,9 @@ def _head_time(
     spec, tokens = workload.spec, float(part.tokens)
     rows = padded_vocab(spec.vocab, part.tp) / part.tp
     forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
-    backward = matmul_s(tokens, spec.hidden, rows, device, plain=True)
-    backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
+    backward = matmul_s(tokens, spec.hidden, rows, device, plain=True) if spec.reached else 0.0
+    if spec.trained_head:
+        backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
     per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
     moved = tokens * rows / device.memory
     if loss == "chunked":

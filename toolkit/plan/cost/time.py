@@ -196,6 +196,8 @@ def _common(place: PlacedLayout, machine: Device) -> _Stages:
     workload, layout = place.workload, place.layout
     part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
     layer = layer_time(workload, part, layout.recompute, machine)
+    if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
+        layer = layer.reached(workload.spec.reached)
     return _Stages(
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
@@ -285,7 +287,7 @@ def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, f
     for convention, (training, forward) in counted.items():
         again = _recomputed_flops(workload, recompute, forward(length))
         found[f"mfu_{convention}"] = training(length)
-        found[f"hfu_{convention}"] = training(length) + again
+        found[f"hfu_{convention}"] = training(length) + spec.reached * again
     return found
 
 
