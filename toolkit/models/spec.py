@@ -230,7 +230,7 @@ class ModelSpec:
 
     @property
     def trained_products(self) -> float:
-        """Share of the layers' products that the gradient of a weight is computed for: none of a
+        """Share of the layers' products whose weights' gradients are computed: none of a
         frozen base. Adapters' own, of rank 8 to 64, are not counted."""
         if self.adapters is not None:
             return 0.0
