@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 hypothesis.settings.register_profile("dmt", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("dmt")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, too: tests send it
 put_ninja_on_path()  # what another ninja has built is built again, by every test that loads it
 
 

@@ -82,7 +82,10 @@ def test_a_rank_of_fsdp() -> None:
     assert held["optimizer states"] == pytest.approx(2 * blocks(shards), rel=0.02)  # and steps
     assert rank["peak_gib"] == pytest.approx(sum(held.values()) / 1024)
     assert rank["planned_gib"] == pytest.approx(rank["peak_gib"], rel=0.1)
-    assert rank["peak_gib"] <= rank["needed_gib"] - 1 <= rank["reserved_gib"]  # CUDA and NCCL
+    assert rank["communicators"] == rank["planned_communicators"] == 1
+    outside = 0.7 + 0.4  # GiB of CUDA, and of one communicator
+    assert rank["planned_parts_gib"]["CUDA and NCCL"] == pytest.approx(outside)
+    assert rank["peak_gib"] <= rank["needed_gib"] - outside <= rank["reserved_gib"]
 
     assert found["micro_batches"] == {"run": 2, "of": 4}
     tokens = 2 * 2 * SEQUENCE
@@ -131,6 +134,8 @@ def test_each_pipeline_stage_once() -> None:
     found = rehearsed("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
     assert [(one["rank"], one["stage"]) for one in found["ranks"]] == [(0, 0), (2, 1)]
     first, last = found["ranks"]
+    # All ranks, those that share an optimizer, tensor, pipeline, tied embeddings.
+    assert first["communicators"] == first["planned_communicators"] == 5
     half = LAYERS // 2 * sum(size for name, size in parameters().items() if " 0" in name)
     ends = VOCABULARY * HIDDEN
     of_norms = LAYERS // 2 * 2 * HIDDEN

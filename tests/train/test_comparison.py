@@ -1,11 +1,14 @@
 """Predicted against measured: the numbers and the words."""
 
+from dataclasses import replace
+
 import pytest
 
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.plan.cost.prediction import Basis, Prediction, basis
 from toolkit.run.comparison import Measured, differences, event_fields, summary_numbers
+from toolkit.run.recorded import valid_event
 
 ON_GPU = Measured(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
 ON_CPU = Measured(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)
@@ -20,6 +23,18 @@ def test_gpu_is_compared_with_the_data_sheet() -> None:
         "step time": "2.20 s measured, 2.00 s predicted from data sheets (+10%)",
         "peak memory": "66.00 GiB measured, 60.00 GiB predicted (+10%)",
     }
+
+
+def test_memory_beyond_what_is_allocated_is_shown() -> None:
+    """It runs out first."""
+    predicted = Prediction(2.0, 60.0, "data sheet", reserved_gib=64.0, outside_gib=1.1)
+    full = replace(ON_GPU, reserved_gib=75.0, outside_gib=2.0, retries=3)
+    found = rows(predicted, full)
+    assert found["reserved"] == "75.00 GiB measured, 64.00 GiB predicted"
+    assert found["CUDA and NCCL"] == "2.00 GiB measured, 1.10 GiB predicted"
+    assert "3 times" in found["allocator"]
+    event = {"kind": "prediction", **event_fields(predicted, full)}
+    assert valid_event(event) == event
 
 
 def test_calibrated_cpu_is_compared() -> None:

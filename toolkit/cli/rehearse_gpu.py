@@ -173,6 +173,8 @@ def rank_output(one: RehearsedRank) -> dict[str, Any]:
             {"name": name, "group": group, "ranks": ranks, "count": count, "bytes": nbytes}
             for (name, group, ranks), (count, nbytes) in _collectives(one).items()
         ],
+        "communicators": len(one.found.communicators),
+        "planned_communicators": one.planned_communicators,
         "host_waits": [
             {"how": how, "where": where, "count": count}
             for (how, where), count in _waits(one).items()

@@ -20,6 +20,13 @@ class Measured:
     """Peak of the allocator on the fullest device; None on CPU, where it is not measured."""
     process_gib: float | None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
+    reserved_gib: float | None = None
+    """Peak of what the allocator took from the fullest device."""
+    outside_gib: float | None = None
+    """Memory of that device outside of the allocator, other processes' included."""
+    retries: int | None = None
+    """How often the allocator released its cache because the device was full: each costs time,
+    and the next step may not fit."""
 
 
 def event_fields(predicted: Prediction, measured: Measured) -> dict[str, Any]:
@@ -64,10 +71,24 @@ def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"{size(measured['memory_gib'])} measured, "
         text += f"{size(predicted['memory_gib'])} predicted{_off(ratios['memory'])}"
         yield "peak memory", text
+        yield from _beyond(predicted, measured)
     elif measured["process_gib"] is not None:
         text = f"{size(measured['process_gib'])} measured with all libraries, "
         text += f"{size(predicted['memory_gib'])} predicted for the training alone"
         yield "peak memory", text
+
+
+def _beyond(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What the allocator holds beyond that, and what is outside of it, which runs out first."""
+    for key, name in (("reserved_gib", "reserved"), ("outside_gib", "CUDA and NCCL")):
+        if measured.get(key) is not None:
+            promised = predicted.get(key)
+            more = "" if promised is None else f", {size(promised)} predicted"
+            yield name, f"{size(measured[key])} measured{more}"
+    if retries := measured.get("retries"):
+        yield "allocator", f"the device was full {retries} times: its cache was released"
 
 
 def _step(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from toolkit.errors import RecipeError
 from toolkit.plan.cost.prediction import Basis
@@ -38,6 +38,8 @@ class _PredictedInEvent(TypedDict):
     step_time_s: Amount
     memory_gib: Amount
     basis: Basis
+    reserved_gib: NotRequired[Amount | None]
+    outside_gib: NotRequired[Amount | None]
 
 
 @_open
@@ -45,6 +47,9 @@ class _Measured(TypedDict):
     step_time_s: Amount
     memory_gib: Amount | None
     process_gib: Amount | None
+    reserved_gib: NotRequired[Amount | None]
+    outside_gib: NotRequired[Amount | None]
+    retries: NotRequired[_Whole | None]
 
 
 @_open

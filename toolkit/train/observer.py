@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -277,6 +277,7 @@ class Observer:
             steps=len(counted),
             memory_gib=peak_memory_gib(device),
             process_gib=peak_process_gib(device),
+            **beyond_allocated(device),
         )
         if self.reporter is not None:
             fields = event_fields(prediction, measured)
@@ -343,6 +344,21 @@ def peak_memory_gib(device: torch.device) -> float | None:
     peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return float(peak)
+
+
+def beyond_allocated(device: torch.device) -> dict[str, Any]:
+    """Fields of `Measured`: what the allocator reserved and what is outside of it, GiB of the
+    fullest rank, and its retries, the most of a rank. None on CPU. Collective."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    most = torch.tensor([reserved / GIB, outside / GIB, retries], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    reserved_gib, outside_gib, times = most.tolist()
+    return {"reserved_gib": reserved_gib, "outside_gib": outside_gib, "retries": int(times)}
 
 
 def peak_process_gib(device: torch.device) -> float | None:

@@ -49,6 +49,10 @@ class DeepSpeedCost(EngineCost):
         offloads it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
+    def communicators(self, layout: Layout) -> int:
+        """Without groups that it is given, DeepSpeed copies the one of all ranks."""
+        return super().communicators(layout) + (layout.world > 1 and layout.tp == 1)
+
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
         weights, and their second copy. Stage 1 keeps a micro batch's gradients until the next

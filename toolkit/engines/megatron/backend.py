@@ -26,6 +26,13 @@ class MegatronCost(EngineCost):
         """See `in_place_logit_bytes`."""
         return in_place_logit_bytes(width)
 
+    def communicators(self, layout: Layout) -> int:
+        """Every kind of group has its own, also if it has all ranks: those that share an
+        optimizer, data, tensor, pipeline with tied embeddings, context, experts and theirs."""
+        data = layout.dp * layout.cp > 1
+        model = (layout.tp > 1) + 2 * (layout.pp > 1) + (layout.cp > 1) + 2 * (layout.ep > 1)
+        return 2 * (layout.world > 1) + data + model
+
 
 class MegatronBackend(Backend):
     """megatron-core's DDP, distributed optimizer and pipeline schedules."""

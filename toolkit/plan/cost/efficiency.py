@@ -29,10 +29,12 @@ _FLASH_1 = "calibrated: llm_foundry (FlashAttention and its Triton port)"
 _FLASH_2 = "calibrated: torchtitan (FlashAttention-2)"
 _CUDNN = "calibrated: dgxc_benchmarking (Transformer Engine with cuDNN)"
 
+UNMEASURED = 0.73
+"""Share of an accelerator without a published run: the mean of the four calibrated ones."""
 TABLE: Mapping[str, Constant] = {
     # Share of the peak of large matrix products: clocks under load, instruction overhead.
     # Priors: cuBLAS reaches 250 of 312 and 700 of 989 TFLOP/s.
-    "matmul.v100-32gb": Constant(0.80, "assumed: as A100"),
+    "matmul.v100-32gb": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.a100-40gb": Constant(0.76, "calibrated: llm_foundry", 0.80, 0.1),
     "matmul.a100-40gb-pcie": Constant(0.68, "assumed: 250 W instead of 400 W"),
     "matmul.a100-80gb": Constant(0.84, _A100, 0.80, 0.1),
@@ -45,16 +47,16 @@ TABLE: Mapping[str, Constant] = {
     "matmul.gb200": Constant(0.70, "assumed: nearly as H100"),
     "matmul.b300": Constant(0.70, "assumed: as B200"),
     "matmul.gh200": Constant(0.745, "assumed: as H100"),
-    "matmul.h20": Constant(0.90, "assumed: far below what power and memory allow"),
+    "matmul.h20": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.l40s": Constant(0.60, "assumed: 350 W, as H100 PCIe"),
     "matmul.l4": Constant(0.45, "assumed: 72 W limit its clock"),
-    "matmul.rtx4090": Constant(0.85, "assumed: 450 W for a quarter of H100's peak"),
-    "matmul.rtx5090": Constant(0.85, "assumed: as RTX 4090"),
-    "matmul.rtx3090": Constant(0.85, "assumed: as RTX 4090"),
+    "matmul.rtx4090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
+    "matmul.rtx5090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
+    "matmul.rtx3090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.a6000": Constant(0.70, "assumed: 300 W"),
     "matmul.a10": Constant(0.55, "assumed: 150 W limit its clock"),
-    "matmul.a10g": Constant(0.80, "assumed: half of A10's tensor peak, 300 W"),
-    "matmul.t4": Constant(0.45, "assumed: 70 W limit its clock"),
+    "matmul.a10g": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
+    "matmul.t4": Constant(0.36, "assumed: half of that, 70 W limit its clock"),
     "matmul.mi300x": Constant(0.55, "assumed: 750 W; hipBLASLt reaches less than cuBLAS"),
     "matmul.cpu": Constant(1.0, "assumed: `cpu.flops` is what is reached"),
     # Inner size at which half of that rate is reached.
@@ -78,8 +80,12 @@ TABLE: Mapping[str, Constant] = {
     "attention.ampere": Constant(0.465, _FLASH_2, 0.55, 0.2),
     "attention.hopper": Constant(0.33, _FLASH_2, 0.35, 0.2),
     "attention.hopper.te": Constant(0.64, _CUDNN, 0.55, 0.2),
+    "attention.hopper.cudnn": Constant(
+        0.46, "assumed: the geometric mean of hopper and hopper.te: torch passes it views"
+    ),
     "attention.blackwell": Constant(0.33, "assumed: as Hopper"),
     "attention.blackwell.te": Constant(0.55, "assumed: less than Hopper's share"),
+    "attention.blackwell.cudnn": Constant(0.43, "assumed: as Hopper's, of Blackwell's"),
     "attention.cdna3": Constant(0.30, "assumed: FlashAttention-2 on MI300X"),
     "attention.cpu": Constant(0.35, "measured: PyTorch on one core of the development machine"),
     "attention.ampere.1": Constant(0.353, _FLASH_1, 0.36, 0.2),

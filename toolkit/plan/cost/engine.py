@@ -44,6 +44,13 @@ class EngineCost:
     overlap: ClassVar[str] = "overlap.ddp"
     """The constant of `efficiency.py` for the slow-down of computation by traffic."""
 
+    def communicators(self, layout: Layout) -> int:
+        """NCCL's communicators of two or more ranks that a rank uses: one of all ranks, and one
+        for each group that is smaller."""
+        both = 2 * (layout.replicate > 1)  # of the shards, and of their copies
+        split = (layout.tp > 1) * (1 + (layout.dp * layout.cp > 1))
+        return (layout.world > 1) + both + split + (layout.hpz > 1)
+
     def builds_whole(self, model: ModelName) -> bool:
         """Whether a tensor-parallel rank's model is completely on the device before it is
         sharded."""

@@ -23,9 +23,12 @@ RESERVE_SHARE = 0.07
 it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
 peaks with torch.compile (Llama 3 8B on 8 and 128 H100). While there is room it reserves more;
 the minimum overhead is below 1% with expandable segments (docs/gpu.md)."""
-CONTEXT_BYTES = 1.0 * GIB
-"""Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
-channel buffers (10 MiB per channel and communicator)."""
+CONTEXT_BYTES = 0.7 * GIB
+"""The CUDA context with its kernels, outside PyTorch's allocator. An assumption: no run has
+measured it yet."""
+COMMUNICATOR_BYTES = 0.4 * GIB
+"""Buffers of one of NCCL's communicators, outside it too. An assumption: 544 to 688 MB were
+reported for one of four A100 (NVIDIA/nccl#964), before NCCL 2.22 allocated them lazily."""
 NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
 """Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
 MESSAGES = 2
@@ -49,11 +52,11 @@ class Memory:
     """Recomputed activations and gradients of one layer; 0 where the logits need more."""
     buffers: float
     """Communication: buckets, gathered weights, pipeline messages."""
+    context: float
+    """Memory of CUDA and NCCL outside the allocator."""
     idle: float = 0.0
     """Buffers of the backward pass if the loss is the peak: the allocator keeps them in the
     pools of their own streams, which nothing else uses while there is room."""
-    context: float = CONTEXT_BYTES
-    """Memory of CUDA and NCCL outside the allocator."""
 
     @property
     def model_states(self) -> float:
@@ -149,8 +152,14 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
         logits=logits,
         workspace=workspace,
         buffers=step.messages + buffers + max(0.0, exchange),
+        context=context_bytes(workload, layout),
         idle=idle,
     )
+
+
+def context_bytes(workload: Workload, layout: Layout) -> float:
+    """Bytes of a device outside the allocator."""
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
 
 
 def _degrees(layout: Layout) -> tuple[int, int, int, int]:

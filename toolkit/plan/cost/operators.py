@@ -109,12 +109,12 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
 def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
     written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
-    cuDNN's."""
+    cuDNN's, whose speed there no published run shows."""
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.1"
     engine = workload.cost.megatron_kernels and workload.fused_elementwise
     if (engine or workload.cudnn) and gpu.generation in ("hopper", "blackwell"):
-        return f"{gpu.generation}.te"
+        return f"{gpu.generation}.{'te' if engine else 'cudnn'}"
     return gpu.generation
 
 

@@ -20,11 +20,21 @@ class Prediction:
     """Peak of what the framework's allocator hands out (torch.cuda.max_memory_allocated)."""
     basis: Basis
     """The basis of the step time."""
+    reserved_gib: float | None = None
+    """Peak of what the allocator takes from the device; None in a plan of an older release."""
+    outside_gib: float | None = None
+    """Memory of the device outside of the allocator: CUDA's context and NCCL's buffers."""
 
 
 def predict(memory: Memory, time: StepTime, cluster: Cluster) -> Prediction:
     """The prediction of a layout with this memory and time on `cluster`."""
-    return Prediction(time.total_s, memory.allocated / GIB, basis(cluster))
+    return Prediction(
+        step_time_s=time.total_s,
+        memory_gib=memory.allocated / GIB,
+        basis=basis(cluster),
+        reserved_gib=memory.reserved / GIB,
+        outside_gib=memory.context / GIB,
+    )
 
 
 def basis(cluster: Cluster) -> Basis:

@@ -302,11 +302,14 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     forward = spec.forward_flops_per_token_full(length)
     attention = forward - _weight_flops(spec)
     again = _recomputed_flops(workload, layout.recompute, forward)
-    layers = 3 * (forward - head) + (0.5 * attention if workload.attention == "fused" else 0.0)
-    mine = (layers + again) * layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
+    reached = float(spec.reached > 0)
+    layers = spec.flops_per_token_full(length) - head * (1 + reached + spec.trained_head)
+    if workload.attention == "fused":
+        layers += spec.reached * 0.5 * attention
+    mine = (layers + spec.reached * again) * layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
     mine /= spec.layers
     if stage == layout.pp - 1:
-        mine += (3 if layout.loss == "whole" else 4) * head
+        mine += (1 + reached + spec.trained_head + (layout.loss != "whole")) * head
     samples = layout.micro_batch * layout.gradient_accumulation
     return mine * samples * workload.sample_tokens / (layout.cp * layout.tp)
 

@@ -19,7 +19,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.interpreter import python
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
-from toolkit.plan.cost.memory import CONTEXT_BYTES, Memory, stage_memory
+from toolkit.plan.cost.memory import Memory, stage_memory
 from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.redact import redact
@@ -147,6 +147,12 @@ class RehearsedRank:
         return stage_memory(setup.workload, setup.layout, self.stage)
 
     @property
+    def planned_communicators(self) -> int:
+        """Those that the planner counts NCCL's buffers of."""
+        setup = self.rehearsal.estimate.setup
+        return setup.workload.cost.communicators(setup.layout)
+
+    @property
     def planned_flops(self) -> float:
         """The planner's FLOPs of what is run."""
         setup = self.rehearsal.estimate.setup
@@ -161,7 +167,7 @@ class RehearsedRank:
     def needed_gib(self) -> float:
         """The minimum of the allocator, plus the memory of CUDA and NCCL, minus the savings of
         compiled layers."""
-        return (self.found.least + CONTEXT_BYTES) / GIB - self.compiling_saves_gib
+        return (self.found.least + self.planned.context) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:

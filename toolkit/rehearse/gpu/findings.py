@@ -73,6 +73,8 @@ class RankFindings:
 
     findings: list[GpuFinding] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    communicators: dict[str, int] = field(default_factory=dict)
+    """Ranks of each process group that NCCL connected for these."""
     state: dict[str, int] = field(default_factory=dict)
     """Elements of each quantity that this rank holds."""
     saved: SaveCopies | None = None

@@ -146,6 +146,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if on_host and "gloo" not in backend and any(t.device.type == "cpu" for t in tensors):
             self._add(NOT_NCCL, func.overloadpacket.__name__)
         ranks = dist.get_process_group_ranks(group)
+        if "nccl" in backend and len(ranks) > 1:
+            self.found.communicators[group.group_name] = len(ranks)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         name = func.overloadpacket.__name__
         self.found.collectives.append(
