@@ -318,7 +318,7 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],
             "'chat' is not one of 'pretrain',",
         ),
-        (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu: found 'h900'"),
+        (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu\n      found    'h900'"),
         (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),
     ],
 )

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
 from toolkit.cli.conflict_tables import record, show
-from toolkit.cli.console import Console
+from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson
 from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
@@ -236,23 +236,6 @@ def _print(verdicts: Sequence[Verdict]) -> None:
                 line.append(f"\n  note  {verdict.note}", "yellow")
             out.print(line, soft_wrap=True)
         else:
-            err.print(_problem_list(verdict), soft_wrap=True)
+            err.print(problem_list(verdict.file, verdict.problems), soft_wrap=True)
         for report in verdict.reports:
             show(out, report)
-
-
-def _problem_list(verdict: Verdict) -> Text:
-    count = len(verdict.problems)
-    text = Text.assemble(("✗ ", "red"), (printable(verdict.file), "bold"))
-    text.append(f"  {count} problem{'s' * (count > 1)}", "red")
-    for problem in verdict.problems:
-        where = f"{problem.file}:{problem.line}" if problem.line else problem.file
-        text.append("\n  ")
-        text.append(where, "cyan")
-        text.append(f"  {problem.key}", "bold")
-        text.append(f"\n      found    {problem.found}")
-        text.append(f"\n      allowed  {problem.allowed}")
-        if problem.fix:
-            text.append("\n      fix      ")
-            text.append(problem.fix, "green")
-    return text

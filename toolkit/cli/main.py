@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from toolkit import __version__
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, DmtError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, DmtError, RecipeError
 from toolkit.terminal import tell
 
 
@@ -129,6 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(args=None if arguments is None else list(arguments), prog_name="dmt")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
+    except RecipeError as error:
+        from toolkit.cli.console import Console, problem_list  # rich, which good news need not
+
+        Console(stderr=True).print(problem_list("dmt", error.problems), soft_wrap=True)
+        return error.exit_code
     except DmtError as error:
         tell(f"dmt: {error}")
         return error.exit_code

@@ -16,13 +16,13 @@ from toolkit.cli.check import human
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
-from toolkit.errors import EXIT_FAILED, PlanError
+from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
-from toolkit.plan.explain import decisions
+from toolkit.plan.explain import decisions, described
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
 from toolkit.plan.ledger import KINDS, Kind, LedgerEntry
 from toolkit.plan.planner import Plan, explore, plan_of
@@ -153,6 +153,8 @@ def plan(
         _draw(planned[0], plot)
     if not all(one.fits for one in checked):
         raise typer.Exit(EXIT_FAILED)
+    if not several and not planned[0].search.fits:
+        raise typer.Exit(EXIT_USER_ERROR)
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
@@ -208,7 +210,7 @@ def _machine_output(
         "run": None if run is None else run.machine_output(),
     }
     if not found.fits:
-        output["remedies"] = list(plan.remedies)
+        output["remedies"] = [asdict(one) for one in plan.remedies]
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
@@ -239,18 +241,18 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     """The chosen layout by part, the runners-up, why, and the ledger."""
     console = Console()
     recipe, plan, found = planned.recipe, planned.plan, planned.search
+    if not found.fits:
+        show(console, _shortfall(planned))
+        return
     by_part = _estimate(found, found.best)
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
     size = f"  {human(plan.parameters)} parameters{of_them}"
     title = Text.assemble((recipe.name, "bold"), size)
     show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
-    if not found.fits:
-        show(console, ["", *_shortfall(found, plan)])
     show(console, ["", *memory_lines(by_part)])
     show(console, ["", *_time_lines(planned, by_part)])
-    if found.fits:
-        show(console, ["", *_runner_up_lines(found, top)])
+    show(console, ["", *_runner_up_lines(found, top)])
     show(console, ["", *(_explained(found) if explain else _reasons(plan))])
     show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
     if assumed is not None:
@@ -302,13 +304,28 @@ def _offload(plan: Plan) -> str:
     return ", ".join(away) or "none"
 
 
-def _shortfall(found: Search, plan: Plan) -> Iterator[Text]:
-    """How far off, and what would fit."""
-    yield Text(f"  does not fit: {over(found)}", "red")
-    if not plan.remedies:
-        yield Text("  no change of a single setting, and no larger cluster, makes it fit")
-    for change in plan.remedies:
-        yield Text(f"  - {change}")
+def _shortfall(planned: Planned) -> Iterator[Text]:
+    """How far off, and what would fit, with the options for it."""
+    found, cluster = planned.search, planned.cluster
+    yield Text.assemble(
+        (planned.recipe.name, "bold"), f" on {cluster.name}: ", ("does not fit", "red")
+    )
+    yield Text(f"  {over(found)},")
+    yield Text(f"  with {described(found.nearest)}")
+    yield Text(
+        f"  {cluster.host_memory_gib:,g} GiB of host memory per node: host_memory_gib of", "dim"
+    )
+    yield Text("  a cluster file (--cluster FILE) states another size", "dim")
+    yield Text("")
+    if not planned.plan.remedies:
+        yield Text("  no single change, and no larger cluster, makes it fit")
+        return
+    yield Text("  what would fit, by what it gives up        GPU       host     step", "dim")
+    for one in planned.plan.remedies:
+        sizes = f"{one.memory_gib:.1f} GiB {one.host_gib:>6,.0f} GiB {seconds(one.step_s):>8}"
+        yield Text.assemble("  ", (f"{one.gives_up:<36}", "bold"), f" {sizes:>29}")
+        yield Text(f"    {one.options}")
+        yield Text(f"    {one.layout}", "dim")
 
 
 def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
@@ -346,7 +363,7 @@ def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
 
 def _reasons(plan: Plan) -> Iterator[Text]:
     yield Text("  why", "dim")
-    for reason in plan.reasons[: len(plan.reasons) - len(plan.remedies)]:
+    for reason in plan.reasons:
         yield Text(f"  - {reason}", "yellow" if "WARNING" in reason else "")
 
 

@@ -145,10 +145,10 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
             found, fix = f"settings with `name: {name}`", f"remove it, or set name to {other}"
             yield Problem(f"optimizer.{other}", found, f"null without `name: {other}`", fix)
     for key in ("betas", "eps") if name == "adafactor" else ():
-        value = getattr(optimizer, key)
-        if value != type(optimizer).model_fields[key].default:
+        value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
+        if value != default:
             found, allowed = f"{value} with `name: adafactor`", "nothing: Adafactor has none"
-            fix = "remove it; the section optimizer.adafactor has its settings"
+            fix = f"remove it, or set it to its default, {default}, which changes nothing"
             yield Problem(f"optimizer.{key}", found, allowed, fix)
     if name in _NO_ADAPTER and recipe.adapter is not None:
         allowed = f"adamw with adapter: {_NO_ADAPTER[name]}"

@@ -21,7 +21,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import SHOWN, choice, decisions
 from toolkit.plan.hub import download as download_file
-from toolkit.plan.remedies import over, remedies
+from toolkit.plan.remedies import Remedy, over, remedies
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
@@ -86,8 +86,8 @@ class Plan:
     loss_scale: float | None = None
     """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step; otherwise
     None."""
-    remedies: tuple[str, ...] = ()
-    """If nothing fits: the smallest changes with which something does."""
+    remedies: tuple[Remedy, ...] = ()
+    """If nothing fits: the changes with which something does."""
     lengths: tuple[LengthCost, ...] = ()
     """If `data.stages` changes the sequence length: the step of each length, in ascending
     order. The plan's other numbers are those of the longest."""
@@ -129,7 +129,7 @@ class Plan:
                 **fields,
                 "layout": Layout(**fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
-                "remedies": tuple(fields.get("remedies", ())),
+                "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
                 "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
             }
         )
@@ -192,7 +192,7 @@ def plan_of(found: Search) -> Plan:
     workload = job.workload(best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
-    changes = () if found.fits else tuple(map(str, remedies(found)))
+    changes = () if found.fits else tuple(remedies(found))
     return Plan(
         engine=best.pair.engine,
         model=best.pair.model,
@@ -209,7 +209,6 @@ def plan_of(found: Search) -> Plan:
             _overlap_reason(job, best),
             *_deterministic(training),
             *_warnings(found, built),
-            *(f"would fit: {change}" for change in changes),
         ),
         memory_gib=best.memory_gib,
         fits=found.fits,

@@ -1,4 +1,4 @@
-"""If nothing fits: searches the smallest changes with which something does."""
+"""If nothing fits: the changes with which something does, by what the user gives up."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import TIE, Candidate, Search, search
+from toolkit.recipe.schema import AdapterSection, OptimizerSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
@@ -37,26 +38,30 @@ _OPENED = (
     "parallel.engine",
 )
 """Settings that may be left open, the smaller changes first."""
+NVME = "/path/of/a/local/disk"
+ADAPTER = {"rank": 16, "alpha": 32}
+"""A usual size of LoRA (arXiv:2106.09685)."""
+SHORTEST = 1024
+"""Sequences shorter than this are not proposed."""
+
+Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Remedy:
     """A change with which something fits."""
 
-    change: str
-    """The change, as recipe settings."""
-    best: Candidate
-    """The best layout with that change."""
-    cluster: Cluster
-
-    def __str__(self) -> str:
-        assert self.best.step_s is not None, "what fits is timed"
-        capacity = self.cluster.gpu.memory_gib
-        of = "" if capacity is None else f" of {capacity:g}"
-        step_s = self.best.step_s
-        step = f"{step_s:,.0f}" if step_s >= 100 else f"{step_s:.3g}"
-        needs = f"{self.best.memory_gib:.1f}{of} GiB and {step} s a step"
-        return f"{self.change}: {needs} with {described(self.best)}"
+    gives_up: str
+    """What the run would have been otherwise."""
+    options: str
+    """Of `dmt plan` and `dmt launch`."""
+    memory_gib: float
+    """Of the fullest GPU, with the best layout that fits then."""
+    host_gib: float
+    """Of a node's host memory."""
+    step_s: float
+    layout: str
+    """That layout."""
 
 
 def over(found: Search) -> str:
@@ -82,19 +87,53 @@ def over(found: Search) -> str:
 
 
 def remedies(found: Search) -> list[Remedy]:
-    """Every single setting set to auto, all of them, and more GPUs."""
+    """What would fit, from what costs least: a setting of the recipe's own, speed, the
+    optimizer, context, the weights that train, more GPUs."""
     job, cluster = found.job, found.cluster
-    single = [one for change in _settings(job) if (one := _with(job, cluster, [change]))]
-    if not single and (one := _with(job, cluster, list(_settings(job)))):
-        single = [one]
-    return [*single, *_more_gpus(job, cluster)]
+    fixed = dict(_settings(job))
+    settings = [
+        one
+        for key, value in fixed.items()
+        if (one := _with(job, cluster, f"{key}: {value}", {key: "auto"}))
+    ]
+    if not settings and (
+        one := _with(job, cluster, "your layout", dict.fromkeys(fixed, "auto"))
+    ):
+        settings = [one]
+    others = (_first(job, cluster, tries) for tries in _sacrifices(job))
+    return [*settings, *(one for one in others if one), *_more_gpus(job, cluster)]
+
+
+def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
+    """What a run may do without, the dearest last; of each list the first that fits counts."""
+    if job.parallel.zero.nvme_path is None:
+        yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
+    if job.optimizer.name == "adamw" and job.adapter is None:
+        yield [("AdamW's fp32 moments", {"optimizer.name": "adamw_8bit"})]
+        fields = OptimizerSection.model_fields
+        unused = {f"optimizer.{key}": fields[key].default for key in ("betas", "eps")}
+        given = {key: value for key, value in unused.items() if attrgetter(key)(job) != value}
+        yield [("AdamW", {"optimizer.name": "adafactor", **given})]
+    length, shorter = job.training.sequence_length, []
+    while not job.lengths and length % 2 == 0 and length // 2 >= SHORTEST:
+        length //= 2
+        shorter.append((f"sequences of {2 * length:,}", {"training.sequence_length": length}))
+    yield shorter
+    if job.has_weights and job.adapter is None and job.fp8 is None:
+        yield [("training all weights: LoRA", {"adapter": ADAPTER})]
+
+
+def _first(
+    job: PlanRequest, cluster: Cluster, tries: list[tuple[str, Changes]]
+) -> Remedy | None:
+    return next((one for each in tries if (one := _with(job, cluster, *each))), None)
 
 
 def prices(found: Search) -> Iterator[str]:
     """The cost of the recipe's fixed settings: each set to auto, if that is faster."""
     job, best = found.job, found.best
     for key, value in _settings(job):
-        other = _fitting(_opened(job, key), found.cluster)
+        other = _fitting(_changed(job, {key: "auto"}), found.cluster)
         if other is None or other.step_s is None or best.step_s is None:
             continue
         if (faster := 1 - other.step_s / best.step_s) > TIE:
@@ -109,21 +148,38 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
-    """The result with these settings set to auto."""
-    opened = job
-    for key, _ in changes:
-        opened = _opened(opened, key)
-    found = _fitting(opened, cluster)
-    if found is None:
-        return None
-    keys = " and ".join(key for key, _ in changes)
-    return Remedy(f"set {keys} to auto", found, cluster)
+def _with(job: PlanRequest, cluster: Cluster, gives_up: str, changes: Changes) -> Remedy | None:
+    """The result with other settings, if something fits with them."""
+    best = _fitting(_changed(job, changes), cluster)
+    options = " ".join(f"--set {_word(key, value)}" for key, value in changes.items())
+    return None if best is None else _remedy(gives_up, options, best)
 
 
-def _opened(job: PlanRequest, key: str) -> PlanRequest:
-    section, _, setting = key.partition(".")
-    return replace(job, **{section: getattr(job, section).with_values({setting: "auto"})})
+def _remedy(gives_up: str, options: str, best: Candidate) -> Remedy:
+    assert best.step_s is not None, "what fits is timed"
+    memory, host = best.memory_gib, best.host_gib
+    return Remedy(gives_up, options, memory, host, best.step_s, described(best))
+
+
+def _word(key: str, value: Any) -> str:
+    """`key=value` for a shell."""
+    if isinstance(value, dict):
+        return f"'{key}={{{', '.join(f'{name}: {one}' for name, one in value.items())}}}'"
+    if isinstance(value, tuple):
+        return f"'{key}=[{', '.join(map(str, value))}]'"
+    return f"{key}={value}"
+
+
+def _changed(job: PlanRequest, changes: Changes) -> PlanRequest:
+    """The request with other settings."""
+    for key, value in changes.items():
+        section, _, setting = key.partition(".")
+        if section == "adapter":
+            job = replace(job, adapter=AdapterSection(**value), freeze=())
+        else:
+            given = getattr(job, section).with_values({setting: value})
+            job = replace(job, **{section: given})
+    return job
 
 
 def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:
@@ -131,10 +187,9 @@ def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:
     for nodes, on_node in _sizes(cluster):
         larger = replace(cluster, nodes=nodes, gpus_per_node=on_node)
         where = job.cluster.model_copy(update={"nodes": nodes, "gpus_per_node": on_node})
-        if one := _fitting(replace(job, cluster=where), larger):
-            count = nodes * on_node
-            of = f"{nodes:,} node{'s' * (nodes > 1)} of {on_node}"
-            yield Remedy(f"use {count:,} GPUs ({of})", one, larger)
+        if best := _fitting(replace(job, cluster=where), larger):
+            options = f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={on_node}"
+            yield _remedy(f"{nodes * on_node:,} GPUs are needed", options, best)
             return
 
 
@@ -152,7 +207,7 @@ def _sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
 
 
 def _fitting(job: PlanRequest, cluster: Cluster) -> Candidate | None:
-    """The best layout; None if the job is illegal, or nothing fits."""
+    """The best layout; None if the request is refused, or nothing fits."""
     if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
         return None
     try:

@@ -5,10 +5,10 @@ when it is read; what the schemas do not name stays as it is.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from toolkit.errors import RecipeError
 from toolkit.plan.cost.prediction import Basis

@@ -306,7 +306,9 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     layers = spec.flops_per_token_full(length) - head * (1 + reached + spec.trained_head)
     if workload.attention == "fused":
         layers += spec.reached * 0.5 * attention
-    mine = (layers + spec.reached * again) * layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
+    mine = (layers + spec.reached * again) * layers_of_stages(
+        spec.layers, layout.pp, layout.vpp
+    )[stage]
     mine /= spec.layers
     if stage == layout.pp - 1:
         mine += (1 + reached + spec.trained_head + (layout.loss != "whole")) * head

@@ -223,11 +223,14 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
     near = _nearest_degrees(degrees, world)
     changes = [f"parallel.{n} to {near[n]}" for n in degrees if near[n] != degrees[n]]
+    fix = f"set {' and '.join(changes)}"
+    if product % cluster.gpus_per_node == 0:
+        fix = f"set cluster.nodes to {product // cluster.gpus_per_node:,}, or {fix[4:]}"
     yield Problem(
         f"parallel.{largest}",
         f"{shown} = {product} on {world} ranks",
         f"a product that divides nodes · gpus_per_node = {world}",
-        f"set {' and '.join(changes)}",
+        fix,
     )
 
 

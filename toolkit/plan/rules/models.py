@@ -54,6 +54,8 @@ class PlanRequest:
     fp8: Fp8Section | None = None
     lengths: tuple[int, ...] = ()
     """Of sequences, where `data.stages` changes it; `training` has the longest."""
+    has_weights: bool = False
+    """Training begins with weights that exist."""
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class PlanRequest:
             recipe.kernels,
             recipe.fp8,
             lengths if len(lengths) > 1 else (),
+            recipe.model.init != "random",
         )
 
     def uneven(self, tensor: int) -> int | None:
