@@ -21,8 +21,8 @@ def init(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Hub id, local folder with a config.json, or a shipped size: "
-            f"{', '.join(_SIZES)}.",
+            help="Hub id, local folder with a config.json, or a shipped size (see "
+            "`dmt recipes`), e.g. llama-3.1-8b.",
             autocompletion=lambda: _SIZES,
         ),
     ],
@@ -35,6 +35,14 @@ def init(
         ),
     ],
     task: Annotated[Task, typer.Option(help="What to train the model for.")] = "pretrain",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="A local file to train on, for an epoch: text, or rows of conversations or "
+            "preferences. It decides the data section, the batch and the warm-up.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="File to write; by default, standard output."),
@@ -44,7 +52,7 @@ def init(
 
     Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb --out recipe.yaml`
     """
-    text = starter(model, find_cluster(cluster), cluster, task)
+    text = starter(model, find_cluster(cluster), cluster, task, data)
     if out is None:
         tell(text, sys.stdout)
         return

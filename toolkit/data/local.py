@@ -235,7 +235,7 @@ def _columns(files: list[Path]) -> tuple[dict[str, str], bool]:
         return columns, False  # The card decides which files are read.
     all_seen = len(files) <= _FILES_OF_A_FOLDER
     for file in files[:_FILES_OF_A_FOLDER]:
-        found, whole = _columns_of(file)
+        found, whole = columns_of_file(file)
         if not found:
             return {}, False
         columns = {**found, **columns}
@@ -243,7 +243,9 @@ def _columns(files: list[Path]) -> tuple[dict[str, str], bool]:
     return columns, all_seen
 
 
-def _columns_of(file: Path) -> tuple[dict[str, str], bool]:
+def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
+    """Columns of a file with what they hold, none if it cannot be read; and whether no row has
+    others."""
     name = file.with_suffix("") if file.suffix in OPENERS else file
     if name.suffix == ".txt":
         return {"text": TEXT}, True

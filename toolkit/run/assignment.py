@@ -12,6 +12,7 @@ from toolkit.backend import adopt_engine_config
 from toolkit.checkpoint.locate import locate
 from toolkit.compilers import missing_for_torch_compile
 from toolkit.conflicts import preflight
+from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems
 from toolkit.errors import (
     BackendUnavailable,
@@ -201,8 +202,9 @@ def assign(
 def check_local_files(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
     """Raises RecipeError for files that the recipe at `path` names and that are missing here
     or cannot be used."""
-    if problems := [placed(one, path, overrides) for one in local_problems(recipe)]:
-        raise RecipeError(problems)
+    found = [*local_problems(recipe)] or [*amount_problems(recipe)]
+    if found:
+        raise RecipeError([placed(one, path, overrides) for one in found])
 
 
 def elastic_restarts() -> int:

@@ -173,11 +173,11 @@ def _config(model: str, source: str) -> Mapping[str, Any]:
         return model_config(ModelSection(hub=source))
     except ShapeUnknown as error:
         sizes = shipped_sizes()
-        go = "go online, download its config.json into a folder, or start from a shipped size"
+        go = "go online, download its config.json into a folder, or take one of `dmt recipes`"
         fix = did_you_mean(model, sizes, go)
         raise PlanError(
-            f"MODEL: {model!r} is no shipped size ({', '.join(sizes)}), no local folder, and "
-            "not on the hub or in its cache",
+            f"MODEL: {model!r} is no shipped size, no local folder, and not on the hub or in "
+            "its cache",
             fix=fix,
         ) from error
 

@@ -23,14 +23,21 @@ _PLAIN = ("adapter", "dpo", "optimizer", "schedule", "evaluation", "checkpoint",
 """Sections without comments, each on one line."""
 
 
-def starter(model: str, cluster: Cluster, given: str, task: Task) -> str:
-    """The YAML of a recipe for `model` on `cluster`, which the user called `given`.
+def starter(
+    model: str, cluster: Cluster, given: str, task: Task, data: Path | None = None
+) -> str:
+    """The YAML of a recipe for `model` on `cluster`, which the user called `given`; `data`: a
+    file to train on.
 
     It is read back and planned before it is returned: what it says can be checked and
     planned. Raises PlanError or RecipeError where that is not possible.
     """
     given = " ".join(given.split())  # it is quoted in comments
     drafted = draft(model, cluster, task)
+    if data is not None:
+        from toolkit.starter.data import with_data
+
+        drafted = with_data(drafted, data, task)
     with tempfile.TemporaryDirectory(prefix="dmt-init-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(_lines(drafted, cluster, given, None)), encoding="utf-8")

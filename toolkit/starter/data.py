@@ -1,0 +1,118 @@
+"""`dmt init --data`: the data section of a file, and a batch and a length that it allows."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolkit.data.amount import count_samples
+from toolkit.data.local import columns_of_file
+from toolkit.data.sources import MESSAGES, TEXT
+from toolkit.errors import DataError, PlanError
+from toolkit.recipe.schema import Recipe
+from toolkit.starter.draft import Task
+
+BYTES_PER_TOKEN = 4
+"""Of English text, for a tokenizer that is not here."""
+UPDATES = 20
+"""An epoch has at least so many steps, where the data allows it."""
+WARMUP = 0.1
+"""Share of the steps."""
+_KINDS: dict[Task, str] = {
+    "pretrain": "text",
+    "sft": "chat",
+    "lora": "chat",
+    "dpo": "preference",
+}
+
+
+def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
+    """The recipe, to be trained on `data` for an epoch.
+
+    Raises PlanError if it is no file with what the task trains on, or has too little of it.
+    """
+    shown = recipe.model_dump(exclude_unset=True)
+    fraction = 0.05 if task == "pretrain" else 0.0
+    shown["data"] = _without(shown["data"], "validation", "streaming", "stages")
+    shown["data"] |= {"train": _source(data, task), "validation_fraction": fraction}
+    shown["training"] = _without(shown["training"], "steps", "tokens") | {"epochs": 1}
+    shown["schedule"] = shown.get("schedule", {}) | {"warmup_steps": 0}
+    if not fraction:
+        shown.pop("evaluation", None)
+    samples, ranks = _samples(_checked(shown), data), recipe.cluster.world_size
+    usual = recipe.training.global_batch_size
+    batch = max(min(usual, samples // UPDATES // ranks * ranks), ranks)
+    if samples < batch:
+        raise PlanError(
+            f"--data: {data} makes {samples} samples of {recipe.training.sequence_length} "
+            f"tokens, and {ranks} GPUs need one each",
+            fix="use more data, or fewer GPUs",
+        )
+    steps = -(-samples // batch)
+    warmup = min(recipe.schedule.warmup_steps or steps, int(WARMUP * steps))
+    shown["training"]["global_batch_size"] = batch
+    shown["schedule"]["warmup_steps"] = warmup
+    return _checked(shown)
+
+
+def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in names}
+
+
+def _checked(shown: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate(shown)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PlanError(
+            f"--data: no recipe can be made of it: {where}: {first['msg']}",
+            fix="write the recipe without --data, and change its `data` section",
+        ) from error
+
+
+def _source(data: Path, task: Task) -> dict[str, Any]:
+    """The source that reads the file, from the names and contents of its columns."""
+    if not data.is_file():
+        raise PlanError(f"--data: {data} is no file", fix="name a file of text, or of rows")
+    columns, _ = columns_of_file(data)
+    path, texts = str(data.absolute()), [name for name, held in columns.items() if held == TEXT]
+    rows: dict[str, Any] = {"path": path}
+    if {"chosen", "rejected"} <= columns.keys():
+        kind = "preference"
+    elif MESSAGES in columns.values() or {"instruction", "output"} <= columns.keys():
+        kind = "chat"
+        dialog = next((name for name, held in columns.items() if held == MESSAGES), "messages")
+        if dialog not in ("messages", "conversations"):
+            rows["columns"] = {"messages": dialog}
+    elif {"prompt", "completion"} <= columns.keys():
+        kind = "chat"
+    elif not columns or data.suffix == ".txt":
+        kind, rows = "text", {"kind": "text", "files": [path]}
+    elif "text" in texts or len(texts) == 1:
+        kind = "text"
+        rows |= {"kind": "hf"} | ({} if "text" in texts else {"text_field": texts[0]})
+    else:
+        kind = "unknown"
+    if kind != _KINDS[task]:
+        held = ", ".join(columns) or "text"
+        tasks = [one for one, trained in _KINDS.items() if trained == kind]
+        fix = "name the columns in the recipe's `data` section (docs/data.md)"
+        if tasks:
+            fix = f"--task {' or '.join(tasks)}, or name a file with {_KINDS[task]} data"
+        raise PlanError(
+            f"--data: {data} has {held}, which is not what {task} trains on", fix=fix
+        )
+    return {"kind": kind, **rows}
+
+
+def _samples(recipe: Recipe, data: Path) -> int:
+    """Of the file: counted, or estimated by its size if it is large or its tokenizer is not
+    here."""
+    try:
+        if (counted := count_samples(recipe)) is not None:
+            return counted
+    except DataError as error:
+        raise PlanError(f"--data: {error.message}", fix=error.fix) from error
+    tokens = data.stat().st_size / BYTES_PER_TOKEN
+    return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)
