@@ -1,12 +1,13 @@
 """`fp8` through whole runs of the tiny recipe, in bf16."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.product import curve, dmt, events, run, settings
+from tests.e2e.product import curve, dmt, run, settings
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -27,17 +28,17 @@ def trained(folder: Path, name: str, **changes: object) -> Path:
     return folder / name
 
 
-def test_200_steps(tmp_path: Path) -> None:
-    """Not 2% above bf16's validation loss, and exported in bf16.
+def test_as_good_as_bf16(tmp_path: Path) -> None:
+    """The mean loss of steps 11 to 20 is within 2% of bf16's, and the export is in bf16.
 
-    In six runs of three seeds, fp8 was between 0.3% above and 1.7% below: rounding sends a
-    run elsewhere, which says nothing of fp8 where it is for the better.
+    In four seeds it was within 0.5%; later, rounding sends the two runs elsewhere.
     """
-    runs = [trained(tmp_path, "bf16"), trained(tmp_path, "fp8", **FP8)]
-    plain, eight = (events(one, "evaluation")[-1] for one in runs)
-    assert plain["step"] == eight["step"] == 200
-    assert curve(runs[0]) != curve(runs[1])
-    assert 0.95 < eight["loss"] / plain["loss"] <= 1.02
+    steps = {"training.steps": 20, "schedule.warmup_steps": 5, "evaluation.every_steps": "null"}
+    runs = [trained(tmp_path, "bf16", **steps), trained(tmp_path, "fp8", **FP8, **steps)]
+    plain, eight = ([loss for loss, _ in curve(one).values()] for one in runs)
+    assert plain != eight
+    assert fmean(plain[-10:]) < 0.9 * plain[0], "it learns"
+    assert fmean(eight[-10:]) == pytest.approx(fmean(plain[-10:]), rel=0.02)
     exported = AutoModelForCausalLM.from_pretrained(runs[1] / "export")
     assert exported.dtype == torch.bfloat16
 
