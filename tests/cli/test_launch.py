@@ -60,7 +60,7 @@ def test_an_empty_run_directory_is_one_error(capsys):
 
 
 def test_ctrl_c_while_importing_is_quiet(monkeypatch):
-    def interrupted(name: str) -> None:
+    def interrupted(_name: str) -> None:
         raise KeyboardInterrupt
 
     module = ModuleType("toolkit.cli.main")
