@@ -1,9 +1,13 @@
-"""What `dmt launch` starts again when devices were lost."""
+"""`dmt launch`: mistakes on its command line, and what it starts again without some devices."""
 
 import os
+import sys
+from types import ModuleType
 
 from tests.e2e.conftest import RECIPE
-from toolkit.cli import launch
+from tests.processes import ROOT
+from toolkit import entry
+from toolkit.cli import launch, main
 from toolkit.intake.load import load_recipe
 from toolkit.run.assignment import decide, write
 
@@ -45,3 +49,22 @@ def test_processors_are_not_asked(tmp_path, monkeypatch):
     planned = decide(recipe, tmp_path / "run")
     monkeypatch.setattr(launch, "working_gpus", lambda _: [])
     assert launch._still_possible(planned, recipe, None) is planned
+
+
+def test_an_empty_run_directory_is_one_error(capsys):
+    """It meant the current directory."""
+    assert main.main(["launch", "recipe.yaml", "--run-dir", ""]) == 2
+    errors = capsys.readouterr().err
+    assert "--run-dir" in errors
+    assert "it is empty" in errors
+
+
+def test_ctrl_c_while_importing_is_quiet(monkeypatch):
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    module = ModuleType("toolkit.cli.main")
+    module.__getattr__ = interrupted
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert entry.main() == 130
+    assert 'dmt = "toolkit.entry:main"' in (ROOT / "pyproject.toml").read_text()

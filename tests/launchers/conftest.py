@@ -19,12 +19,13 @@ from pathlib import Path
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 
-name, run_dir, ranks, *worker = sys.argv[1:]
+name, run_dir, ranks, grace_s, *worker = sys.argv[1:]
 chosen = LAUNCHERS[name]()
 cluster = ClusterSection(gpus_per_node=int(ranks))
-spec = chosen.spec(Job(Path(run_dir), cluster, worker=tuple(worker)))
+launch = LaunchSection(grace_s=float(grace_s) or None)
+spec = chosen.spec(Job(Path(run_dir), cluster, launch, worker=tuple(worker)))
 spec.write_files()
 with StopSignals() as signals:
     outcome = chosen.run(spec, signals)
@@ -35,12 +36,14 @@ sys.exit(outcome.exit_code)
 class Launch:
     """A launcher process with stand-in workers."""
 
-    def __init__(self, name: str, run_dir: Path, behaviour: str, ranks: int) -> None:
+    def __init__(
+        self, name: str, run_dir: Path, behaviour: str, ranks: int, grace_s: float
+    ) -> None:
         self.run_dir = run_dir
         self.ranks = ranks
-        worker = [str(STAND_IN), str(run_dir), behaviour]
+        argv = [name, run_dir, ranks, grace_s, STAND_IN, run_dir, behaviour]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, name, str(run_dir), str(ranks), *worker],
+            [sys.executable, "-c", _LAUNCH, *map(str, argv)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -69,8 +72,8 @@ class Launch:
 def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     launches: list[Launch] = []
 
-    def start(name: str, behaviour: str, ranks: int = 2) -> Launch:
-        launches.append(Launch(name, tmp_path, behaviour, ranks))
+    def start(name: str, behaviour: str, ranks: int = 2, grace_s: float = 0) -> Launch:
+        launches.append(Launch(name, tmp_path, behaviour, ranks, grace_s))
         return launches[-1]
 
     yield start

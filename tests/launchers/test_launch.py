@@ -208,6 +208,19 @@ def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(tmp_
     assert not alive(int((tmp_path / "pid-0").read_text()))
 
 
+@pytest.mark.parametrize(
+    ("name", "saved"), [("local", True), ("local", False), ("torchrun", True)]
+)
+def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, name, saved):
+    launch = start(name, "saved" if saved else "stubborn", grace_s=0.5)
+    launch.worker_pids()
+    launch.process.terminate()
+    code, errors = launch.end()
+    said = "step 7 is saved, but ranks were not gone" if saved else "not saved and gone"
+    assert f"error: {said} within launch.grace_s (0.5 s): killed" in errors
+    assert code == (75 if saved else 4)
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_no_orphan_when_the_launcher_is_killed(start, name):
     launch = start(name, "sleep")

@@ -93,6 +93,27 @@ def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         hf.weight_source(section_, config, 1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(torch.bfloat16, torch.nan), (torch.float16, torch.inf)]
+)
+def test_checkpoint_that_is_not_finite_is_refused(
+    dtype: torch.dtype, bad: float, tmp_path: Path
+) -> None:
+    """It was noticed at the first save, with the advice to make room on the disk."""
+    filled(section("llama")).to(dtype).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:] = torch.finfo(
+        dtype
+    ).max  # finite, though its sum is not
+    tensors["model.norm.weight"][-1] = bad
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    source = hf.weight_source(section_, hf.build_config(section_), 1)
+    source.read("model.embed_tokens.weight", 0, 100)
+    with pytest.raises(DataError, match=r"model\.safetensors: model\.norm\.weight holds NaN"):
+        source.read("model.norm.weight", 0, tensors["model.norm.weight"].numel())
+
+
 @pytest.mark.parametrize("indexed", [False, True])
 def test_checkpoint_that_holds_more_than_the_model_is_refused(
     indexed: bool, tmp_path: Path

@@ -198,6 +198,35 @@ def test_the_x_axis_has_a_name(tab: Tab, tmp_path: Path) -> None:
         assert name in tab.run("[...written]")
 
 
+_RECORD_TEXTS = """(() => {
+  window.texts = [];
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const { a, e } = this.getTransform(), size = this.measureText(text);
+    const left = a * (x - size.actualBoundingBoxLeft) + e;
+    const right = a * (x + size.actualBoundingBoxRight) + e;
+    window.texts.push([text, left, right - this.canvas.width]);
+    draw.call(this, text, x, y);
+  };
+  document.getElementById("theme").click();
+})()"""
+
+
+def test_numbers_of_axes_are_whole_and_plain(tab: Tab, tmp_path: Path) -> None:
+    """300K was clipped at the edge, and a rate was 5.139e-4."""
+    steps = [
+        line | {"lr": 5.139e-4, "consumed_tokens": 1000 * line["step"]} for line in lines(300)
+    ]
+    run = write_run(tmp_path / "run", KILLED_AND_RESTARTED[:2], steps)
+    tab.open(report(tmp_path / "out.html", run))
+    assert "0.0005139" in tab.run("document.querySelector('[data-chart=lr]').textContent")
+    tab.run("document.querySelector('[value=tokens]').click()")
+    tab.run(_RECORD_TEXTS)
+    tab.wait("window.texts.some(([text]) => text === '300K')", "the last tick")
+    clipped = "window.texts.filter(([, left, beyond]) => left < 0 || beyond > 0)"
+    assert tab.run(clipped) == []
+
+
 def test_a_value_is_not_wrapped(tab: Tab, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{'long-name-' * 12}{at}", KILLED_AND_RESTARTED[:2], lines(5))
             for at in range(2)]  # fmt: skip

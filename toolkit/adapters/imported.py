@@ -59,13 +59,14 @@ class PeftWeights:
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
         """See `WeightSource.read`: in the folder's type."""
-        values: Tensor = self._part(name)[:]
+        values: Tensor = self._stored.finite(f"{PEFT_PREFIX}{name}", self._part(name)[:])
         return values.reshape(-1)[start:stop]
 
     def read_block(self, block: Block) -> "Tensor":
         """See `WeightSource.read_block`: in the folder's type."""
         assert block.columns is not None, "a matrix"
-        values: Tensor = self._part(block.tensor)[slice(*block.rows), slice(*block.columns)]
+        part = self._part(block.tensor)[slice(*block.rows), slice(*block.columns)]
+        values: Tensor = self._stored.finite(f"{PEFT_PREFIX}{block.tensor}", part)
         return values
 
     def _part(self, name: str) -> Any:

@@ -20,8 +20,19 @@ Overrides = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print machine output alone on standard output.")
 ]
+
+
+def _run_dir(path: str) -> Path:
+    if not path.strip():
+        raise typer.BadParameter("it is empty; allowed: a path, e.g. runs/first")
+    return Path(path)
+
+
 RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Run directory; default: runs/NAME.")
+    Path | None,
+    typer.Option(
+        "--run-dir", parser=_run_dir, metavar="PATH", help="Run directory; default: runs/NAME."
+    ),
 ]
 ClusterOption = Annotated[
     str | None,

@@ -25,6 +25,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
 
+_GUARD = "toolkit.launchers.guard"
 _LOOK_S = 2.0
 """Interval of polling the events of a run whose ranks are elsewhere."""
 
@@ -33,7 +34,7 @@ def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
     """Run `spec` under `toolkit.launchers.guard`; see Launcher."""
     offset = events_offset(spec.run_dir)
     guard = subprocess.Popen(
-        [*python(), "-m", "toolkit.launchers.guard", str(spec.grace_s), *spec.argv],
+        [*python(), "-m", _GUARD, str(spec.grace_s), str(spec.run_dir), *spec.argv],
         env=spec.process_env(0),
         stdin=subprocess.PIPE,
         # Ctrl-C at the terminal is for this process, which passes it on once.
@@ -87,7 +88,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
                 deadline.start(ORPHAN_GRACE_S)
         if signals.kill_requested or deadline.passed:
             if asked and not signals.kill_requested and spec.grace_s < math.inf:
-                tell(f"error: {grace_over(spec.grace_s)}")
+                tell(f"error: {grace_over(spec.grace_s, run.path, offset)[0]}")
             _end(process, spec.end_signal)
         time.sleep(POLL_S)
     run.stop.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""`python -m toolkit.launchers.guard GRACE_S COMMAND…`: runs another launcher without orphans.
+"""Runs another launcher without orphans.
+
+The command: `python -m toolkit.launchers.guard GRACE_S RUN_DIR COMMAND…`.
 
 torchrun and deepspeed differ in their handling of signals: deepspeed's runner exits on SIGTERM
 without its workers, both kill workers that take longer than 30 s to save, and nothing stops the
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
@@ -31,7 +34,7 @@ from toolkit.launchers.process import (
     show_stacks,
     wake_if_stopped,
 )
-from toolkit.run.ending import grace_over
+from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import survive_lost_output, tell
 
 _LOOK_S = 1.0
@@ -41,8 +44,10 @@ _LOOK_S = 1.0
 class Guard:
     """Another tool's launcher and all its descendants."""
 
-    def __init__(self, command: Sequence[str], grace_s: float) -> None:
+    def __init__(self, command: Sequence[str], grace_s: float, run_dir: Path) -> None:
         self._grace_s = grace_s
+        self._run_dir = run_dir
+        self._offset = events_offset(run_dir)
         self._looked_at = 0.0
         self._woken = Deadline()
         self._signalled: set[int] = set()
@@ -72,7 +77,7 @@ class Guard:
                 self._start_grace()
                 self._stop_workers()
             if self._deadline.passed:
-                tell(f"error: {grace_over(self._grace_s)}")
+                tell(f"error: {grace_over(self._grace_s, self._run_dir, self._offset)[0]}")
                 show_stacks([worker.pid for worker in workers()])
             if self._kill_requested or self._deadline.passed:
                 kill_descendants()
@@ -145,13 +150,13 @@ def kill_descendants() -> None:
             process.kill()
 
 
-def main(grace_s: float, command: Sequence[str]) -> int:
+def main(grace_s: float, run_dir: Path, command: Sequence[str]) -> int:
     """Run `command`; return its exit code (128 + n when signal n killed it)."""
     survive_lost_output()
     with StopSignals() as signals:
-        code = Guard(command, grace_s).wait(signals)
+        code = Guard(command, grace_s, run_dir).wait(signals)
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

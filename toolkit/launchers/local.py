@@ -108,10 +108,13 @@ class _Ranks:
             if signals.kill_requested:
                 self.kill()
             if self._deadline.passed:
+                message, code = grace_over(grace_s, self._run_dir, self._offset)
                 if not self._failed:
-                    tell(f"error: {grace_over(grace_s)}")
+                    tell(f"error: {message}")
                 show_stacks(self._running())
                 self.kill()
+                if not self._failed and code == EXIT_RESUMABLE:
+                    return Outcome(EXIT_RESUMABLE)
             if signals.stop_requested and not self._stopping:
                 self._stopping = True
                 tell(STOPPING)

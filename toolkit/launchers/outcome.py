@@ -16,7 +16,7 @@ from toolkit.errors import (
 from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_of
+from toolkit.run.ending import PEER_LOST, cause_of, stopped_at
 from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
@@ -114,7 +114,7 @@ def outcome_from_events(
         return report_failure(run_dir, offset, [failed])
     if launcher_code == EXIT_RESUMABLE:
         return Outcome(launcher_code)
-    saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
+    saved = stopped_at(events) is not None
     nothing_started = all(event.get("kind") != "start" for event in events)
     if stop_requested and (saved or nothing_started):
         return Outcome(EXIT_RESUMABLE)

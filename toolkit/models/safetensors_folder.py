@@ -1,5 +1,6 @@
 """The safetensors files of a Hugging Face folder: the file of each tensor, and its slices."""
 
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ class SafetensorsFolder:
     def part(self, name: str) -> Any:
         """A lazy tensor of `files`: only requested slices are read."""
         return self._handle(self.files[name]).get_slice(name)
+
+    def finite(self, name: str, values: Any) -> Any:
+        """`values`, which were read of a tensor. Raises DataError for NaN and infinity."""
+        # A sum is several times faster than a check of each; it may also overflow for finite
+        # values, and float8 has none.
+        if (
+            values.dtype.itemsize == 1
+            or math.isfinite(values.sum())
+            or (values - values == 0).all()
+        ):
+            return values
+        raise DataError(
+            f"{self.folder / self.files[name]}: {name} holds NaN or infinity",
+            fix=f"{_AGAIN}, or start from an earlier checkpoint",
+        )
 
     def _files_of(self, index: dict[str, str]) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -410,18 +410,22 @@ class SafetensorsWeights:
         row = prod(shape[1:])
         first, last = start // row, -(-stop // row)
         rows: Tensor = tensor_slice[first:last]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
+        return self._finite(name, rows).reshape(-1)[start - first * row : stop - first * row]
+
+    def _finite(self, name: str, values: Tensor) -> Tensor:
+        finite: Tensor = self.stored.finite(self.stored_name(name), values)
+        return finite
 
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`; only the rectangle is read."""
         tensor, stored = self._slice(block.tensor), block.stored
         each, apart = stored.steps
         if stored.columns is None:
-            vector: Tensor = tensor[slice(*stored.rows)]
+            vector: Tensor = self._finite(block.tensor, tensor[slice(*stored.rows)])
             return vector[::each]
         # Files are read without gaps.
         rectangle: Tensor = tensor[slice(*stored.rows), slice(*stored.columns)]
-        rectangle = rectangle[::each, ::apart]
+        rectangle = self._finite(block.tensor, rectangle)[::each, ::apart]
         return rectangle.T if block.transposed else rectangle
 
     def _slice(self, name: str) -> Any:

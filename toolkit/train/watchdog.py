@@ -28,7 +28,7 @@ from typing import Any
 
 from toolkit.errors import EXIT_FAILED
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import STACKS_SIGNAL, grace_over
+from toolkit.run.ending import STACKS_SIGNAL, events_offset, grace_over
 from toolkit.run.events import EventLog
 from toolkit.terminal import tell
 from toolkit.train.loop import Hooks, Progress, StepReport
@@ -141,6 +141,7 @@ class Watchdog:
         self._stop = stop
         self._step_limit_s = limit_s
         self._grace_s = grace_s
+        self._offset = events_offset(run.path)
         self._slow_beat_s = min(limit_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
         self._beat_s = min(self._slow_beat_s, LONGEST_BEAT_S if rank else RANK_ZERO_BEAT_S)
         self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), step, step)
@@ -230,7 +231,7 @@ class Watchdog:
             if self._grace_s is not None and self._stop.reason:
                 self._stopping_s += self._beat_s
                 if self._stopping_s >= self._grace_s + _LAUNCHER_GRACE_S:
-                    self._end(grace_over(self._grace_s))
+                    self._end(*grace_over(self._grace_s, self._run.path, self._offset))
 
     def _beat(self) -> None:
         self._mine.beats += 1
@@ -276,15 +277,15 @@ class Watchdog:
             return True
         return True
 
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, code: int = EXIT_FAILED) -> None:
         """Stacks, then the message: launchers show the end of the log."""
         try:
             self._end_within(_TELLING_S)
-            self._tell(message)
+            self._tell(message, code)
         finally:
-            os._exit(EXIT_FAILED)
+            os._exit(code)
 
-    def _tell(self, message: str) -> None:
+    def _tell(self, message: str, code: int) -> None:
         self._dump()
         for file in (self._log, sys.stderr):
             tell(f"error: {message}", file)
@@ -292,7 +293,7 @@ class Watchdog:
             "end",
             rank=self._mine.rank,
             step=self._mine.step,
-            exit_code=EXIT_FAILED,
+            exit_code=code,
             error=message,
         )
 

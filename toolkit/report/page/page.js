@@ -31,18 +31,23 @@ function colour(name) {
   return found;
 }
 
+/** As the terminal writes it: 0.00051, 5.1e-7; thousands are separated. */
 function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(3);
+  if (size !== 0 && (size < 1e-4 || size >= 1e9)) return exponential(value, 5);
   return value.toLocaleString("en", { maximumSignificantDigits: size >= 1e4 ? 7 : 5 });
 }
 
+/** Short, of an axis; neighbours stay different. */
 function compact(value) {
-  if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3) return value.toExponential(1).replace("e-", "e−");
+  if (size !== 0 && (size < 1e-4 || size >= 1e15)) return exponential(value, 4);
   return value.toLocaleString("en", { notation: size >= 1e4 ? "compact" : "standard", maximumSignificantDigits: 4 });
+}
+
+function exponential(value, digits) {
+  return String(Number(value.toPrecision(digits)).toExponential()).replace("e+", "e");
 }
 
 /** Colour and dashes of the line `at` of a run, or of one of many lines of one run. */
@@ -276,13 +281,13 @@ function plot(chart) {
   const dim = colour("dim"), grid = { stroke: colour("grid"), width: 1 }, ticks = { show: false };
   const item = { chart, looks, list, label, note, figure };
   const options = {
-    width: Math.max(200, box.clientWidth), height: HEIGHT, legend: { show: false }, padding: [10, 12, 0, 0],
+    width: Math.max(200, box.clientWidth), height: HEIGHT, legend: { show: false }, padding: [10, 24, 0, 0],
     cursor: { sync: { key: "dmt" }, drag: { x: true, y: false }, points: { size: 7 } },
     scales: { x: { time: false }, y: { distr: log && chart.log && positive ? 3 : 1 } },
     axes: [
       { stroke: dim, grid, ticks, size: 24, values: (u, all) => all.map(compact),
         label: () => (axis === "hours" ? `${unit()} of training` : axis), labelSize: 18, labelFont: AXIS_FONT },
-      { stroke: dim, grid, ticks, size: 58, values: (u, all) => all.map((y) => (y === null ? "" : compact(y))) },
+      { stroke: dim, grid, ticks, size: 66, values: (u, all) => all.map((y) => (y === null ? "" : compact(y))) },
     ],
     series: [{}, ...chart.lines.map((line, index) => ({
       stroke: colour(looks[index].name), width: looks[index].width, dash: looks[index].dash,
