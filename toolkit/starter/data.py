@@ -6,10 +6,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.data.amount import count_samples
+from toolkit.data.json_rows import is_json, json_rows
 from toolkit.data.local import columns_of_file
 from toolkit.data.sources import MESSAGES, TEXT
 from toolkit.errors import DataError, PlanError
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.starter.draft import Task
 
 BYTES_PER_TOKEN = 4
@@ -46,7 +47,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
         raise PlanError(
             f"--data: {data} makes {samples} samples of {recipe.training.sequence_length} "
             f"tokens, and {ranks} GPUs need one each",
-            fix="use more data, or fewer GPUs",
+            fix="use more data, or fewer GPUs (--cluster), or a task with shorter sequences",
         )
     steps = -(-samples // batch)
     warmup = min(recipe.schedule.warmup_steps or steps, int(WARMUP * steps))
@@ -114,5 +115,8 @@ def _samples(recipe: Recipe, data: Path) -> int:
             return counted
     except DataError as error:
         raise PlanError(f"--data: {error.message}", fix=error.fix) from error
+    whole_rows = isinstance(recipe.data.train, ChatRowsSource) and recipe.data.packing == "none"
+    if whole_rows and is_json(data):
+        return sum(1 for _ in json_rows(data))
     tokens = data.stat().st_size / BYTES_PER_TOKEN
     return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)
