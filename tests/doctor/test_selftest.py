@@ -59,8 +59,8 @@ def only(monkeypatch: pytest.MonkeyPatch, *titles: str) -> None:
 def test_engines_on_the_processor(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every engine trains for real, in bf16 and emulated fp8, against transformers; fp32 is what
-    `dmt rehearse` tests."""
+    """Every engine trains for real, in bf16 and emulated fp8, against transformers. fp32 is in
+    the tests of `dmt rehearse`."""
     only(monkeypatch, "losses bf16", "losses fp8", "experts")
     folder = tmp_path / "selftest"
     code = main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder), "--json"])

@@ -14,8 +14,10 @@ import huggingface_hub
 import pytest
 
 from toolkit.cli.main import main
+from toolkit.data.amount import count_samples
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.checks import steps_with
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.plan.estimate import estimate_plan
@@ -304,12 +306,95 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert zero.endswith("optimizer on cpu")
 
 
+ROWS = {
+    "pretrain": {"text": "one and one is two, " * 40},
+    "sft": {
+        "messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    },
+    "dpo": {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+}
+ROWS["lora"] = ROWS["sft"]
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+@pytest.mark.parametrize("model", ["llama-bytes", "qwen3-0.6b"])
+@pytest.mark.parametrize("rows", [40, 4000])
+def test_data_decides_batch_length_and_warm_up(
+    model: str, task: Task, rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is written passes `dmt check`, which counts samples, or the data is too little."""
+    data, file = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
+    data.write_text(f"{json.dumps(ROWS[task])}\n" * rows)
+    words = [
+        model,
+        "--cluster",
+        "1x2xcpu",
+        "--task",
+        task,
+        "--data",
+        str(data),
+        "--out",
+        str(file),
+    ]
+    code = main(["init", *words])
+    err = capsys.readouterr().err
+    if code == 2:
+        assert rows == 40 and "GPUs need one each" in err, err
+        return
+    assert main(["check", str(file)]) == 0
+    recipe = load_recipe(file)
+    assert recipe.training.epochs == 1 and recipe.training.global_batch_size % 2 == 0
+    assert recipe.data.train.places == (str(data),)  # type: ignore[union-attr]
+    if model == "llama-bytes":  # whose tokenizer is here
+        samples = count_samples(recipe)
+        assert samples is not None and recipe.training.global_batch_size <= samples
+        steps = steps_with(recipe, samples)
+        assert recipe.schedule.warmup_steps == min(
+            shipped_warmup(model, task) or steps, steps // 10
+        )
+        large = samples + 2 - samples % 2
+        assert main(["check", str(file), "--set", f"training.global_batch_size={large}"]) == 2
+        said = capsys.readouterr().err
+        assert f"{large}, with training data of {samples} samples" in said
+
+
+def shipped_warmup(model: str, task: Task) -> int:
+    return draft(model, find_cluster("1x2xcpu"), task).schedule.warmup_steps
+
+
+def test_a_batch_and_a_warm_up_that_the_data_does_not_allow_are_found_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """44 samples against 128, then 20 warm-up steps of 1: each would have ended a launch."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(f"{json.dumps(ROWS['dpo'])}\n" * 44)
+    changes = {
+        "data.train": f"{{kind: preference, path: {data}}}", "data.validation": "null",
+        "data.validation_fraction": 0, "training.steps": "null", "training.epochs": 1,
+        "training.global_batch_size": 128, "schedule.warmup_steps": 20,
+        "evaluation.every_steps": "null",
+    }  # fmt: skip
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    assert main(["check", "llama-dpo", *words]) == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err and "set it to 44" in err, err
+    assert "20 of 1 steps" in err
+
+
+def test_data_of_another_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(ROWS["dpo"]))
+    words = ["llama-bytes", "--cluster", "1x2xcpu", "--task", "sft", "--data", str(data)]
+    assert main(["init", *words]) == 2
+    assert "--task dpo, or name a file with chat data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["llama-3.1-8", "--cluster", "8xh100-80gb"], "did you mean `llama-3.1-8b`?"),
         (["no/such-model", "--cluster", "8xh100-80gb"], "not on the hub or in its cache"),
-        (["no/such-model", "--cluster", "8xh100-80gb"], "llama-3.1-70b, llama-3.1-8b"),
+        (["no/such-model", "--cluster", "8xh100-80gb"], "take one of `dmt recipes`"),
         (
             ["gemma-3-4b", "--cluster", "8xh100-80gb", "--task", "lora"],
             "name a folder with them: dmt init FOLDER --task lora",
@@ -318,7 +403,7 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],
             "'chat' is not one of 'pretrain',",
         ),
-        (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu\n      found    'h900'"),
+        (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu: found 'h900'"),
         (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),
     ],
 )
