@@ -16,7 +16,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import SETTINGS, Layout
-from toolkit.plan.explain import NAMES, SHOWN, Decision, choice, decision, decisions
+from toolkit.plan.explain import NAMES, SHOWN, Decision, choice, decision, decisions, what_if
 from toolkit.plan.planner import Plan, explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import MARGIN, Search, equally_fast, room, search
@@ -122,7 +122,7 @@ def holds(text: str, wanted: Recipe, chosen: Search) -> None:
 
 def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> None:
     """One sentence of each of 200 recipes on clusters, chosen at random."""
-    source, checked, decided_by = random.Random(7), 0, set()
+    source, checked, decided_by, changed = random.Random(7), 0, set(), set()
     for wanted, chosen in some_plans(200):
         for field in source.sample(sorted(NAMES), len(NAMES)):
             if alternatives := decision(chosen, field, SHOWN).alternatives:
@@ -130,12 +130,19 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
                 checked += 1
                 decided_by.add(field)
                 break
+        one = next(what_if(chosen, source.sample(sorted(NAMES), len(NAMES))), None)
+        if one is not None:
+            answer = asked(wanted, chosen, {one.setting: one.value})
+            assert (one.best.memory_gib, one.best.step_s, room(one.best, chosen.cluster)) == (
+                answer.best.memory_gib, answer.best.step_s, room(answer.best, answer.cluster),
+            )  # fmt: skip
+            changed.add(one.setting)
         limit = chosen.cluster.gpu.memory_gib
         assert limit is not None
         if room(chosen.best, chosen.cluster) == "fits":
             assert chosen.best.memory_gib * (1 + MARGIN) <= limit
         assert chosen.fits == (room(chosen.best, chosen.cluster) != "does not fit")
-    assert checked > 180 and len(decided_by) > 8
+    assert checked > 180 and len(decided_by) > 8 and len(changed) > 6
 
 
 def test_every_sentence_of_a_large_plan_holds() -> None:

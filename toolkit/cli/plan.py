@@ -376,6 +376,9 @@ def _explained(found: Search) -> Iterator[Text]:
             yield Text(f"      {alternative}")
     for price in prices(found):
         yield Text(f"  - {price}")
+    yield Text("  what if: the best plan with one setting changed", "dim")
+    for index, line in enumerate(plan_tables.changes(found)):
+        yield Text(f"  {line}", "dim" if index == 0 else "")
 
 
 def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:

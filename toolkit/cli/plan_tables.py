@@ -7,6 +7,7 @@ from typing import Any
 from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
+from toolkit.plan.explain import what_if
 from toolkit.plan.planner import Plan
 from toolkit.plan.search import Candidate, Search, room
 from toolkit.units import seconds
@@ -94,6 +95,25 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
             ]
         )
     return columns(rows, gap=" ")  # experts included, 80 columns wide at most
+
+
+def changes(found: Search) -> list[str]:
+    """The header, and a line per change of one setting, with the planner's answer."""
+    rows = [["if the recipe stated", "the plan", "GiB", "step", "slower"]]
+    for one in what_if(found):
+        best, value = one.best, str(one.value).lower()
+        slower = (best.step_s or 0.0) / (found.best.step_s or 1.0) - 1
+        timed = found.fits and best.step_s is not None
+        rows.append(
+            [
+                f"{one.setting}={value}",
+                room(best, found.cluster),
+                f"{best.memory_gib:.1f}",
+                "-" if best.step_s is None else seconds(best.step_s),
+                f"{round(slower, 3) + 0.0:+.1%}" if timed else "-",
+            ]
+        )
+    return columns(rows, left=2)
 
 
 def _tight(found: Search, one: Candidate) -> str:

@@ -4,7 +4,7 @@ Every figure is what the planner answers to two requests: a recipe that states t
 and nothing else, and one that also states every other decision as chosen.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
@@ -73,6 +73,36 @@ class Decision:
     def reason(self) -> str:
         """The decision in one line."""
         return "; ".join((f"{self.what}: {self.why}", *self.alternatives[:SHOWN]))
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What the planner chooses for a recipe that states another value of one setting."""
+
+    setting: str
+    """`parallel.tensor`."""
+    value: Any
+    best: Candidate
+
+
+def what_if(found: Search, fields: Iterable[str] = NAMES) -> Iterator[WhatIf]:
+    """For each decision left to the planner, the nearest lower and higher value, or each other
+    value that is not a number."""
+    for field in fields:
+        if not _is_open(found, field) or _asked(found.job, field) != "auto":
+            continue
+        chosen = getattr(found.best.layout, field)
+        seen = _best_by(found, attrgetter(f"layout.{field}"))
+        others = sorted({*seen, *_further(found, field)} - {chosen})
+        if isinstance(chosen, int):
+            lower = [one for one in others if one < chosen]
+            others = lower[-1:] + others[len(lower) :][:1]
+        for value in others:
+            key = SETTINGS[field]
+            # Layouts of the search itself would not do: among equally fast ones, the planner
+            # may choose another when the setting is stated.
+            if answered := answer(stating(found.job, {key: value}), found):
+                yield WhatIf(key, value, answered.best)
 
 
 def decisions(found: Search, most: int | None = None) -> list[Decision]:
