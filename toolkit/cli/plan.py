@@ -24,7 +24,7 @@ from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
-from toolkit.plan.ledger import KINDS, Kind, LedgerEntry
+from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
 from toolkit.plan.planner import Plan, explore, plan_of
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
@@ -383,10 +383,12 @@ def _explained(found: Search) -> Iterator[Text]:
 
 def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:
     """What stays the same as in one fp32 process, and what does not."""
-    yield Text("  ledger, against one fp32 process", "dim")
+    yield Text("  compared with one process in fp32", "dim")
     for kind in KINDS:
         for entry in (one for one in entries if one.kind == kind):
-            line = Text.assemble((f"  {kind:<13} ", _COLOURS[kind]), (entry.what, "bold"))
+            line = Text.assemble(
+                (f"  {SHOWN[kind]:<17} ", _COLOURS[kind]), (entry.what, "bold")
+            )
             line.append(f": {entry.why}")
             yield line
 

@@ -40,7 +40,7 @@ def rehearse(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small model of the recipe's kind in every legal layout and compare.
+    """Train a small model of the recipe's kind in every possible layout and compare.
 
     Each layout runs the real engine in its own processes on this machine's CPUs, in fp32, for a
     few steps on synthetic tokens with uneven masks. Loss and gradient norm of every step must

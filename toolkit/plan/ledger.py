@@ -19,6 +19,8 @@ from toolkit.recipe.schema import ChatRowsSource, Fp8Section, Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
+SHOWN: Mapping[Kind, str] = {kind: kind for kind in KINDS} | {"refused": "not possible here"}
+"""For people."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def summary(entries: Sequence[LedgerEntry]) -> list[str]:
     lines = []
     for kind in KINDS:
         if names := [entry.what for entry in entries if entry.kind == kind]:
-            lines.append(f"{kind}: {', '.join(names)}")
+            lines.append(f"{SHOWN[kind]}: {', '.join(names)}")
     return lines
 
 

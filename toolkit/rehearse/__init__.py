@@ -1,1 +1,1 @@
-"""The same small model in every legal layout, compared with plain transformers in fp32."""
+"""The same small model in every possible layout, compared with plain transformers in fp32."""

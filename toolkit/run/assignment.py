@@ -248,8 +248,8 @@ def decide_for_fewer(
             if assignment.plan.fits:
                 return assignment
     raise RunFailed(
-        f"{gpus} of {recipe.cluster.world_size} devices work, and no layout of the recipe is "
-        f"legal and fits there",
+        f"{gpus} of {recipe.cluster.world_size} devices work, and no layout of the recipe "
+        f"is possible and fits there",
         fix="repair the machine, or leave more of `parallel` at auto",
     )
 
