@@ -226,7 +226,7 @@ def test_unknown_layout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", str(LLAMA), "--layouts", "zero2,zerro*"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert "--layouts: found 'zerro*'" in err
+    assert "--layouts\n      found    'zerro*'" in err
     assert "recipe, zero2, ddp" in err
     assert "megatron-tp2-pp2-sp" in err
 

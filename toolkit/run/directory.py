@@ -176,8 +176,9 @@ def not_writable(path: Path, error: OSError) -> RecipeError:
     return RecipeError([problem])
 
 
-def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
-    """Raise RecipeError when the directory belongs to a run with another recipe.
+def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str] = ()) -> None:
+    """Raise RecipeError when the directory belongs to a run with another recipe, `requested`
+    settings left out.
 
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
@@ -195,7 +196,9 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
             + (f", or --change {key}={shown(new_value)}" if _within(key, ON_REQUEST) else ""),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
-        if not may_change(key) and not was_requested(run, key, new_value)
+        if not may_change(key)
+        and not _within(key, requested)
+        and not was_requested(run, key, new_value)
     ]
     if problems:
         raise RecipeError(problems)
@@ -205,16 +208,16 @@ def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step
     """Record in the run's events that it continues after `step` with the recipe's values of
     `keys`.
 
-    Raises RecipeError for a setting that is not in ON_REQUEST, or without a run.
+    Raises RecipeError for a setting that is not in ON_REQUEST, without a run, or if another
+    setting differs, too.
     """
     for key in keys:
         if not _within(key, ON_REQUEST):
             raise _not_changeable(key, ", ".join(ON_REQUEST), "--set, in a run of its own")
-    if foreign := [*_foreign(run)]:
-        raise RecipeError(foreign)
     if not run.recipe.exists():
         found = f"{run.path}, in which no run has begun"
         raise _not_changeable(found, "the directory of a run that continues", "--set instead")
+    refuse_other_run(run, recipe, keys)
     for key, before, now in changes(*_stored_and_new(run, recipe)):
         if _within(key, keys):
             message = f"{key} was {shown(before)}, is {shown(now)}"

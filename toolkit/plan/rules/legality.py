@@ -225,7 +225,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     changes = [f"parallel.{n} to {near[n]}" for n in degrees if near[n] != degrees[n]]
     fix = f"set {' and '.join(changes)}"
     if product % cluster.gpus_per_node == 0:
-        fix = f"set cluster.nodes to {product // cluster.gpus_per_node:,}, or {fix[4:]}"
+        fix += f", or use {product // cluster.gpus_per_node:,} nodes"
     yield Problem(
         f"parallel.{largest}",
         f"{shown} = {product} on {world} ranks",
