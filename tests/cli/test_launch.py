@@ -67,4 +67,4 @@ def test_ctrl_c_while_importing_is_quiet(monkeypatch):
     module.__getattr__ = interrupted
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert entry.main() == 130
-    assert 'dmt = "toolkit.entry:main"' in (ROOT / "pyproject.toml").read_text()
+    assert 'dmt = "toolkit.cli.entry:main"' in (ROOT / "pyproject.toml").read_text()

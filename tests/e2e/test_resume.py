@@ -183,7 +183,10 @@ def test_a_schedule_and_a_rate_that_change_on_request(project: Project, ddp_run)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["lr"] for line in lines]
     assert rates[20:] == pytest.approx([1e-3 * 2 / 22, 1e-3 * 1 / 22])
-    for other in ({}, {"optimizer.eps": 1e-6}):  # nothing is recorded of a launch that is refused
+    for other in (
+        {},
+        {"optimizer.eps": 1e-6},
+    ):  # nothing is recorded of a launch that is refused
         asked = "--change", "optimizer.weight_decay=0" if other else "training.seed=1"
         ended = project.launch(run_dir.name, {"training.steps": 22, **other}, *asked)
         assert ended.code == 2

@@ -1,6 +1,7 @@
 """`dmt plan`: a recipe's layout, its speed and the reasons; starts nothing."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -244,12 +245,12 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     if not found.fits:
         show(console, _shortfall(planned))
         return
-    by_part = _estimate(found, found.best)
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
     size = f"  {human(plan.parameters)} parameters{of_them}"
     title = Text.assemble((recipe.name, "bold"), size)
     show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
+    by_part = _estimate(found, found.best)
     show(console, ["", *memory_lines(by_part)])
     show(console, ["", *_time_lines(planned, by_part)])
     show(console, ["", *_runner_up_lines(found, top)])
@@ -317,6 +318,9 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     )
     yield Text("  a cluster file (--cluster FILE) states another size", "dim")
     yield Text("")
+    if found.nearest.memory_gib > (cluster.gpu.memory_gib or math.inf):
+        yield from memory_lines(_estimate(found, found.nearest))
+        yield Text("")
     if not planned.plan.remedies:
         yield Text("  no single change, and no larger cluster, makes it fit")
         return

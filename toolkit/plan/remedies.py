@@ -96,11 +96,12 @@ def remedies(found: Search) -> list[Remedy]:
         for key, value in fixed.items()
         if (one := _with(job, cluster, f"{key}: {value}", {key: "auto"}))
     ]
+    anything = dict.fromkeys(fixed, "auto")
     if not settings and (
         one := _with(job, cluster, "your layout", dict.fromkeys(fixed, "auto"))
     ):
         settings = [one]
-    others = (_first(job, cluster, tries) for tries in _sacrifices(job))
+    others = (_first(job, cluster, tries, anything) for tries in _sacrifices(job))
     return [*settings, *(one for one in others if one), *_more_gpus(job, cluster)]
 
 
@@ -124,9 +125,14 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
 
 
 def _first(
-    job: PlanRequest, cluster: Cluster, tries: list[tuple[str, Changes]]
+    job: PlanRequest, cluster: Cluster, tries: list[tuple[str, Changes]], anything: Changes
 ) -> Remedy | None:
-    return next((one for each in tries if (one := _with(job, cluster, *each))), None)
+    """The first that fits, as the recipe is or with everything that it fixes left to `auto`."""
+    for gives_up, changes in tries:
+        for opened in ({}, anything):
+            if one := _with(job, cluster, gives_up, {**opened, **changes}):
+                return one
+    return None
 
 
 def prices(found: Search) -> Iterator[str]:
