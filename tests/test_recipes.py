@@ -164,6 +164,8 @@ def test_dmt_plan_says_that_it_fits_its_cluster(
         least = 0.1  # small matrix products
     if attention(recipe.model.config or {}) == "eager":
         least = 0.025  # scores go through memory
+    if recipe.adapter is not None:
+        least *= 2 / 3  # no products for gradients of frozen weights
     assert main(["plan", str(path), "--json", "--top", "1"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["fits"]
