@@ -6,8 +6,7 @@ from types import ModuleType
 
 from tests.e2e.conftest import RECIPE
 from tests.processes import ROOT
-from toolkit.cli import entry
-from toolkit.cli import launch, main
+from toolkit.cli import entry, launch, main
 from toolkit.intake.load import load_recipe
 from toolkit.run.assignment import decide, write
 

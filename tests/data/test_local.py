@@ -182,5 +182,5 @@ def test_launch_refuses_before_there_is_a_run_directory(
     recipe.write_text(GOOD.replace("tokenizer: bytes", "tokenizer: ./missing"))
     assert main(["launch", str(recipe), "--run-dir", "run"]) == 2
     line = 1 + recipe.read_text().splitlines().index("  tokenizer: ./missing")
-    assert f"{recipe}:{line}: data.tokenizer" in capsys.readouterr().err
+    assert f"{recipe}:{line}  data.tokenizer" in capsys.readouterr().err
     assert not Path("run").exists()

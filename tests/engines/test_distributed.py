@@ -1,6 +1,8 @@
 """What every rank does before an engine is built."""
 
 import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import _share_cores, to_device
 from toolkit.errors import DataError
+from toolkit.launchers.base import free_port
 
 
 @pytest.fixture
@@ -53,3 +56,27 @@ def test_positions_that_disagree_with_segments_are_refused(positions: list[int] 
     wrong = replace(batch, positions=None if positions is None else torch.tensor([positions]))
     with pytest.raises(DataError, match="positions do not restart where a document begins"):
         to_device(wrong, torch.device("cpu"))
+
+
+def test_the_store_of_local_ranks_listens_on_loopback_only() -> None:
+    """PyTorch's own listens at every address of the machine, for anybody."""
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    code = (
+        "import psutil; from toolkit.engines.distributed import join, leave; join()\n"
+        "found = psutil.Process().net_connections('tcp')\n"
+        "print(*{one.laddr.ip for one in found if one.status == 'LISTEN'}); leave()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **place, "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["127.0.0.1"]

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from toolkit.batch import MicroBatch
 from toolkit.engines import numa
-from toolkit.engines.rendezvous import needs_new_store, new_store
+from toolkit.engines.rendezvous import loopback_store, needs_new_store, new_store, on_loopback
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable, DataError
 
@@ -78,8 +78,9 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
     if on_gpu and world > 1:
         # NCCL then connects eagerly: a broken network fails here and not in the first step.
         options["device_id"] = ranks.device
-    if needs_new_store():
-        store = new_store(rank, world, timeout)
+    if needs_new_store() or on_loopback(ranks.local_world == world):
+        make = new_store if needs_new_store() else loopback_store
+        store = make(rank, world, timeout)
         dist.init_process_group(
             store=store, rank=rank, world_size=world, timeout=timeout, **options
         )

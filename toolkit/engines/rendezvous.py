@@ -7,11 +7,12 @@ in the store. It cannot be the restart count, because machines count differently
 """
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 _POLL_S = 0.02
@@ -21,6 +22,23 @@ def needs_new_store() -> bool:
     """Whether these ranks were started by agents that keep a store over restarts."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def on_loopback(local: bool) -> bool:
+    """Whether ranks that are all on this machine, if `local`, meet at the loopback address,
+    without an agent that keeps their store."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return local and not agent and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+
+
+def loopback_store(rank: int, world: int, timeout: timedelta) -> Store:
+    """A store that listens at the loopback address only; PyTorch's own listens at all of this
+    machine's, without any authentication. Raises OSError if the port is taken."""
+    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    if rank > 0:
+        return TCPStore(*address, world, timeout=timeout)
+    listening = socket.create_server(address, backlog=2048).detach()  # the store closes it
+    return TCPStore(*address, world, True, timeout=timeout, master_listen_fd=listening)
 
 
 def new_store(rank: int, world: int, timeout: timedelta) -> Store:
