@@ -148,7 +148,7 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
         value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
         if value != default:
             found, allowed = f"{value} with `name: adafactor`", "nothing: Adafactor has none"
-            fix = f"remove it, or set it to its default, {default}, which changes nothing"
+            fix = f"remove it, or set it to {default}; optimizer.adafactor has its settings"
             yield Problem(f"optimizer.{key}", found, allowed, fix)
     if name in _NO_ADAPTER and recipe.adapter is not None:
         allowed = f"adamw with adapter: {_NO_ADAPTER[name]}"
