@@ -159,3 +159,9 @@ def test_what_cannot_be_built_does_not_fit(capsys: pytest.CaptureFixture[str]) -
         shown = capsys.readouterr().out
         assert "131.4 of 79.1 GiB: does not fit" in shown
         assert "131.4 GiB while the model is built" in shown
+
+
+def test_a_share_of_the_memory_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    llama = str(RECIPES / "llama/llama-3.1-8b-pretrain.yaml")
+    assert main(["estimate", llama, "--set", "cluster.memory_fraction=0.95"]) == 0
+    assert f"of {0.95 * 79.1:.1f} GiB" in capsys.readouterr().out

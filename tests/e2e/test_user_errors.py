@@ -14,9 +14,10 @@ WORKER = ROOT / "launch" / "train.py"
 
 TOO_LITTLE = (
     {"training.global_batch_size": 4096},
-    "the training data of `*.txt` has",
+    "4096, with training data of",
     "use more data",
 )
+OF_AN_EPOCH = {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999}
 
 
 def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> None:
@@ -40,6 +41,8 @@ def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> N
         ({"training.global_batch_size": 7}, "found    7", "to 4 or 8"),
         ({"model.config.hidden_size": 30}, "a divisor of hidden_size (30)", "fix      use 3"),
         ({"model.config.vocab_size": 200}, "has 257 tokens", "`model.config.vocab_size`"),
+        TOO_LITTLE,
+        (OF_AN_EPOCH, "found    9999 of", "set schedule.warmup_steps to"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -49,21 +52,14 @@ def test_seen_before_anything_is_started(project: Project, change, message, fix)
     assert not (project.folder / "never").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message", "fix"),
-    [
-        TOO_LITTLE,
-        (
-            {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999},
-            "schedule.warmup_steps: found 9999 of",
-            "set schedule.warmup_steps to",
-        ),
-    ],
-    ids=["data", "steps of an epoch"],
-)
-def test_seen_by_both_workers(project: Project, tmp_path: Path, change, message, fix):
+def test_seen_by_both_workers(project: Project, tmp_path: Path):
+    """Validation data is counted when it is built."""
+    short = tmp_path / "short.md"
+    short.write_text("a")
+    source = f"{{kind: text, files: [{short}]}}"
+    change = {"data.validation": source, "data.validation_fraction": 0.0}
     ended = project.launch(str(tmp_path / "run"), change)
-    assert_one_message(ended, message, fix)
+    assert_one_message(ended, "the validation data of `short.md` has", "use more data")
     (end,) = events(tmp_path / "run", "end")
     assert (end["exit_code"], end["rank"]) == (2, 0)
 

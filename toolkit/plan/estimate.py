@@ -64,6 +64,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     where = recipe.cluster
     job = PlanRequest.of(recipe, where, model_config(recipe.model))
     place = cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu)
+    place = place.limited(where.memory_fraction)
     workload = job.workload(Pair(plan.engine, plan.model))
     return estimate(Setup(workload, plan.layout, place))
 

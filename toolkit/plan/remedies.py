@@ -97,9 +97,7 @@ def remedies(found: Search) -> list[Remedy]:
         if (one := _with(job, cluster, f"{key}: {value}", {key: "auto"}))
     ]
     anything = dict.fromkeys(fixed, "auto")
-    if not settings and (
-        one := _with(job, cluster, "your layout", dict.fromkeys(fixed, "auto"))
-    ):
+    if not settings and (one := _with(job, cluster, "your layout", anything)):
         settings = [one]
     others = (_first(job, cluster, tries, anything) for tries in _sacrifices(job))
     return [*settings, *(one for one in others if one), *_more_gpus(job, cluster)]
