@@ -156,6 +156,8 @@ def test_shipped_recipes_by_name(
     )
     mine = load_recipe(Path("mine.yaml"))
     assert mine.model == load_recipe(Path("llama-3.1-8b-sft")).model
+    Path("short.yaml").write_text("extends: recipes:llama/llama-3.1-8b-sft\nname: mine\n")
+    assert load_recipe(Path("short.yaml")).model == mine.model
     Path("gpt2-124m-pretrain").write_text("name: mine\n")
     assert main(["check", "gpt2-124m-pretrain"]) == 2
     capsys.readouterr()

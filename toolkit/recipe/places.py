@@ -33,7 +33,9 @@ def find_recipe(path: Path) -> Path:
     """The file that `path` names: itself or, where there is none, a shipped recipe."""
     text = str(path)
     if text.startswith(SHIPPED):
-        return RECIPES / text.removeprefix(SHIPPED)
+        named = RECIPES / text.removeprefix(SHIPPED)
+        whole = named.with_name(f"{named.name}.yaml")
+        return whole if whole.is_file() else named
     if path.name != text or path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
     return shipped_recipes().get(text, path)
