@@ -8,7 +8,8 @@ keep the residual stream in fp32, they are FSDP2's replicas with a single shard 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import cast
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
+
+_SYNC_BUFFERS = "forward_sync_buffers"
+if _SYNC_BUFFERS not in signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "broadcast_buffers"  # its name before torch 2.13
 
 
 def build(setup: EngineSetup) -> DataParallelEngine:
@@ -65,11 +70,13 @@ class DdpEngine(DataParallelEngine):
         self.replica = self.model
         if self.world > 1:
             device_ids = [self.device] if self.device.type == "cuda" else None
+            # Rotary frequencies: the same on every rank.
+            sync: dict[str, Any] = {_SYNC_BUFFERS: False}
             self.replica = DistributedDataParallel(
                 self.model,
                 device_ids=device_ids,
-                broadcast_buffers=False,  # Rotary frequencies: the same on every rank.
                 gradient_as_bucket_view=True,
+                **sync,
             )
             self._settle_buckets()
         self.optimizer = self.new_optimizer(self.model)
