@@ -148,7 +148,8 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, RowsSource):
             allowed = "a hub id, or data files that can be read"
             files = local_files(source, Path.cwd()) or []
-            columns, all_seen = _columns(files)
+            needed = source.text_field if isinstance(source, HfSource) else None
+            columns, all_seen = _columns(files, needed)
             if isinstance(source, HfSource):
                 setting, allowed = "text_field", "the name of a column of text"
                 if columns:
@@ -225,21 +226,28 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         yield Problem(key, error.message, allowed, error.fix)
 
 
-def _columns(files: list[Path]) -> tuple[dict[str, str], bool]:
+def _columns(files: list[Path], needed: str | None = None) -> tuple[dict[str, str], bool]:
     """Columns of the first files, with what they hold, empty where that is not known; and
-    whether no row has others."""
+    whether no row has others.
+
+    Raises DataError if a file lacks the column `needed`, which another has.
+    """
     columns: dict[str, str] = {}
     if files and files[0].name == MDS_INDEX and is_mds(files[0].parent):
         return columns_of(read_mds(files[0].parent)), True
     if any(file.name == "README.md" for file in files):
         return columns, False  # The card decides which files are read.
-    all_seen = len(files) <= _FILES_OF_A_FOLDER
+    all_seen, lacking = len(files) <= _FILES_OF_A_FOLDER, ""
     for file in files[:_FILES_OF_A_FOLDER]:
         found, whole = columns_of_file(file)
         if not found:
             return {}, False
+        if needed is not None and needed not in found:
+            lacking = lacking or f"{file} has no column `{needed}`, as other files have"
         columns = {**found, **columns}
         all_seen = all_seen and whole
+    if lacking and needed in columns:
+        raise DataError(lacking, fix="name files with the same columns in `path`")
     return columns, all_seen
 
 
