@@ -118,7 +118,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
         ((f"data.train={{kind: hf, path: {path}}}", *STREAMED), TRAIN_PATH, says)
         for path, says in (("./saved", "`save_to_disk` writes"), ("./*.*", "unknown kinds"))
     ),
-    (('data.train={kind: hf, path: "./[bt]*.jsonl"}', *STREAMED), "data.train.text_field",
+    (('data.train={kind: hf, path: "./[bt]*.jsonl"}', *STREAMED), TRAIN_PATH,
      "body.jsonl has no column `text`, as other files have"),
 ]  # fmt: skip
 
