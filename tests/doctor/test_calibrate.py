@@ -1,14 +1,19 @@
 """`dmt doctor --calibrate`: real measurements, short ones, and the file that they become."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.doctor.measuring import calibrated
 from tests.forked import run_ranks
 from toolkit.cli.main import main
 from toolkit.doctor import calibrate as calibration
+from toolkit.doctor import speeds
 from toolkit.doctor.calibrate import (
     HEADER,
     Machine,
@@ -143,3 +148,19 @@ def test_two_processes_measure_together() -> None:
     assert 1e8 < found.memory_bytes_per_s < 1e13
     assert found.link_bytes_per_s is not None and 1e5 < found.link_bytes_per_s < 1e12
     assert found.link_latency_s is not None and 1e-7 < found.link_latency_s < 1
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(1.0, [8]), (1e-6, [8, 64])])
+def test_a_precision_that_a_processor_emulates_takes_no_minutes(
+    seconds: float, rows: list[int]
+) -> None:
+    """2,048 rows in bf16 took seven minutes of a processor without units for it."""
+    seen = []
+
+    def timed(product: Callable[[], torch.Tensor]) -> float:
+        seen.append(len(product()))
+        return seconds
+
+    bench: Any = SimpleNamespace(device="cpu", seconds=timed)
+    assert speeds._matmul_flops(bench, 64, torch.bfloat16) == 2 * rows[-1] ** 3 / seconds
+    assert seen == rows

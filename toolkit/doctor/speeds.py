@@ -21,6 +21,8 @@ from toolkit.engines.distributed import Ranks
 
 BUDGET_S = 2.5
 """How long one quantity is measured."""
+PARTS = 8
+"""The first product's factors have this part of the rows and columns."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIB = 2**20
 
@@ -82,8 +84,17 @@ def _precisions(device: torch.device) -> Iterator[str]:
 
 
 def _matmul_flops(bench: Bench, size: int, dtype: torch.dtype) -> float:
-    left, right = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
-    return 2 * size**3 / bench.seconds(lambda: left @ right)
+    """Of the largest product, up to `size`, that takes no longer than the budget: a processor
+    without units for a precision takes minutes for it."""
+    flops, tried = 0.0, size // PARTS
+    while tried <= size:
+        left, right = (torch.randn(tried, tried, device=bench.device).to(dtype) for _ in "ab")
+        seconds = bench.seconds(lambda left=left, right=right: left @ right)
+        flops = 2 * tried**3 / seconds
+        if seconds * PARTS**3 > BUDGET_S:
+            break
+        tried *= PARTS
+    return flops
 
 
 def _memory_bytes_per_s(bench: Bench, nbytes: int) -> float:
