@@ -10,6 +10,7 @@ and writes the result.
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _matmul_flops(bench: Bench, size: int, dtype: torch.dtype) -> float:
     flops, tried = 0.0, size // PARTS
     while tried <= size:
         left, right = (torch.randn(tried, tried, device=bench.device).to(dtype) for _ in "ab")
-        seconds = bench.seconds(lambda left=left, right=right: left @ right)
+        seconds = bench.seconds(partial(torch.matmul, left, right))
         flops = 2 * tried**3 / seconds
         if seconds * PARTS**3 > BUDGET_S:
             break
