@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +81,12 @@ def test_the_store_of_local_ranks_listens_on_loopback_only() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["127.0.0.1"]
+
+
+def test_an_ended_process_leaves_no_temporary_folder() -> None:
+    code = (
+        "import tempfile; made = tempfile.TemporaryDirectory(); print(made.name)\n"
+        "from toolkit.engines.distributed import end_process; end_process(0)"
+    )
+    made = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    assert made and not Path(made).exists()
