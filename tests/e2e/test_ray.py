@@ -54,5 +54,5 @@ def test_a_mistake_is_told_once_and_not_tried_again(own_project: Project):
     changes = {"data.train.files": "[data/none-*.txt]"}
     ended = own_project.launch("ray", changes, "--launcher", "ray", "--max-restarts", "2")
     assert ended.code == 2, ended.err
-    assert ended.err.count("fix: correct the path") == 1
+    assert ended.err.count("fix      correct the path") == 1
     assert "Traceback" not in ended.err

@@ -110,7 +110,7 @@ def test_another_recipe_is_refused(project: Project, change):
     ended = project.launch("extended", {**WANDB, "training.steps": 20, **change})
     assert ended.code == 2
     (key,) = change
-    assert f"{key}: found {change[key]}" in ended.err
+    assert f"{key}\n      found    {change[key]}" in ended.err
     assert "--run-dir OTHER" in ended.err
     assert "Traceback" not in ended.err
 
