@@ -283,17 +283,3 @@ def test_human_numbers() -> None:
     assert [human(n) for n in (7, 1234, 1.5e6, 999_885_952, 8.03e9, 2e12)] == [
         "7", "1.23k", "1.5M", "1B", "8.03B", "2T",
     ]  # fmt: skip
-
-
-def test_a_terminal_that_is_not_utf_8(good: Path) -> None:
-    """What it cannot show is escaped."""
-    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    named = good.rename(good.with_name("größe.yaml"))
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.cli.main", "check", named],
-        env=environ,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"\\u2713 good") and b"batch 8 \\xd7 64" in done.stdout

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -126,9 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments`: the command line without the program's name; default `sys.argv[1:]`.
     A DmtError becomes a message on standard error; Ctrl-C becomes 130.
     """
-    for stream in (sys.stdout, sys.stderr):  # of a terminal that is not UTF-8
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="dmt")
     except SystemExit as exit_:
