@@ -99,7 +99,8 @@ def remedies(found: Search) -> list[Remedy]:
     anything = dict.fromkeys(fixed, "auto")
     if not settings and (one := _with(job, cluster, "your layout", anything)):
         settings = [one]
-    others = (_first(job, cluster, tries, anything) for tries in _sacrifices(job))
+    opened = ({},) if settings else ({}, anything)
+    others = (_first(job, cluster, tries, opened) for tries in _sacrifices(job))
     return [*settings, *(one for one in others if one), *_more_gpus(job, cluster)]
 
 
@@ -123,12 +124,16 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
 
 
 def _first(
-    job: PlanRequest, cluster: Cluster, tries: list[tuple[str, Changes]], anything: Changes
+    job: PlanRequest,
+    cluster: Cluster,
+    tries: list[tuple[str, Changes]],
+    opened: tuple[Changes, ...],
 ) -> Remedy | None:
-    """The first that fits, as the recipe is or with everything that it fixes left to `auto`."""
+    """The first that fits, after one of the changes `opened`: none, or, where no setting of the
+    recipe is to blame alone, all that it fixes left to `auto`."""
     for gives_up, changes in tries:
-        for opened in ({}, anything):
-            if one := _with(job, cluster, gives_up, {**opened, **changes}):
+        for before in opened:
+            if one := _with(job, cluster, gives_up, {**before, **changes}):
                 return one
     return None
 
