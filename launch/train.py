@@ -11,6 +11,8 @@ Rank 0 plans the recipe, hands the plan to the others, and prints what `dmt laun
 import argparse
 from pathlib import Path
 
+from toolkit.interpreter import importing
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -24,8 +26,9 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
 
-    from toolkit.engines.distributed import end_process
-    from toolkit.train.worker import train_recipe
+    with importing():
+        from toolkit.engines.distributed import end_process
+        from toolkit.train.worker import train_recipe
 
     end_process(train_recipe(arguments.recipe, arguments.overrides, arguments.run_dir))
 

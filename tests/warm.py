@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import fsspec
 import psutil
 
 from tests.forked import SERVER, take_environment
@@ -144,6 +145,7 @@ def _python(
 ) -> None:
     """What a Python that was started with these arguments does."""
     take_environment(env)
+    _read_variables()
     if REGISTER in env:
         me = psutil.Process()
         name = f"{me.pid}_{me.create_time()}_{env.get('RANK', '')}"
@@ -164,12 +166,26 @@ def _python(
         warnings.simplefilter("ignore", kind)  # as Python does by itself
     sys.stdout.reconfigure(line_buffering=True)
     for name in STARTED_BY:
-        __import__(name)
-        sys.modules[name].subprocess = SUBPROCESS
+        with suppress(Exception):  # what the command says about it, too
+            __import__(name)
+            sys.modules[name].subprocess = SUBPROCESS
     code = _run(argv)
     for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         end()
     os._exit(code)
+
+
+def _read_variables() -> None:
+    """Do what Python and fsspec did with the environment when they were imported.
+
+    Packages on PYTHONPATH may add to ours by entry points, which it reads when imported.
+    """
+    fsspec.config.conf.clear()
+    fsspec.config.set_conf_env(fsspec.config.conf)
+    if path := os.environ.get("PYTHONPATH"):
+        sys.path[1:1] = path.split(":")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toolkit"]:
+            del sys.modules[name]
 
 
 def _run(argv: list[str]) -> int:

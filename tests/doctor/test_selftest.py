@@ -33,9 +33,21 @@ LAYOUTS = ("ddp", "zero2", "fsdp3", "megatron-tp2-sp", "megatron-ep2")
 """One of each engine, and one of experts."""
 
 
+SMALL = """
+extends: {recipe}
+model: {{config: {{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2}}}}
+training: {{global_batch_size: 4}}
+"""
+
+
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer layouts, and warm processes; what is measured is measured for real."""
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fewer layouts of smaller models (processors without bf16 emulate it a hundred times
+    slower), and warm processes; what is measured is measured for real."""
+    for name in ("DENSE", "EXPERTS"):
+        recipe = getattr(plan, name)
+        (tmp_path / recipe.name).write_text(SMALL.format(recipe=recipe))
+        monkeypatch.setattr(plan, name, tmp_path / recipe.name)
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS)
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
     monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)

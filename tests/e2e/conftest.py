@@ -127,6 +127,6 @@ def zero_2_run(project: Project) -> Path:
 
 
 def _finished(project: Project, run_dir: str, changes: Mapping[str, object]) -> Path:
-    ended = project.launch(run_dir, changes, cold=True)
+    ended = project.launch(run_dir, changes)
     assert ended.code == 0, ended.err
     return project.folder / run_dir

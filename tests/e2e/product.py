@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from tests.processes import ROOT, wait_until
 from tests.warm import REGISTER, WarmPython, registered
 
 _MARK = "DMT_TEST_COMMAND"
-_WARM_VARIABLES = {"DMT_FAILPOINTS"}
-"""What a warm process may find in its environment: not what is read by an import."""
+_WARM_VARIABLES = re.compile("DMT_FAILPOINTS|PYTHONPATH|AWS_.*|FSSPEC_.*")
+"""What a warm process may find in its environment: what it reads, or tests/warm.py for it."""
 _MOMENT_S = 30.0
 """How long a service may take to notice that its parent is gone."""
 _USERS_OWN = (
@@ -64,7 +65,12 @@ def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     """Is a command a Python that starts no launcher but ours, in nearly our environment?"""
     python = Path(argv[0]).name == Path(sys.executable).name
     launchers = [after for word, after in pairwise(argv) if word == "--launcher"]
-    return python and set(launchers) <= {"local"} and env.keys() <= _WARM_VARIABLES
+    hides = any(
+        Path(folder, "sitecustomize.py").exists()
+        for folder in env.get("PYTHONPATH", "").split(":")
+    )
+    known = all(_WARM_VARIABLES.fullmatch(name) for name in env)
+    return python and set(launchers) <= {"local"} and known and not hides
 
 
 class Command:

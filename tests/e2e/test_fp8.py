@@ -28,6 +28,7 @@ def trained(folder: Path, name: str, **changes: object) -> Path:
     return folder / name
 
 
+@pytest.mark.soak
 def test_as_good_as_bf16(tmp_path: Path) -> None:
     """The mean loss of steps 11 to 20 is within 2% of bf16's, and the export is in bf16.
 

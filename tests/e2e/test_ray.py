@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     run_dir = project.folder / "ray-kill"
-    changes = {"training.steps": 120, "checkpoint.every_steps": 2}
+    changes = {"training.steps": 120, "checkpoint.every_steps": 30}
     argv = project.command(run_dir.name, changes, "--launcher", "ray", "--max-restarts", "1")
     with started(argv, project.folder) as command:
         command.wait_for(lambda: len(checkpoints(run_dir)) >= 1, "a checkpoint")
@@ -39,6 +39,7 @@ def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     assert ended.err.count(f"export       {run_dir.name}/export\n") == 1
 
 
+@pytest.mark.soak
 def test_sigterm_saves_and_stops(project: Project):
     run_dir = project.folder / "ray-stop"
     argv = project.command(run_dir.name, {"training.steps": 100_000}, "--launcher", "ray")

@@ -68,7 +68,7 @@ def test_the_same_losses_although_reads_fail(project: Project, store: Store) -> 
     assert ended.code == 0, ended.err
     store.slow_s = 4.0
     store.failures.extend(["error", "cut", "", "error", "slow", "", "cut"])
-    ended = project.launch("from-s3", source(PREFIX), env=environment(store), cold=True)
+    ended = project.launch("from-s3", source(PREFIX), env=environment(store))
     assert ended.code == 0, ended.err
     assert curve(project.folder / "from-s3") == curve(project.folder / "local")
     counted = events(project.folder / "from-s3", "warning")
@@ -97,7 +97,7 @@ def test_one_error(
     command = dmt(
         "data", "prepare", project.recipe, "--set", f"data.train={source(prefix)['data.train']}"
     )
-    ended = run(command, project.folder, environment(store, **changes), cold=True)
+    ended = run(command, project.folder, environment(store, **changes))
     assert ended.code == 2, ended.err
     assert message in ended.err
     assert "Traceback" not in ended.err
@@ -112,7 +112,6 @@ def test_check_and_plan_ask_no_network(project: Project, store: Store) -> None:
             dmt(verb, project.recipe, "--set", f"data.train={train}"),
             project.folder,
             environment(store),
-            cold=True,
         )
         assert ended.code == 0, ended.err
     assert not store.asked

@@ -51,7 +51,7 @@ def quit_rank_1(command: Command) -> None:
         ("local", hang_up_launcher),
         ("local", quit_rank_1),
         ("torchrun", ctrl_c),
-        ("accelerate", terminate_launcher),
+        pytest.param("accelerate", terminate_launcher, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_while_training(
@@ -92,7 +92,11 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
 
 @pytest.mark.parametrize(
     ("launcher", "stop"),
-    [("local", ctrl_c), ("local", terminate_launcher), ("torchrun", ctrl_c)],
+    [
+        ("local", ctrl_c),
+        pytest.param("local", terminate_launcher, marks=pytest.mark.soak),
+        pytest.param("torchrun", ctrl_c, marks=pytest.mark.soak),
+    ],
 )
 def test_a_signal_before_the_first_step(
     project: Project, launcher: str, stop: Callable[[Command], None]

@@ -129,7 +129,7 @@ def assert_hang_was_found(ended: Ended, run_dir: Path, rank: int) -> None:
         assert "toolkit/train/loop.py" in log.read_text(), "stacks of every rank"
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_a_stopped_rank_is_found_and_the_run_goes_on(
     project: Project, ddp_run: Path, launcher: str
 ):
@@ -174,9 +174,9 @@ def signal_and_end(
 @pytest.mark.parametrize(
     ("launcher", "number", "target"),
     [
-        ("local", signal.SIGUSR1, 1),
+        pytest.param("local", signal.SIGUSR1, 1, marks=pytest.mark.soak),
         ("torchrun", signal.SIGTERM, 0),
-        ("deepspeed", signal.SIGUSR1, None),
+        pytest.param("deepspeed", signal.SIGUSR1, None, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_stops_and_does_not_restart(project: Project, launcher, number, target):
@@ -213,7 +213,7 @@ def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, la
     assert hang["ranks"] == [1] or "failpoint" in hang["where"]["1"]
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project, launcher: str):
     run_dir = project.folder / f"alive-grace-{launcher}"
     changes = {**ENDLESS, "launch.grace_s": 2.0}

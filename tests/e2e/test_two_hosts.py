@@ -43,10 +43,14 @@ def deepspeed(hosts: TwoHosts, project: Project, name: str, changes: dict) -> li
     return [Command(hosts.on(HOSTS[0], command), project.folder, hosts.env)]
 
 
-STARTS = pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
+STARTS = pytest.mark.parametrize(
+    "start",
+    [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)],
+    ids=lambda one: one.__name__,
+)
 
 
-@STARTS
+@pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
 def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
     run_dir = project.folder / f"two-{start.__name__}"
     commands = start(hosts, project, run_dir.name, {**TWO, "training.steps": 6})

@@ -32,7 +32,7 @@ def verb(tmp_path: Path) -> Verb:
 
     def start(name: str, *arguments: str, engine: str = "toy") -> Ended:
         changes = settings({**TOY, "parallel.engine": engine})
-        return run(dmt(name, recipe, *changes, *arguments), tmp_path, paths, cold=True)
+        return run(dmt(name, recipe, *changes, *arguments), tmp_path, paths)
 
     return start
 

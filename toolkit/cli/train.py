@@ -8,6 +8,7 @@ import typer
 
 from toolkit.cli.options import Overrides, RunDir
 from toolkit.errors import Problem, RecipeError
+from toolkit.interpreter import importing
 
 
 def train(
@@ -27,9 +28,10 @@ def train(
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher has numbered them again
-    from toolkit.engines.distributed import end_process
-    from toolkit.launchers.quiet_agent import told_the_agent
-    from toolkit.train.worker import train_recipe, train_run_directory
+    with importing():
+        from toolkit.engines.distributed import end_process
+        from toolkit.launchers.quiet_agent import told_the_agent
+        from toolkit.train.worker import train_recipe, train_run_directory
 
     if not target.is_dir():
         end_process(told_the_agent(train_recipe(target, overrides, run_dir)))
