@@ -3,6 +3,7 @@
 `reference` is what all of them are compared with: transformers and torch alone.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -490,6 +491,9 @@ def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
 def each_case(do: Callable[[Case, Ranks], Any], cases: Sequence[Case]) -> dict[str, Any]:
     """The main program of a rank: join the others, and do it for one case after the other."""
     ranks = join()
-    results = {case.name: do(case, ranks) for case in cases}
+    results = {}
+    for case in cases:
+        results[case.name] = do(case, ranks)
+        gc.collect()  # process groups of closed engines, each with a thread that polls
     leave()
     return results
