@@ -38,7 +38,7 @@ SERVER.set_forkserver_preload(
 
 
 class _LikeGloo(type(ProcessGroupGloo)):  # type: ignore[misc]
-    """Whatever wrapper a group has: those that come from C++ know nothing of the class below."""
+    """Whatever wrapper a group has: those of C++ know nothing of the class below."""
 
     def __instancecheck__(cls, one: object) -> bool:
         return isinstance(one, ProcessGroupGloo)
@@ -47,8 +47,8 @@ class _LikeGloo(type(ProcessGroupGloo)):  # type: ignore[misc]
 class _OneDevice(ProcessGroupGloo, metaclass=_LikeGloo):
     """Gloo on one device for all groups of a process.
 
-    By itself, each of megatron-core's seventeen groups has one, with a thread that wakes a hundred
-    times a second: two tests beside each other kept the cores half busy with that.
+    By itself, each of megatron-core's seventeen groups has one, with a thread that wakes a
+    hundred times a second: with two tests beside each other, most of what the cores did.
     """
 
     device: ProcessGroupGloo.Device | None = None

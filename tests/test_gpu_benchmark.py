@@ -17,7 +17,7 @@ def benchmark(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.needs(*COMPILER)
 def test_every_engine_against_both_loops(tmp_path: Path) -> None:
     """The tiny shape in bf16: the Trainer, and FSDP2 with compiled layers and loss."""

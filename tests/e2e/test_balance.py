@@ -55,7 +55,7 @@ def skewed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "balance", "least", "most"),
     [
-        (MIXTRAL, {"kind": "none"}, 3.0, 4.0),
+        pytest.param(MIXTRAL, {"kind": "none"}, 3.0, 4.0, marks=pytest.mark.soak),
         (MIXTRAL, {"kind": "sequence_loss", "coefficient": 0.1}, 1.0, 1.5),
         (GLM, {"kind": "bias", "bias_update": 0.005}, 1.0, 1.5),
     ],

@@ -54,6 +54,8 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "parallel.sequence": "true", "parallel.zero.stage": 1,
     },
 }  # fmt: skip
+SELDOM = ("ddp-chunked", "fsdp2", "zero2", "megatron-vpp2")
+"""Left to `make soak`."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,10 @@ def test_one_process(one_process: Path, reference: Reference) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in SELDOM else ()) for name in LAYOUTS],
+)
 def test_every_engine(case: Case, reference: Reference, name: str) -> None:
     changes = {"cluster.gpus_per_node": 2, "training.micro_batch_size": 2} | LAYOUTS[name]
     ended = case.launch(name, changes)

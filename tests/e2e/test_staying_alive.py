@@ -129,7 +129,9 @@ def assert_hang_was_found(ended: Ended, run_dir: Path, rank: int) -> None:
         assert "toolkit/train/loop.py" in log.read_text(), "stacks of every rank"
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)]
+)
 def test_a_stopped_rank_is_found_and_the_run_goes_on(
     project: Project, ddp_run: Path, launcher: str
 ):
@@ -213,7 +215,9 @@ def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, la
     assert hang["ranks"] == [1] or "failpoint" in hang["where"]["1"]
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)]
+)
 def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project, launcher: str):
     run_dir = project.folder / f"alive-grace-{launcher}"
     changes = {**ENDLESS, "launch.grace_s": 2.0}

@@ -144,7 +144,7 @@ def test_four_processes() -> None:
     check([replace(case, steps=10) for case in FOUR], 4, reference_of)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_16_bits() -> None:
     check(HALF, 2, reference_of, 3e-2)
 
@@ -178,7 +178,7 @@ def test_reshape(tmp_path: Path) -> None:
     check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_reshape_experts(tmp_path: Path) -> None:
     layouts = {
         "ep2": (2, eight(small(expert=2, family=MIXTRAL))),

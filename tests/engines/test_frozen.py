@@ -178,7 +178,11 @@ def test_nvme(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", [ATTENTION, BOTTOM], ids=["attention", "bottom"])
+@pytest.mark.parametrize(
+    "freeze",
+    [ATTENTION, pytest.param(BOTTOM, marks=pytest.mark.soak)],
+    ids=["attention", "bottom"],
+)
 def test_reshape(freeze: tuple[str, ...], tmp_path: Path) -> None:
     """Saved in each layout, continued in another one with the same losses; the weights and
     moments that it saves again are the same to the bit."""

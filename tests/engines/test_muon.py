@@ -135,7 +135,7 @@ def test_four_processes() -> None:
     check([replace(case, steps=10) for case in FOUR], 4, reference_of)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_16_bits() -> None:
     check(HALF, 2, reference_of, 3e-2)
 
