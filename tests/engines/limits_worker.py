@@ -1,6 +1,8 @@
 """What every rank of test_limits.py does."""
 
+import gc
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -8,19 +10,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.engines.parity_worker import SEED, Case, new_engine
+from tests.engines.parity_worker import (
+    SEED,
+    Case,
+    global_batches,
+    micro_batches,
+    new_engine,
+    unmasked,
+)
 from toolkit.engines.distributed import Ranks, join, limit_collectives
 
 
 def limits(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Seconds that a collective may take, of each group when `case`'s engine is built and the
-    limit is set; and of the group that is left out."""
+    limit is set, and of the group that is left out; megatron-core's models that are left when
+    the engine is closed after a step."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    engine, _ = new_engine(case, ranks, SEED)
+    engine, layout = new_engine(case, ranks, SEED)
     limit_collectives(timedelta(hours=2), but=patient)
     found = {group: _limit_s(group) for group in distributed_c10d._world.pg_map}
     result = {"patient": found.pop(patient), "others": list(found.values())}
+    inputs, labels = next(global_batches(1))
+    batches = micro_batches(inputs, labels, ranks, layout)
+    engine.train_step(batches, unmasked(labels), 1e-3)
+    replicas = [weakref.ref(one) for one in getattr(engine, "replicas", [])]
     engine.close()
+    del engine
+    gc.collect()
+    result["kept"] = sum(replica() is not None for replica in replicas)
     dist.destroy_process_group(patient)
     return result
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engines.cases import megatron
+from tests.engines.cases import MIXTRAL, megatron
 from tests.engines.limits_worker import limits, wait_for_a_rank_that_does_not_come
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import run_ranks
@@ -14,6 +14,8 @@ CASES = [
     *(Case("deepspeed", 2, stage=stage) for stage in (0, 2, 3)),
     megatron(tensor=2),
     megatron(pipeline=2),
+    megatron(stage=1, recompute="full"),
+    megatron(expert=2, family=MIXTRAL),
     Case("fsdp", 2, stage=3),
 ]
 
@@ -21,11 +23,13 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.quick
 def test_every_group_of_every_engine_has_the_limit() -> None:
+    """And a closed engine leaves no model: each has groups, whose threads poll."""
     found = run_ranks(each_case, 2, limits, CASES)
     for rank in found:
         for case in CASES:
             assert rank[case.name]["patient"] == 24 * 3600, case.name
             assert set(rank[case.name]["others"]) == {2 * 3600}, case.name
+            assert rank[case.name]["kept"] == 0, case.name
 
 
 @pytest.mark.slow

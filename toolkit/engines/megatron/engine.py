@@ -375,7 +375,7 @@ class MegatronEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         for replica in self.replicas:
-            # Their hooks hold the replica, in C++, where the garbage collector does not look.
-            replica.grad_accs.clear()
+            # Hooks of its parameters hold it, in C++, where no garbage collection looks.
+            vars(replica).clear()
         del self.replicas, self.optimizer, self.chunks
         leave_groups()
