@@ -95,7 +95,7 @@ def test_engines_on_the_processor(
     assert not (folder / "runs").exists()  # nothing failed: nobody needs them
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("short")
 def test_runs_and_measurements_on_the_processor(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

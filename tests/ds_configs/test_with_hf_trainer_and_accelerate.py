@@ -70,7 +70,9 @@ def losses(
         for name in WITHOUT_CUDA
     ],
 )
-@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+@pytest.mark.parametrize(
+    "library", ["trainer", pytest.param("accelerate", marks=pytest.mark.soak)]
+)
 def test_trains_and_gives_the_same_loss(
     library: str, name: str, losses: Callable[[str], Losses]
 ) -> None:
@@ -112,7 +114,7 @@ for config in (hf.config, accelerate.deepspeed_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zeropp", "zero3_nvme"])
+@pytest.mark.parametrize("name", ["zeropp", pytest.param("zero3_nvme", marks=pytest.mark.soak)])
 def test_is_filled_completely_by_both(name: str, tmp_path: Path) -> None:
     """What cannot run everywhere is at least understood by both libraries."""
     result = subprocess.run(

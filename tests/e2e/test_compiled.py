@@ -26,7 +26,7 @@ def launch(folder: Path, name: str, **changes: object) -> Path:
     return folder / name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resume(tmp_path: Path) -> None:
     """Bitwise the run without a break, though that began with shorter sequences, and evaluated
     where the other began."""

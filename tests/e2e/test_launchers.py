@@ -41,7 +41,10 @@ def test_dmt_launch(project: Project, ddp_run: Path, launcher: str):
 @pytest.mark.parametrize(
     "start",
     [
-        ["torchrun", "--standalone", "--nproc-per-node", "2"],
+        pytest.param(
+            ["torchrun", "--standalone", "--nproc-per-node", "2"],
+            marks=pytest.mark.soak,  # as `dmt launch` and test_resume.py start it
+        ),
         ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
     ],
     ids=lambda start: start[0],

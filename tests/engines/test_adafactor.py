@@ -131,12 +131,12 @@ def test_two_processes() -> None:
     check(TWO, 2, reference_of)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_layouts() -> None:
     check([replace(case, steps=10) for case in MORE], 2, reference_of)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_processes() -> None:
     check([replace(case, steps=10) for case in FOUR], 4, reference_of)
 

@@ -134,7 +134,7 @@ def test_two_processes() -> None:
     check(TWO, 2, reference_of)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_layouts() -> None:
     check([replace(case, steps=10) for case in MORE], 2, reference_of)
 

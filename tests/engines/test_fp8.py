@@ -38,7 +38,9 @@ def reference(recipe: str, layers: tuple[int, ...]) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.soak)]
+)
 def test_every_layout(recipe: str) -> None:
     cases = [replace(case, steps=STEPS, fp8={"recipe": recipe}) for case in CASES]
     kept = {"recipe": recipe, "layers_in_bf16": {"last": 1}}

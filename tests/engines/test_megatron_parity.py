@@ -225,7 +225,7 @@ def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
         assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resumed_on_four_ranks_to_the_bit(tmp_path: Path) -> None:
     """Sums of four terms depend on their order. In hidden size 6, a rank holds padding only."""
     thin = {"hidden_size": 6, "num_attention_heads": 1, "num_key_value_heads": 1}
