@@ -4,8 +4,8 @@ It leaves `pid-RANK` and `env-RANK` in RUN_DIR, and writes events as a worker do
 Behaviours: `done`; `sleep` (until SIGTERM, then 75); `stubborn` (ignores SIGTERM);
 `saved` (stubborn, after it has said that it saved);
 `early` (still importing: no handlers, no events); `fail=RANK:CODE` (that rank fails
-after a moment, the others sleep; with ` stubborn` behind it, they ignore SIGTERM; with
-` telling`, it says why, as a worker does; with ` losing`, that it lost another).
+a moment after all have started, the others sleep; with ` stubborn` behind it, they ignore
+SIGTERM; with ` telling`, it says why, as a worker does; with ` losing`, that it lost another).
 """
 
 import json
@@ -40,6 +40,12 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     asked += 1
 
 
+def all_are_here() -> bool:
+    """An `end` before another rank's `start` would be one of an earlier start."""
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    return all((run_dir / f"pid-{one}").exists() for one in ranks)
+
+
 if behaviour != "early":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
@@ -55,7 +61,7 @@ while time.monotonic() - began < 3600:
     time.sleep(0.02)
     if behaviour.startswith("fail="):
         failing, code = behaviour.split()[0].removeprefix("fail=").split(":")
-        if rank == int(failing) and time.monotonic() - began > 0.3:
+        if rank == int(failing) and all_are_here() and time.monotonic() - began > 0.3:
             print("the reason it failed", flush=True)
             if "telling" in behaviour:
                 print("error: told by itself", file=sys.stderr, flush=True)
