@@ -3,7 +3,7 @@
 #   make test      run the tests of each part, and the most telling ones of whole runs: minutes
 #   make test-all  run all tests but the long ones: half an hour (CI does)
 #   make check     lint, format, types (CI does, too)
-#   make soak      long fault and stress runs (not part of CI)
+#   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
 #   make cuda-build  rehearse GPUs with a CUDA build of torch, 5 GB in .venv-cuda (not part of CI)
 
 PYTHON ?= python3

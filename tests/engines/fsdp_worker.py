@@ -11,11 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    first_batch,
     new_engine,
     recipe,
-    unmasked,
 )
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.engine import FsdpEngine
@@ -57,10 +55,9 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     config = hf.build_config(recipe(case, ranks.world).model)
     reference = hf.empty_model(config, torch.device("cpu"))
     buffers = zip(engine.model.buffers(), reference.buffers(), strict=True)
-    inputs, labels = next(global_batches(1))
-    batches = micro_batches(inputs, labels, ranks, layout)
+    batches, count = first_batch(ranks, layout)
     with Counted() as in_step:
-        engine.train_step(batches, unmasked(labels), 1e-3)
+        engine.train_step(batches, count, 1e-3)
     after_step = sharded(engine)
     with Counted() as in_evaluation:
         engine.evaluate(batches)

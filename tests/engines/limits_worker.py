@@ -13,10 +13,8 @@ from torch.distributed import distributed_c10d
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    first_batch,
     new_engine,
-    unmasked,
 )
 from toolkit.engines.distributed import Ranks, join, limit_collectives
 
@@ -30,9 +28,8 @@ def limits(case: Case, ranks: Ranks) -> dict[str, Any]:
     limit_collectives(timedelta(hours=2), but=patient)
     found = {group: _limit_s(group) for group in distributed_c10d._world.pg_map}
     result = {"patient": found.pop(patient), "others": list(found.values())}
-    inputs, labels = next(global_batches(1))
-    batches = micro_batches(inputs, labels, ranks, layout)
-    engine.train_step(batches, unmasked(labels), 1e-3)
+    batches, count = first_batch(ranks, layout)
+    engine.train_step(batches, count, 1e-3)
     replicas = [weakref.ref(one) for one in getattr(engine, "replicas", [])]
     engine.close()
     del engine

@@ -337,6 +337,12 @@ def micro_batches(
     return [MicroBatch(**dict(zip(fields, part, strict=True))) for part in parts]
 
 
+def first_batch(ranks: Ranks, layout: Layout) -> tuple[list[MicroBatch], int]:
+    """This rank's micro batches of the first global batch, and the tokens that count in all."""
+    inputs, labels = next(global_batches(1))
+    return micro_batches(inputs, labels, ranks, layout), unmasked(labels)
+
+
 def unmasked(labels: torch.Tensor) -> int:
     """Tokens of a global batch whose loss counts."""
     return int((labels != IGNORE_INDEX).sum())

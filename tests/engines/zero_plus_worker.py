@@ -8,10 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    first_batch,
     new_engine,
-    unmasked,
 )
 from toolkit.engines.distributed import Ranks
 
@@ -33,12 +31,11 @@ class Gathered(TorchDispatchMode):
 def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Two steps and one evaluation of a case."""
     engine, layout = new_engine(case, ranks, SEED)
-    inputs, labels = next(global_batches(1))
-    batches = micro_batches(inputs, labels, ranks, layout)
+    batches, count = first_batch(ranks, layout)
     # The first step finds a second copy that was made while the model was filled.
-    engine.train_step(batches, unmasked(labels), case.learning_rate)
+    engine.train_step(batches, count, case.learning_rate)
     with Gathered() as in_step:
-        engine.train_step(batches, unmasked(labels), case.learning_rate)
+        engine.train_step(batches, count, case.learning_rate)
     engine.evaluate(batches)
     parameters: list[Any] = list(engine.engine.module.parameters())  # type: ignore[attr-defined]
     copies = [p.ds_secondary_tensor for p in parameters if p.ds_secondary_tensor is not None]

@@ -21,7 +21,7 @@ LAUNCHERS = [
     pytest.param("deepspeed", marks=pytest.mark.slow),
 ]
 MOST = [*LAUNCHERS[:2], pytest.param("deepspeed", marks=pytest.mark.soak)]
-"""Where deepspeed's launcher differs from torchrun's in nothing but its slower start."""
+"""For what DMT's guard does under deepspeed as under torchrun; deepspeed only starts slower."""
 
 
 def assert_gone(pids: list[int]) -> None:

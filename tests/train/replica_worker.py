@@ -8,10 +8,8 @@ import torch
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    first_batch,
     new_engine,
-    unmasked,
 )
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.errors import DmtError
@@ -21,9 +19,8 @@ from toolkit.train.replica_check import ReplicaCheck
 def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     """What the check says of equal replicas, and which error it raises for unequal ones."""
     engine, layout = new_engine(case, ranks, SEED)
-    inputs, labels = next(global_batches(1))
-    batches = micro_batches(inputs, labels, ranks, layout)
-    engine.train_step(batches, unmasked(labels), 1e-3)
+    batches, count = first_batch(ranks, layout)
+    engine.train_step(batches, count, 1e-3)
     check = ReplicaCheck(engine, layout, ranks.rank, agreed_step=0, distrust=str)
     said = [check.check(1), check.check(2)]
     name = None

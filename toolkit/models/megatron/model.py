@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -216,7 +217,8 @@ def leave_groups() -> None:
 
     The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
     """
-    RotaryEmbedding.forward.cache_clear()  # which holds the last 32 models, and their groups
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()  # which holds the last 32 models, and their groups
     groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
     for group in reversed(groups):
