@@ -32,6 +32,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "toolkit.train.worker",
+        "tests.with_deepspeed",
         *(BACKENDS[name].engine.partition(":")[0] for name in BACKENDS.names),
     ]
 )

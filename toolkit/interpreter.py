@@ -40,3 +40,16 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let an import that is tried in this block find no such package, unless it is imported."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # as the import system documents
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -88,9 +88,15 @@ def save_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
     return found
 
 
-def load_all(folder: Path, name: str, case: Case, sources: Sequence[str]) -> dict[str, Any]:
-    """Continue each of the checkpoints `sources` in the layout `case`."""
+def load_all(
+    folder: Path, cases: Mapping[str, Case], pairs: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
+    """Continue the first layout of each pair in the second, if that is one of the cases."""
     ranks = join()
-    found = {source: load(folder, name, case, ranks, source) for source in sources}
+    found = {
+        (source, target): load(folder, target, cases[target], ranks, source)
+        for source, target in pairs
+        if target in cases
+    }
     leave()
     return found

@@ -1,6 +1,7 @@
 """Checkpoints of several layouts, each continued in others: the same state, the same run."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,17 @@ from tests.forked import run_ranks
 def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint of every layout; how each went on unbroken."""
     unbroken = {}
-    for world in (1, 2, 4):
-        cases = {name: case for name, (ranks, case) in layouts.items() if ranks == world}
-        if cases:
-            unbroken |= run_ranks(save_all, world, folder, cases)[0]
+    for world, cases in by_ranks(layouts):
+        unbroken |= run_ranks(save_all, world, folder, cases)[0]
     return unbroken
 
 
 def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]]) -> None:
     """Continue the first layout of each pair in the second."""
-    # Other processes for each target: the groups of every engine have threads that stay.
-    for target, (world, case) in layouts.items():
-        sources = [source for source, wanted in pairs if wanted == target]
-        results = (
-            run_ranks(load_all, world, folder, target, case, sources)[0] if sources else {}
-        )
-        for source, result in results.items():
+    for world, cases in by_ranks({target: layouts[target] for _, target in pairs}):
+        for (source, target), result in run_ranks(load_all, world, folder, cases, pairs)[
+            0
+        ].items():
             name = f"{source} in {target}"
             assert result["different"] == [], name
             tolerance = OFFLOAD_TOLERANCE if "offload" in name else TOLERANCE
@@ -38,6 +34,12 @@ def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]
                 assert result[quantity] == pytest.approx(wanted, rel=tolerance), name
                 if source == target:
                     assert result[quantity] == wanted, f"{name}: not bitwise the same"
+
+
+def by_ranks(layouts: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each number of ranks with the cases of the layouts that have so many."""
+    for world in sorted({world for world, _ in layouts.values()}):
+        yield world, {name: case for name, (ranks, case) in layouts.items() if ranks == world}
 
 
 def around(layouts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -164,7 +164,7 @@ def test_offload(tmp_path: Path) -> None:
     check([*cases, fsdp(3, BOTTOM, offload="cpu")], 2, tmp_path, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("async_io")
 def test_nvme(tmp_path: Path) -> None:
     """The embedding is large enough for DeepSpeed to move it to the disk."""

@@ -127,7 +127,7 @@ def test_resumed_runs(tmp_path: Path) -> None:
         assert_equals_reference(result, TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("async_io")
 def test_two_processes_with_nvme_offload(tmp_path: Path) -> None:
     """Resumed half-way: DeepSpeed's own NVMe checkpoint goes on with other weights."""

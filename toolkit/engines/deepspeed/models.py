@@ -31,6 +31,7 @@ from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
+from toolkit.interpreter import hidden
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 
@@ -42,10 +43,12 @@ def import_deepspeed() -> Any:
 
     By default, it probes every operator with the compiler, and on a CPU silently compiles a
     shared-memory all-reduce at its first use, for a minute or more. gloo is used instead.
+    Its autotuner would import MLflow where that is installed: most of the time that it takes.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with hidden("mlflow"):
+        import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
