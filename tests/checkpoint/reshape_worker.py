@@ -23,8 +23,8 @@ from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.layout import Layout
 
-SAVED_AT = 3
-FURTHER = 5
+SAVED_AT = 2
+FURTHER = 3
 
 
 def steps(

@@ -29,7 +29,7 @@ def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: 
     stage = parallel.pop("stage", "auto")
     recompute = parallel.pop("recompute", "none")
     return Case(
-        "megatron", micro_batch, stage, recompute=recompute, steps=10, family=family,
+        "megatron", micro_batch, stage, recompute=recompute, family=family,
         parallel=parallel,
     )  # fmt: skip
 
@@ -37,6 +37,6 @@ def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: 
 def zero(stage: int, offload: str = "none", recompute: str = "none", **family: Any) -> Case:
     """A case of the engine deepspeed with a Megatron model in tensor 2."""
     return Case(
-        "deepspeed", 2, stage, offload, recompute=recompute, steps=10,
+        "deepspeed", 2, stage, offload, recompute=recompute,
         family=family or LAYERS, parallel={"model": "megatron", "tensor": 2},
     )  # fmt: skip

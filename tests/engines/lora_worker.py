@@ -39,7 +39,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.planner import plan_recipe
 
-STEPS = 10
+STEPS = 6
 RANK, ALPHA = 3, 5
 PEFT_PREFIX = "base_model.model."
 

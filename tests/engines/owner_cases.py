@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
-from tests.engines.parity_worker import STEPS, Case, reference_model
+from tests.engines.parity_worker import Case, reference_model
 
 GPT2 = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128,
@@ -22,7 +22,7 @@ BOTTOM = ("model.embed_tokens.*", "model.layers.0.*")
 
 def small(**parallel: Any) -> Case:
     """As many layers as the reference."""
-    return replace(megatron(**{"family": {}, **parallel}), steps=STEPS)
+    return megatron(**{"family": {}, **parallel})
 
 
 def deepspeed(stage: int, **more: Any) -> Case:

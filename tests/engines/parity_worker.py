@@ -33,7 +33,8 @@ from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
-STEPS = 20
+STEPS = 6
+"""Enough for a wrong moment, weight or mask to show above rounding: most show at the second."""
 SEED = 1234
 GLOBAL_BATCH = 8
 LENGTH = 16

@@ -34,7 +34,7 @@ from toolkit.models import huggingface as hf
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
-STEPS = 10
+STEPS = 6
 SAMPLES = 6
 """Of a global batch: shares of one, two and three."""
 REWARDS = (

@@ -26,7 +26,7 @@ from tests.engines.owner_cases import (
     plain_model,
     small,
 )
-from tests.engines.parity_worker import STEPS, Case, plain_loop
+from tests.engines.parity_worker import Case, plain_loop
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
@@ -40,7 +40,7 @@ OTHER = {"decay": 0.6, "eps": 1e-12, "clip": 2.0}
 def adafactor(case: Case, **settings: Any) -> Case:
     optimizer = {"name": "adafactor", "learning_rate": RATE}
     optimizer |= {"adafactor": settings} if settings else {}
-    return replace(case, optimizer=optimizer, steps=min(case.steps, STEPS))
+    return replace(case, optimizer=optimizer)
 
 
 class Factored(Parts):
@@ -133,12 +133,12 @@ def test_two_processes() -> None:
 
 @pytest.mark.soak
 def test_more_layouts() -> None:
-    check([replace(case, steps=10) for case in MORE], 2, reference_of)
+    check(MORE, 2, reference_of)
 
 
 @pytest.mark.soak
 def test_four_processes() -> None:
-    check([replace(case, steps=10) for case in FOUR], 4, reference_of)
+    check(FOUR, 4, reference_of)
 
 
 @pytest.mark.soak

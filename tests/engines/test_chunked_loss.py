@@ -92,11 +92,11 @@ def test_a_model_that_always_makes_all_logits() -> None:
 )
 def test_engines(cases: list[Case]) -> None:
     expected = reference(family=LAYERS)
-    chunked = [replace(case, steps=10, family=LAYERS, loss="chunked") for case in cases]
+    chunked = [replace(case, family=LAYERS, loss="chunked") for case in cases]
     for name, result in run(chunked, world=2).items():
         print(name)
         for what in ("loss", "grad_norm"):
-            assert result[what] == pytest.approx(expected[what][:10], rel=TOLERANCE)
+            assert result[what] == pytest.approx(expected[what], rel=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_experts() -> None:
     expected = reference(family=MIXTRAL)
     case = replace(megatron(family=MIXTRAL, expert=2), loss="chunked")
     (result,) = run([case], world=2).values()
-    assert result["loss"] == pytest.approx(expected["loss"][:10], rel=TOLERANCE)
+    assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
 
 
 def peak_bytes(kernel: LossKernel) -> int:

@@ -257,7 +257,7 @@ def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
     without_dropout = _reference("{}")["loss"]
     for one, other in zip(unbroken, resumed, strict=True):
         assert results[other.name]["loss"] == results[one.name]["loss"]
-        assert results[one.name]["loss"] != pytest.approx(without_dropout[:10], rel=1e-4)
+        assert results[one.name]["loss"] != pytest.approx(without_dropout, rel=1e-4)
 
 
 @pytest.mark.slow

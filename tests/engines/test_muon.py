@@ -26,7 +26,7 @@ from tests.engines.owner_cases import (
     plain_model,
     small,
 )
-from tests.engines.parity_worker import STEPS, Case, plain_loop
+from tests.engines.parity_worker import Case, plain_loop
 from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
@@ -45,7 +45,7 @@ def muon(case: Case, **settings: Any) -> Case:
     optimizer = {"name": "muon", "learning_rate": RATE} | (
         {"muon": settings} if settings else {}
     )
-    return replace(case, optimizer=optimizer, steps=min(case.steps, STEPS))
+    return replace(case, optimizer=optimizer)
 
 
 class Both(Parts):
@@ -127,12 +127,12 @@ def test_two_processes() -> None:
 
 @pytest.mark.soak
 def test_more_layouts() -> None:
-    check([replace(case, steps=10) for case in MORE], 2, reference_of)
+    check(MORE, 2, reference_of)
 
 
 @pytest.mark.slow
 def test_four_processes() -> None:
-    check([replace(case, steps=10) for case in FOUR], 4, reference_of)
+    check(FOUR, 4, reference_of)
 
 
 @pytest.mark.soak

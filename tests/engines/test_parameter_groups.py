@@ -26,7 +26,7 @@ from tests.engines.parity_worker import (
 )
 from tests.forked import run_ranks
 
-STEPS = 8
+STEPS = 6
 RATE = 3e-4
 """At larger ones AdamW makes a difference of 1e-5 of what is rounded otherwise."""
 GROUPS = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.cases import LAYERS, OFFLOAD_TOLERANCE, TOLERANCE, megatron, run, zero
-from tests.engines.parity_worker import GLOBAL_BATCH, Case, reference, weighted_reference
+from tests.engines.parity_worker import GLOBAL_BATCH, STEPS, Case, reference, weighted_reference
 
 SPLITS = (4, 2, 1)
 SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
@@ -36,7 +36,7 @@ OFFLOADED = [
     *(Case("deepspeed", micro, stage=3, offload="cpu") for micro in SPLITS),
 ]
 WEIGHTED = [
-    replace(case, steps=10, family=LAYERS, weighted=True)
+    replace(case, family=LAYERS, weighted=True)
     for case in (
         Case("ddp", 2),
         Case("deepspeed", 2, stage=2),
@@ -67,7 +67,7 @@ def assert_equals_reference(
 
 def test_reference_learns() -> None:
     losses = _reference()["loss"]
-    assert len(losses) == 20
+    assert len(losses) == STEPS
     assert losses[0] == pytest.approx(4.6, abs=0.1)
 
 
@@ -96,7 +96,7 @@ def test_two_processes(cases: list[Case]) -> None:
     ids=["some", "others"],
 )
 def test_loss_weights_positions_and_metrics(cases: list[Case]) -> None:
-    expected = weighted_reference(10, LAYERS)
+    expected = weighted_reference(STEPS, LAYERS)
     for name, result in run(cases, world=2).items():
         print(name)
         assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
