@@ -42,7 +42,7 @@ training: {{global_batch_size: 4}}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fewer layouts of smaller models (processors without bf16 emulate it a hundred times
+    """Fewer layouts of smaller models and sequences (processors without bf16 emulate it a hundred times
     slower), and warm processes; what is measured is measured for real."""
     for name in ("DENSE", "EXPERTS"):
         recipe = getattr(plan, name)
@@ -50,6 +50,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(plan, name, tmp_path / recipe.name)
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS)
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
+    monkeypatch.setattr(losses, "SEQUENCE", 32)
     monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
     monkeypatch.chdir(ROOT)
 

@@ -17,6 +17,8 @@ SETTINGS = {
     "training.precision": "bf16",
     "data.train": '{kind: text, files: ["{stdlib}/a*.py"]}',
     "logging": "{every_steps: 1}",
+    "training.global_batch_size": 4,
+    "training.sequence_length": 64,
 }
 FP8 = {"fp8": "{recipe: rowwise}"}
 
