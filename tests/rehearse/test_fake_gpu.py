@@ -75,9 +75,16 @@ RANKS = {
 }
 """Case, ranks of the layout, the rank that is looked at, and the bug that it has."""
 SOUND = [name for name, (_, _, _, bug) in RANKS.items() if not bug]
-MARKED = [
-    pytest.param(name, marks=pytest.mark.quick) if name in QUICK else name for name in SOUND
-]
+SELDOM = ("ddp-fp32", "fsdp2", "fsdp3-fp32", "tp2-fp32", "pp2-last", "in turn, ep1")
+"""Sound ranks that are left to `make soak`, as are bugs under tp2."""
+
+
+def of(names: list[str]) -> list[Any]:
+    """These ranks as parameters of a test, marked."""
+    marks = dict.fromkeys(QUICK, pytest.mark.quick)
+    marks |= dict.fromkeys(SELDOM, pytest.mark.soak)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
 
 MCORE = {"clip_grads.py get_grad_norm_fp32"}
 COUNTS = {"token_dispatcher.py _maybe_dtoh_and_synchronize"}
@@ -123,10 +130,13 @@ OURS = {"engine.py _read", "engine.py _run", "data_parallel.py train_step"}
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """By name of the rank, what was found; only the quick ones where no other test is run."""
+    """By name of the rank, what was found; only of those that the tests to run look at."""
     here = [item for item in request.session.items if item.path == request.path]
-    quick = all(item.get_closest_marker("quick") for item in here)
-    names = [*QUICK, *(f"fsdp-{bug}" for bug in BUGS)] if quick else list(RANKS)
+    names = [*QUICK, *(f"fsdp-{bug}" for bug in BUGS)]
+    if any(item.get_closest_marker("soak") for item in here):
+        names = list(RANKS)
+    elif not all(item.get_closest_marker("quick") for item in here):
+        names = [name for name in RANKS if name not in SELDOM and not name.startswith("tp2-")]
     ranks = [(name, *RANKS[name]) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "tests.rehearse.fake_gpu_ranks"],
@@ -160,7 +170,7 @@ def every_place(rank: Any, what: str, *phases: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", of(SOUND))
 def test_devices_are_not_mixed(found: dict[str, Any], name: str) -> None:
     """Nor does NCCL get what lies in host memory: it has its own group."""
     assert places(found[name], MIXED) == set()
@@ -169,14 +179,7 @@ def test_devices_are_not_mixed(found: dict[str, Any], name: str) -> None:
     assert state["weight"] == state["exp_avg"] == state["exp_avg_sq"] > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.quick) if name in QUICK else name
-        for name in SOUND
-        if "offload" not in name
-    ],
-)
+@pytest.mark.parametrize("name", of([name for name in SOUND if "offload" not in name]))
 def test_a_step_waits_for_the_gpu_once(found: dict[str, Any], name: str) -> None:
     """Also the step of a resumed run; what the libraries do besides is known."""
     for phase in ("step", "resume"):
@@ -187,7 +190,7 @@ def test_a_step_waits_for_the_gpu_once(found: dict[str, Any], name: str) -> None
     assert len(places(found[name], WAITS, "evaluate") & {"totals.py evaluate", *OURS}) == 1
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", of(SOUND))
 def test_a_save_waits_for_nothing_and_the_next_update_for_its_copies(
     found: dict[str, Any], name: str
 ) -> None:
@@ -198,12 +201,12 @@ def test_a_save_waits_for_nothing_and_the_next_update_for_its_copies(
     assert "updates" in after
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", of(SOUND))
 def test_activations_stay_in_16_bits(found: dict[str, Any], name: str) -> None:
     assert places(found[name], WIDENED, "step", "evaluate") == set()
 
 
-@pytest.mark.parametrize("name", [name for name in SOUND if not name.startswith("zero")])
+@pytest.mark.parametrize("name", of([one for one in SOUND if not one.startswith("zero")]))
 def test_adamw_is_one_kernel(found: dict[str, Any], name: str) -> None:
     """Whose step counters, of a resumed run too, are where it looks for them."""
     where = "cpu" if name == "fsdp3-offload" else "cuda:0"
@@ -211,7 +214,13 @@ def test_adamw_is_one_kernel(found: dict[str, Any], name: str) -> None:
     assert found[name]["counters"] == [where]
 
 
-@pytest.mark.parametrize("model", [pytest.param("fsdp", marks=pytest.mark.quick), "tp2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("fsdp", marks=pytest.mark.quick),
+        pytest.param("tp2", marks=pytest.mark.soak),
+    ],
+)
 def test_planted_bugs_are_found_where_they_are(found: dict[str, Any], model: str) -> None:
     batch_on_host = found[f"{model}-host"]
     (place,) = places(batch_on_host, MIXED)
