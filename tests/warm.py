@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from io import TextIOWrapper
 from multiprocessing import reduction
 from pathlib import Path
@@ -33,6 +34,14 @@ REGISTER = "DMT_TEST_REGISTER"
 """Variable with a folder, in which each process that has it leaves a file: pid, start, RANK."""
 STARTED_BY = ("toolkit.launchers.local", "toolkit.rehearse.ranks")
 """Modules of the product that start Python processes."""
+ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+THEIR_LAUNCHERS = {
+    "torchrun": (ELASTIC,),
+    "accelerate": (ELASTIC, "accelerate.commands.launch"),
+    "deepspeed": ("deepspeed.launcher.runner",),
+    "deepspeed.launcher.launch": ("deepspeed.launcher.launch",),
+}
+"""Programs of others that start ranks, by the modules that do it."""
 
 
 class _Descriptor:
@@ -116,6 +125,13 @@ SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython})
 """Stands for the module `subprocess` in those of STARTED_BY."""
 
 
+def popen(args: Sequence[str], **options: Any) -> Any:
+    """What stands for `subprocess.Popen` in THEIR_LAUNCHERS, which start other programs, too."""
+    if Path(args[0]).name.startswith("python"):
+        return WarmPython(args, **{"stdin": subprocess.DEVNULL} | options)
+    return subprocess.Popen(args, **options)
+
+
 def _number(stream: IO[Any] | int | None, inherited: int) -> int:
     if stream is None:
         return inherited
@@ -169,6 +185,10 @@ def _python(
         with suppress(Exception):  # what the command says about it, too
             __import__(name)
             sys.modules[name].subprocess = SUBPROCESS
+    program = next(word for word in argv if not word.startswith("-"))
+    for name in THEIR_LAUNCHERS.get(Path(program).name, ()):
+        theirs = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
+        vars(import_module(name)).update(subprocess=theirs, Popen=popen)
     code = _run(argv)
     for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         end()

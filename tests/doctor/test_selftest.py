@@ -42,8 +42,8 @@ training: {{global_batch_size: 4}}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fewer layouts of smaller models and sequences (processors without bf16 emulate it a hundred times
-    slower), and warm processes; what is measured is measured for real."""
+    """Fewer layouts of smaller models and shorter sequences (processors without bf16 emulate
+    it a hundred times slower), and warm processes; what is measured is measured for real."""
     for name in ("DENSE", "EXPERTS"):
         recipe = getattr(plan, name)
         (tmp_path / recipe.name).write_text(SMALL.format(recipe=recipe))

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.processes import ROOT, wait_until
-from tests.warm import REGISTER, WarmPython, registered
+from tests.warm import REGISTER, THEIR_LAUNCHERS, WarmPython, registered
 
 _MARK = "DMT_TEST_COMMAND"
 _WARM_VARIABLES = re.compile("DMT_FAILPOINTS|PYTHONPATH|AWS_.*|FSSPEC_.*")
@@ -62,8 +62,9 @@ class Ended:
 
 
 def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Is a command a Python that starts no launcher but ours, in nearly our environment?"""
-    python = Path(argv[0]).name == Path(sys.executable).name
+    """Is a command a Python that starts no launcher unknown to tests/warm.py, in nearly our
+    environment?"""
+    python = Path(argv[0]).name in (Path(sys.executable).name, "python", *THEIR_LAUNCHERS)
     launchers = [after for word, after in pairwise(argv) if word == "--launcher"]
     hides = any(
         Path(folder, "sitecustomize.py").exists()
@@ -94,6 +95,8 @@ class Command:
         start: Any = subprocess.Popen
         if not cold and can_be_warm(argv, env or {}):
             start = WarmPython
+            if Path(argv[0]).name in THEIR_LAUNCHERS:
+                argv = [sys.executable, *argv]
         self._outputs = [folder / f".{self._mark}.{name}" for name in ("out", "err")]
         with self._outputs[0].open("wb") as out, self._outputs[1].open("wb") as err:
             self.process = start(

@@ -11,22 +11,20 @@ from tests.processes import ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_a_stray_accelerate_cache_switches_nothing_on(
+def test_a_stray_accelerate_file_switches_nothing_on(
     project: Project, ddp_run: Path, tmp_path: Path
 ) -> None:
-    """axolotl#394: a forgotten file switched FSDP on. Accelerate reads it unasked."""
-    folder = tmp_path / "accelerate"
-    folder.mkdir()
-    (folder / "default_config.yaml").write_text(
+    """axolotl#394: a forgotten default_config.yaml switched FSDP on."""
+    file = tmp_path / "default_config.yaml"
+    file.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: fp16\n"
         "num_processes: 2\nnum_machines: 1\nmachine_rank: 0\nmain_process_port: 0\n"
         "fsdp_config: {fsdp_version: 2}\n"
     )
-    argv = tool("accelerate", "launch", ROOT / "launch/train.py", project.recipe)
+    start = tool("accelerate", "launch", "--config_file", file, ROOT / "launch/train.py")
     changes = settings({"training.steps": 2, "checkpoint.export": "false"})
-    ended = run(
-        [*argv, "--run-dir", "stray", *changes], project.folder, {"HF_HOME": str(tmp_path)}
-    )
+    argv = [*start, str(project.recipe), "--run-dir", "stray", *changes]
+    ended = run(argv, project.folder)
     assert ended.code == 0, ended.err
     (line,) = [line for line in ended.err.splitlines() if line.startswith("dmt: ")]
     assert "ACCELERATE_USE_FSDP=true (parallel.engine is ddp)" in line
