@@ -126,7 +126,7 @@ SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython})
 
 
 def popen(args: Sequence[str], **options: Any) -> Any:
-    """What stands for `subprocess.Popen` in THEIR_LAUNCHERS, which start other programs, too."""
+    """Stands for `subprocess.Popen` in THEIR_LAUNCHERS, which start other programs, too."""
     if Path(args[0]).name.startswith("python"):
         return WarmPython(args, **{"stdin": subprocess.DEVNULL} | options)
     return subprocess.Popen(args, **options)
