@@ -1,5 +1,6 @@
 """Compiled ops: what is missing is named before the start, and nothing waits indefinitely."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests import needs
+from tests.forked import run_ranks
 from tests.processes import HANG_S, wait_until
 from toolkit.engines.deepspeed import ops as deepspeed_ops
 from toolkit.engines.deepspeed.config import DeepSpeedRequest, render
@@ -358,3 +360,14 @@ def test_ops_for_gpus_need_cudas_compiler(
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setattr(deepspeed_ops, "torch_accelerator", lambda: "cpu")
     assert not any(lacking(op) for op in deepspeed_ops.BUILDERS)
+
+
+def test_deepspeed_is_imported_without_mlflow() -> None:
+    """Which its autotuner would import: more than half of the time."""
+    assert importlib.util.find_spec("mlflow") is not None
+    assert run_ranks(_has_mlflow, 1) == [False]
+
+
+def _has_mlflow() -> bool:
+    assert "deepspeed" in sys.modules
+    return "mlflow" in sys.modules
