@@ -175,9 +175,10 @@ class RunCheckpoints:
         own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
         return AdaptedWeights(base, own)
 
-    def _start(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:
+    def _start(self, config: PretrainedConfig, phases: Phases) -> WeightSource | None:
         """The weights of another run that the recipe starts from; None without one."""
-        start = self.assignment.recipe.model.checkpoint
+        model, seed = self.assignment.recipe.model, self.assignment.recipe.training.seed
+        start = model.checkpoint
         if start is None:
             return None
         saved = SavedState(
@@ -190,12 +191,14 @@ class RunCheckpoints:
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
                 fix=_EXPORTED.format(saved.folder),
             )
-        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
+        stored = hf.stored_config(model, config)
+        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(stored))]:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
                 fix="state that model's config in model.config",
             )
-        return SavedWeights(saved, hf.parameter_shapes(config))
+        weights = SavedWeights(saved, hf.parameter_shapes(stored))
+        return hf.resized(weights, model, config, seed)
 
     def have_ended(self, found: Found, steps: int) -> bool:
         """Whether the run of `steps` steps finished with this checkpoint; prints a message.

@@ -222,6 +222,12 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if recipe.model.init == "checkpoint":
         yield f"for the weights: dmt checkpoint export {recipe.model.checkpoint} MODEL, and"
         source = "MODEL"
+    if rows := recipe.model.resize_embeddings:
+        yield (
+            f"for the new tokens: resize_token_embeddings({rows}) of {source} in transformers, "
+            "saved as MODEL, and"
+        )
+        source = "MODEL"
     if recipe.model.init != "random":
         yield (
             f"for the pretrained weights: dmt convert {source} DIR "
