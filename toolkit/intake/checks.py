@@ -102,17 +102,24 @@ def _warmup(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _schedule_in(schedule: ScheduleSection, steps: int) -> Iterator[Problem]:
-    if schedule.warmup_steps > steps:
+    warmup = schedule.warmup(steps)
+    if warmup > steps:
         fix = f"set schedule.warmup_steps to {max(steps // 10, 1)}, or train longer"
-        found = f"{schedule.warmup_steps} of {steps} steps"
+        found = f"{warmup} of {steps} steps"
         yield Problem("schedule.warmup_steps", found, "at most the steps of the run", fix)
-    elif schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
-        room = steps - schedule.warmup_steps
-        found = (
-            f"{schedule.warmup_steps} warm-up + {schedule.decay_steps} decay steps of {steps}"
-        )
+    elif schedule.decay_steps and warmup + schedule.decay_steps > steps:
+        room = steps - warmup
+        found = f"{warmup} warm-up + {schedule.decay_steps} decay steps of {steps}"
         fix = f"set schedule.decay_steps to {room}" if room else "shorten the warm-up"
         yield Problem("schedule.decay_steps", found, f"at most {steps} together", fix)
+
+
+def _two_warmups(recipe: Recipe) -> Iterator[Problem]:
+    steps, ratio = recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio
+    if steps and ratio is not None:
+        found = f"{ratio} together with warmup_steps {steps}"
+        fix = "remove one (`warmup_steps: 0` where it comes from `extends`)"
+        yield Problem("schedule.warmup_ratio", found, "only one of the two", fix)
 
 
 def _decay(recipe: Recipe) -> Iterator[Problem]:
@@ -531,6 +538,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
+_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _SPREAD = (
     "parallel",
     "cluster.nodes",
@@ -541,7 +549,8 @@ _SPREAD = (
 
 RULES: tuple[Rule, ...] = (
     Rule(LENGTH_SETTINGS, _length_of_run),
-    Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup, hidden=True),
+    Rule((*_STEPS, *_WARMUPS, "schedule.decay_steps"), _warmup, hidden=True),
+    Rule(_WARMUPS, _two_warmups),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("optimizer", "adapter"), _optimizer),

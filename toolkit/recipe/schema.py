@@ -5,6 +5,7 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -669,6 +670,8 @@ class ScheduleSection(Section):
     """`wsd`: warm-up, stable, then a decay over the last `decay_steps`."""
     warmup_steps: Count = 0
     """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak rate."""
+    warmup_ratio: Fraction | None = None
+    """Instead of `warmup_steps`: the share of the run's steps, rounded up."""
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -677,6 +680,12 @@ class ScheduleSection(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     """Final value of the decay: the learning rate that the step after the last would have.
     Every step of a run therefore has a positive learning rate, even if this is 0."""
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of `total_steps`."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_ratio * total_steps)
 
 
 class EvaluationSection(Section):
