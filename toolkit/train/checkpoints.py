@@ -278,6 +278,13 @@ class RunCheckpoints:
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
             posted.save(self.directory.tracker_state("wandb"))
 
+    def prepare(self, engine: Engine) -> None:
+        """Let the saver prepare for the saves of a run that saves while it trains."""
+        recipe = self.assignment.recipe
+        if recipe.checkpoint.every_steps is not None:
+            adapted = recipe.adapter is not None
+            self.saver.prepare(one for one in engine.state() if one.trains or not adapted)
+
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Start saving, unless this step is already saved.
 
