@@ -436,7 +436,8 @@ def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     old_name = "torch_dtype" in config and "dtype" not in config
     config["torch_dtype" if old_name else "dtype"] = written["dtype"]
     config["architectures"] = written["architectures"]
-    config["vocab_size"] = written["vocab_size"]
+    if "vocab_size" in written:  # the recipe may have added rows
+        config["vocab_size"] = written["vocab_size"]
     config |= {key: value for key, value in stated.items() if _is_unplanned(key)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (base / GENERATION).is_file():
