@@ -72,6 +72,7 @@ class RunCheckpoints:
         section = assignment.recipe.checkpoint
         self.store = CheckpointStore(self.directory.checkpoints, section.keep)
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
+        self._prepared = False
         self.saved_at = 0
         """Step of the last save that was started, or of the loaded checkpoint."""
         self.load_s: float | None = None
@@ -279,10 +280,11 @@ class RunCheckpoints:
             posted.save(self.directory.tracker_state("wandb"))
 
     def prepare(self, engine: Engine) -> None:
-        """Let the saver prepare for the saves of a run that saves while it trains."""
-        recipe = self.assignment.recipe
-        if recipe.checkpoint.every_steps is not None:
-            adapted = recipe.adapter is not None
+        """Let the saver prepare, once, for what the first save will copy. After an update, when
+        all moments exist."""
+        if not self._prepared:
+            self._prepared = True
+            adapted = self.assignment.recipe.adapter is not None
             self.saver.prepare(one for one in engine.state() if one.trains or not adapted)
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:

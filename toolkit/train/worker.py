@@ -242,7 +242,6 @@ class _Worker:
             if found is not None:
                 load = partial(checkpoints.load, engine, found, self.phases)
                 self.progress = self.together.run(load)
-            checkpoints.prepare(engine)
 
         self._stop = stop = self._at_end.enter_context(self._stop_request())
         self._watchdog = watchdog = self._new_watchdog(stop)
