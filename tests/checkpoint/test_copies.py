@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ class Gpu:
         self.room = 10**9
         """Bytes of pinned memory."""
         self.pinned: list[Tensor] = []
+        self.pinned_by: set[str] = set()
+        """Names of threads."""
 
 
 class Stream:
@@ -75,6 +78,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
                 raise RuntimeError("CUDA error: out of memory")
             gpu.room -= made.nbytes
             gpu.pinned.append(made)
+            gpu.pinned_by.add(current_thread().name)
         return made
 
     def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -149,6 +153,20 @@ def test_a_second_save_takes_the_buffers_of_the_first(gpu: Gpu, tmp_path: Any) -
             SavedState(tmp_path / "step-00000001").load(shard)
             for quantity in QUANTITIES:
                 assert torch.equal(shard.get(quantity), meant.get(quantity))
+    saver.close()
+
+
+def test_buffers_are_pinned_ahead_of_the_first_save_and_not_by_training(
+    gpu: Gpu, tmp_path: Any
+) -> None:
+    saver = Saver(CheckpointStore(tmp_path, keep=1), asynchronous=True)
+    state = on_gpu(make_state(1))
+    saver.prepare(state)
+    saver.save(MANIFEST, state, {})
+    saved = saver.finished(wait=True)
+    assert saved is not None and saved.problem is None, saved
+    assert gpu.done[0] == "device 3" and gpu.done.count("copy") == len(gpu.pinned) == 6
+    assert current_thread().name not in gpu.pinned_by
     saver.close()
 
 

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import Project
+from tests.e2e.exported import assert_export_reproduces_validation
 from tests.e2e.product import checkpoints, curve, events, run, settings, tool
 from tests.processes import ROOT
-from toolkit.data.split import held_out_documents
 from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
@@ -99,22 +97,5 @@ def test_run_directory_is_complete(request, engine):
 
 @ENGINES
 def test_export_reproduces_the_validation_loss(request, project: Project, engine):
-    """A plain transformers loop over the held-out documents gets the run's last number."""
     run_dir = request.getfixturevalue(f"{engine}_run")
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
-    files = sorted((project.folder / "data").iterdir())
-    stream, ends = [], set()
-    for document in held_out_documents(len(files), 0.2, 7).tolist():
-        stream += [*tokenizer(files[document].read_text())["input_ids"], tokenizer.eos_token_id]
-        ends.add(len(stream) - 1)
-    n_samples = min((len(stream) - 1) // 32, 4 * 8)
-    tokens = torch.tensor(stream[: n_samples * 32 + 1])
-    labels = tokens[1:].clone()
-    labels[[end for end in ends if end < len(labels)]] = -100
-    with torch.no_grad():
-        logits = model.eval()(tokens[:-1].view(-1, 32)).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
-    last = events(run_dir, "evaluation")[-1]
-    assert last["tokens"] == int((labels != -100).sum())
-    assert loss.item() == pytest.approx(last["loss"], rel=1e-5)
+    assert_export_reproduces_validation(project.folder / "data", run_dir)

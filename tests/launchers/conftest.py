@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,13 +37,19 @@ class Launch:
     """A launcher process with stand-in workers."""
 
     def __init__(
-        self, name: str, run_dir: Path, behaviour: str, ranks: int, grace_s: float
+        self,
+        name: str,
+        run_dir: Path,
+        behaviour: str,
+        ranks: int,
+        grace_s: float,
+        inside: Sequence[str],
     ) -> None:
         self.run_dir = run_dir
         self.ranks = ranks
         argv = [name, run_dir, ranks, grace_s, STAND_IN, run_dir, behaviour]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, *map(str, argv)],
+            [*inside, sys.executable, "-c", _LAUNCH, *map(str, argv)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -72,8 +78,14 @@ class Launch:
 def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     launches: list[Launch] = []
 
-    def start(name: str, behaviour: str, ranks: int = 2, grace_s: float = 0) -> Launch:
-        launches.append(Launch(name, tmp_path, behaviour, ranks, grace_s))
+    def start(
+        name: str,
+        behaviour: str,
+        ranks: int = 2,
+        grace_s: float = 0,
+        inside: Sequence[str] = (),
+    ) -> Launch:
+        launches.append(Launch(name, tmp_path, behaviour, ranks, grace_s, inside))
         return launches[-1]
 
     yield start

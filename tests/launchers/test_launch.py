@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.launchers.watching import STAND_IN, alive
+from tests.needs import NAMESPACES, require
 from tests.processes import HANG_S, wait_until
 from toolkit.launchers.outcome import RankExit, report_failure
 from toolkit.run.ending import PEER_LOST
@@ -41,6 +42,17 @@ def test_all_ranks_done(start, name):
         assert env["DS_ACCELERATOR"] == "cpu"
         argv = json.loads((launch.run_dir / f"argv-{rank}").read_text())
         assert argv[1:] == [str(launch.run_dir), "done"], "no launcher adds an argument"
+
+
+def test_ranks_that_cannot_connect_to_each_other_are_not_started(start):
+    """They waited for each other in silence, for minutes."""
+    require(NAMESPACES)
+    launch = start("local", "done", inside=("unshare", "--net"))  # where loopback is down
+    code, errors = launch.end()
+    assert code != 0
+    assert "BackendUnavailable: the ranks meet at 127.0.0.1" in errors
+    assert "ip link set lo up" in errors
+    assert not [*launch.run_dir.glob("pid-*")]
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -170,6 +170,9 @@ MISTAKES = {
     "adapters of rank 0": M(
         "launch:", "adapter: {rank: 0, alpha: 8}\nlaunch:", "adapter.rank", "1 or more"
     ),
+    "more rows without loaded weights": M(
+        "init: random", "resize_embeddings: auto", "model.resize_embeddings", "vocab_size"
+    ),
     "adapters and frozen weights": M(
         "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of the two"
     ),
@@ -434,6 +437,10 @@ MISTAKES = {
     ),
     "warm-up too long": M(
         "warmup_steps: 10", "warmup_steps: 200", "schedule.warmup_steps", "10"
+    ),
+    "two warm-ups": M(
+        "  warmup_steps: 10", "  warmup_ratio: 0.1\n  warmup_steps: 10",
+        "schedule.warmup_ratio", "remove one",
     ),
     "wsd without decay": M(
         "name: cosine", "name: wsd", "schedule.decay_steps", "decay_steps:", at="schedule:"

@@ -194,12 +194,15 @@ def test_a_client_that_says_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) 
         assert silent.recv(1) == b"", "hung up"
 
 
-def test_a_header_that_is_fed_slowly_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte comes in time, the header never ends."""
+@pytest.mark.parametrize("begun", [b"GET / HTTP/1.1\r\nX: ", b"GET /"], ids=["header", "line"])
+def test_a_request_that_is_fed_slowly_ends(
+    run: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    """Each byte comes in time, the request never ends."""
     monkeypatch.setattr(serve, "IDLE_S", 0.3)
     with served(run) as server, socket.create_connection(server.server_address[:2]) as slow:
         slow.settimeout(0.05)
-        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        slow.sendall(begun)
 
         def is_closed() -> bool:
             try:

@@ -1,6 +1,7 @@
 """`dmt init`: every recipe that it writes can be checked, planned and read by a person."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -351,9 +352,8 @@ def test_data_decides_batch_length_and_warm_up(
         samples = count_samples(recipe)
         assert samples is not None and recipe.training.global_batch_size <= samples
         steps = steps_with(recipe, samples)
-        assert recipe.schedule.warmup_steps == min(
-            shipped_warmup(model, task) or steps, steps // 10
-        )
+        shipped, tenth = shipped_warmup(model, task), math.ceil(0.1 * steps)
+        assert recipe.schedule.warmup(steps) == (shipped if 0 < shipped < tenth else tenth)
         large = samples + 2 - samples % 2
         assert main(["check", str(file), "--set", f"training.global_batch_size={large}"]) == 2
         said = capsys.readouterr().err

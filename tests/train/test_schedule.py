@@ -27,6 +27,7 @@ def rates(total: int, schedule: ScheduleSection) -> list[float]:
             {"name": "cosine", "warmup_steps": 4, "min_learning_rate": 0.1},
             [0.25, 0.5, 0.75, 1.0, 0.9140576475, 0.6890576475, 0.4109423525, 0.1859423525],
         ),
+        ({"name": "constant", "warmup_ratio": 0.4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         ({"name": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         (
             {"name": "wsd", "warmup_steps": 2, "decay_steps": 4, "min_learning_rate": 0.2},

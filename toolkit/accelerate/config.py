@@ -87,7 +87,7 @@ def _file(
 def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
-        open_again = {key: "null" if key == "fp8" else "auto" for key in stated}
+        open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
             fix=" ".join(f"--set {key}={value}" for key, value in open_again.items())
@@ -104,7 +104,11 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
         for name, value in stated.items()
         if value not in ("auto", known[name])
     }
-    return found if recipe.fp8 is None else {**found, "fp8": recipe.fp8.recipe}
+    if recipe.fp8 is not None:
+        found["fp8"] = recipe.fp8.recipe
+    if recipe.model.resize_embeddings is not None:
+        found["model.resize_embeddings"] = str(recipe.model.resize_embeddings)
+    return found
 
 
 def _listed(stated: Mapping[str, str]) -> str:

@@ -161,7 +161,7 @@ def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
     return {
         "lr_scheduler_type": name,
         "lr_scheduler_kwargs": options,
-        "warmup_steps": schedule.warmup_steps,
+        "warmup_steps": schedule.warmup_ratio or schedule.warmup_steps,  # takes both
     }
 
 

@@ -7,7 +7,7 @@ writes them waits on the host.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -22,7 +22,8 @@ _copied: torch.cuda.Event | None = None
 class HostCopies:
     """Copies tensors to host memory, in one save after the other.
 
-    The pinned buffers of the first save serve all later ones. Where no more pinned memory can
+    The pinned buffers of the first save serve all later ones; `pin` makes them ahead of it, as
+    pinning is slow. Where no more pinned memory can
     be had, a copy is pageable, and the host waits for it, as it does for tensors on the host.
     """
 
@@ -34,6 +35,13 @@ class HostCopies:
         self._stream: torch.cuda.Stream | None = None
         self._refused = False
         """Pinned memory could not be had: it is not asked for again."""
+
+    def pin(self, forms: Mapping[tuple[torch.dtype, int], int], device: int) -> None:
+        """Pin the buffers of a save in any thread, before it begins: how many tensors of a
+        dtype and a number of elements `device` holds."""
+        torch.cuda.set_device(device)  # a new thread has device 0, as in `_wait`
+        for form, count in forms.items():
+            self._pin(form, count)
 
     def begin(self) -> None:
         """Begin a save: the copies of the one before have been written."""
@@ -71,12 +79,19 @@ class HostCopies:
     def _buffer(self, values: Tensor) -> Tensor | None:
         """Pinned memory for `values` that this save has not used; None where there is none."""
         form = values.dtype, values.numel()
+        self._pin(form, self._used[form] + 1)
         buffers = self._buffers[form]
         if self._used[form] == len(buffers):
-            if self._refused:
-                return None
+            return None
+        self._used[form] += 1
+        return buffers[self._used[form] - 1]
+
+    def _pin(self, form: tuple[torch.dtype, int], count: int) -> None:
+        """Have `count` buffers of this dtype and these elements, if there is room."""
+        numel, buffers = form[1], self._buffers[form]
+        while len(buffers) < count and not self._refused:
             try:
-                buffers.append(torch.empty(form[1], dtype=form[0], pin_memory=True))
+                buffers.append(torch.empty(numel, dtype=form[0], pin_memory=True))
             except RuntimeError as error:
                 self._refused = True
                 held = sum(one.nbytes for some in self._buffers.values() for one in some)
@@ -86,9 +101,6 @@ class HostCopies:
                     held / 2**30,
                     error,
                 )
-                return None
-        self._used[form] += 1
-        return buffers[self._used[form] - 1]
 
 
 def wait_for_copies() -> None:

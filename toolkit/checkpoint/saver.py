@@ -8,6 +8,7 @@ separate process group. One save is in flight at most; the next one waits for it
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,6 +65,23 @@ class Saver:
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
+        self._pinning: Future[None] | None = None
+
+    def prepare(self, state: Iterable[StateShard]) -> None:
+        """Pin the host memory that saves of this `state` will need, in the thread, while
+        training goes on: at the first save it would wait for that."""
+        if not self.asynchronous:
+            return
+        on_gpu = Counter(
+            (values.dtype, values.numel())
+            for shard in state
+            if shard.saved_here and shard.in_memory
+            for values in map(shard.get, shard.quantities)
+            if values.device.type == "cuda"
+        )
+        if on_gpu:
+            device = torch.cuda.current_device()
+            self._pinning = self._thread.submit(self._copies.pin, on_gpu, device)
 
     def save(
         self,
@@ -85,6 +103,8 @@ class Saver:
             self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
+        if self._pinning is not None:
+            self._pinning.result()
         self._copies.begin()
         entries = list(_entries(state, self._copies if self.asynchronous else None))
         copied = self._copies.end()

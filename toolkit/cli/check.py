@@ -165,7 +165,7 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
         return None, f"not planned: {error.message}"
-    return decide(recipe.with_values({"model.config": config}), None).plan, None
+    return decide(recipe.with_values({"model.config": config}), None, download=False).plan, None
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:

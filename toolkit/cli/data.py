@@ -116,7 +116,7 @@ def _build(recipe: Recipe) -> "TrainingData":
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
         seed=training.seed,
-        vocab_size=(recipe.model.config or {}).get("vocab_size"),
+        vocab_size=recipe.model.stated_vocabulary,
         base=Path.cwd(),
         track=with_bar,
     )

@@ -17,6 +17,7 @@ from toolkit.cli.check import human
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
+from toolkit.data.local import with_embedding_rows
 from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
@@ -160,7 +161,7 @@ def plan(
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
     """A recipe on a cluster, its own or another, for which it is checked as a whole."""
-    recipe = adopt_engine_config(load_on(path, overrides, cluster))
+    recipe = with_embedding_rows(adopt_engine_config(load_on(path, overrides, cluster)))
     try:
         found = explore(recipe, cluster)
     except PlanError as error:

@@ -9,6 +9,7 @@ import typer
 from toolkit.accelerate import config as accelerate_config
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
+from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
@@ -58,7 +59,7 @@ def render(
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
-    loaded = adopt_engine_config(load_recipe(recipe, overrides))
+    loaded = with_embedding_rows(adopt_engine_config(load_recipe(recipe, overrides)))
     if to == "accelerate":
         loaded = accelerate_config.in_scripts(loaded)
     plan = plan_recipe(loaded)

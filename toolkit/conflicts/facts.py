@@ -73,6 +73,8 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         # One of the three lengths is stated; the others are unknown, not nothing.
         if value != AUTO and not (value is None and key in LENGTH_SETTINGS)
     }
+    if recipe.schedule.warmup_ratio is not None:
+        del found["schedule.warmup_steps"]
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
     derived = {
         WORLD: recipe.cluster.world_size,
@@ -119,6 +121,10 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
     if recipe.training.tokens is not None:
         steps = recipe.total_steps()
         composed["training.steps"] = Fact(steps, "derived: training.tokens")
+    steps, ratio = recipe.total_steps(), recipe.schedule.warmup_ratio
+    if ratio is not None and steps is not None:
+        warmup = Fact(recipe.schedule.warmup(steps), "derived: schedule.warmup_ratio")
+        composed["schedule.warmup_steps"] = warmup
     wandb = recipe.logging.wandb
     on = wandb is not None and wandb.mode != "disabled"
     mode = found.get("logging.wandb.mode") or found["logging.wandb"]

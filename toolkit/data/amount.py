@@ -70,7 +70,7 @@ def count_samples(recipe: Recipe) -> int | None:
             sequence_length=training.sequence_length,
             global_batch_size=1,
             seed=training.seed,
-            vocab_size=(recipe.model.config or {}).get("vocab_size"),
+            vocab_size=recipe.model.stated_vocabulary,
             base=Path.cwd(),
         )
         return data.samples_per_epoch

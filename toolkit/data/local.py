@@ -31,7 +31,13 @@ from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
 from toolkit.data.remote.store import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.streaming.listing import list_files, needs_datasets
-from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
+from toolkit.data.tokenizers import (
+    BYTES,
+    BYTES_VOCAB_SIZE,
+    check_vocabulary,
+    count_tokens,
+    load_tokenizer,
+)
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
 from toolkit.models.families import settings_of
 from toolkit.models.safetensors_folder import INDEX, SINGLE
@@ -75,12 +81,40 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         with suppress(PlanError):  # reported by the planner
             config = model_config(recipe.model, download=False)
     yield from _adapter_problems(recipe.adapter, config)
-    yield from _tokenizer_problems(data, _vocabulary(config))
+    fixed = recipe.model.resize_embeddings != "auto"
+    yield from _tokenizer_problems(data, _vocabulary(config) if fixed else None)
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
         if data.streaming is not None and key.startswith("data.train") and not wrong:
             wrong = list(_streaming_problems(key, source))
         yield from wrong or _template_problems(data, source)
+
+
+def with_embedding_rows(recipe: Recipe, *, download: bool = True) -> Recipe:
+    """The recipe with the number that `model.resize_embeddings: auto` means: the tokenizer's
+    tokens; null if the model has as many.
+
+    Without `download`, a tokenizer that is not in a local folder leaves it at auto. Raises
+    DataError for one that cannot be loaded, PlanError as `model_config` does.
+    """
+    data, model = recipe.data, recipe.model
+    if model.resize_embeddings != "auto":
+        return recipe
+    tokens = None
+    with suppress(DataError):  # reported by `local_problems`, or when it is loaded
+        tokens = _count_tokens(data.tokenizer)
+    if tokens is None:
+        if not download:
+            return recipe
+        tokens = len(load_tokenizer(data.tokenizer, data.tokenizer_revision, base=Path.cwd()))
+    own = _vocabulary(model_config(model))
+    rows = tokens if own is not None and tokens > own else None
+    return recipe.with_values({"model.resize_embeddings": rows})
+
+
+def _count_tokens(name: str) -> int | None:
+    """Tokens of a tokenizer, if no download is needed to know."""
+    return BYTES_VOCAB_SIZE if name == BYTES else count_tokens(name, Path.cwd())
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int | None:
@@ -124,7 +158,7 @@ def _adapter_problems(
 def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:
     name = data.tokenizer
     try:
-        known = BYTES_VOCAB_SIZE if name == BYTES else count_tokens(name, Path.cwd())
+        known = _count_tokens(name)
         if known is not None:
             check_vocabulary(name, known, vocab_size)
     except DataError as error:

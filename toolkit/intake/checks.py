@@ -102,17 +102,24 @@ def _warmup(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _schedule_in(schedule: ScheduleSection, steps: int) -> Iterator[Problem]:
-    if schedule.warmup_steps > steps:
+    warmup = schedule.warmup(steps)
+    if warmup > steps:
         fix = f"set schedule.warmup_steps to {max(steps // 10, 1)}, or train longer"
-        found = f"{schedule.warmup_steps} of {steps} steps"
+        found = f"{warmup} of {steps} steps"
         yield Problem("schedule.warmup_steps", found, "at most the steps of the run", fix)
-    elif schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
-        room = steps - schedule.warmup_steps
-        found = (
-            f"{schedule.warmup_steps} warm-up + {schedule.decay_steps} decay steps of {steps}"
-        )
+    elif schedule.decay_steps and warmup + schedule.decay_steps > steps:
+        room = steps - warmup
+        found = f"{warmup} warm-up + {schedule.decay_steps} decay steps of {steps}"
         fix = f"set schedule.decay_steps to {room}" if room else "shorten the warm-up"
         yield Problem("schedule.decay_steps", found, f"at most {steps} together", fix)
+
+
+def _two_warmups(recipe: Recipe) -> Iterator[Problem]:
+    steps, ratio = recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio
+    if steps and ratio is not None:
+        found = f"{ratio} together with warmup_steps {steps}"
+        fix = "remove one (`warmup_steps: 0` where it comes from `extends`)"
+        yield Problem("schedule.warmup_ratio", found, "only one of the two", fix)
 
 
 def _decay(recipe: Recipe) -> Iterator[Problem]:
@@ -180,6 +187,18 @@ def _model_source(recipe: Recipe) -> Iterator[Problem]:
         if model.checkpoint is not None:
             fix = "remove it, or set model.init to checkpoint"
         yield Problem("model.checkpoint", found, allowed, fix)
+
+
+def _resize(recipe: Recipe) -> Iterator[Problem]:
+    rows, model = recipe.model.resize_embeddings, recipe.model
+    if rows is not None and model.init == "random":
+        allowed = "null: without loaded weights, the vocabulary is simply set"
+        fix = "remove it, and set model.config.vocab_size"
+        yield Problem("model.resize_embeddings", f"{rows} with `init: random`", allowed, fix)
+    elif rows is not None and recipe.adapter is not None:
+        allowed = "null with adapter: new rows would never train, and PEFT's folder lacks them"
+        fix = "remove `adapter`, or use the model's own tokenizer"
+        yield Problem("model.resize_embeddings", f"{rows} with adapter", allowed, fix)
 
 
 def _frozen_twice(recipe: Recipe) -> Iterator[Problem]:
@@ -519,6 +538,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
+_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _SPREAD = (
     "parallel",
     "cluster.nodes",
@@ -529,11 +549,13 @@ _SPREAD = (
 
 RULES: tuple[Rule, ...] = (
     Rule(LENGTH_SETTINGS, _length_of_run),
-    Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup, hidden=True),
+    Rule((*_STEPS, *_WARMUPS, "schedule.decay_steps"), _warmup, hidden=True),
+    Rule(_WARMUPS, _two_warmups),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("optimizer", "adapter"), _optimizer),
     Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
+    Rule(("model.resize_embeddings", "model.init", "adapter"), _resize),
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
 
-from toolkit.errors import PlanError
+from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.interpreter import safe_path
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
@@ -36,6 +36,9 @@ RENDEZVOUS_VARIABLES = (
 
 SEVERAL_MACHINES = "--launcher torchrun, deepspeed, slurm, kubernetes or ray"
 """What can start processes on other machines, too."""
+
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_S = 10.0
 
 PORTS = range(20_000, 32_000)
 """Below Linux's range for outgoing connections, so that none of these takes the port."""
@@ -224,6 +227,19 @@ def one_machine(job: Job, name: str, otherwise: str) -> None:
             f"cluster.nodes is {job.cluster.nodes}",
             fix=f"{otherwise}; or cluster.nodes: 1",
         )
+
+
+def check_loopback() -> None:
+    """Raise BackendUnavailable unless this machine's processes can connect to each other at
+    the address where ranks meet: they would try for minutes, without an error."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S).close()
+    except OSError as error:
+        raise BackendUnavailable(
+            f"the ranks meet at {LOOPBACK}, where nothing can connect: {error}",
+            fix="start the loopback device (`ip link set lo up`); let no firewall block it",
+        ) from error
 
 
 def free_port() -> int:

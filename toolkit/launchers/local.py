@@ -11,11 +11,13 @@ from signal import SIGKILL
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.base import (
+    LOOPBACK,
     SEVERAL_MACHINES,
     Job,
     Launcher,
     LaunchSpec,
     Outcome,
+    check_loopback,
     free_port,
     one_machine,
     worker_env,
@@ -50,7 +52,7 @@ class LocalLauncher(Launcher):
         one_machine(job, "local", SEVERAL_MACHINES)
         world = job.cluster.gpus_per_node
         rendezvous = {
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
@@ -64,7 +66,8 @@ class LocalLauncher(Launcher):
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start all ranks and wait for them; see Launcher."""
+        """Start all ranks and wait for them; see Launcher. Raises as `check_loopback` does."""
+        check_loopback()
         ranks = _Ranks(spec)
         try:
             return ranks.wait(signals, spec.grace_s)

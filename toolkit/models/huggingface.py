@@ -31,6 +31,7 @@ from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
     RandomWeights,
+    ResizedWeights,
     SafetensorsWeights,
     WeightSource,
     checkpoint_names,
@@ -97,6 +98,8 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             _compare(stated, config, model.hub)
     else:
         config = AutoConfig.for_model(**stated)
+    if isinstance(model.resize_embeddings, int):
+        config.vocab_size = model.resize_embeddings
     for key in filter(is_dropout, config.to_dict()):
         if key not in stated:
             setattr(config, key, 0.0)
@@ -189,17 +192,33 @@ def restore_buffers(
 
 def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> WeightSource:
     """Random or pretrained initial weights, as the recipe says."""
-    meta = meta_model(config)
     if model.init == "random":
-        return RandomWeights(meta, seed)
+        return RandomWeights(meta_model(config), seed)
     assert model.hub is not None, "checked at load"
-    shapes = parameter_shapes(config)
+    stored = stored_config(model, config)
+    meta, shapes = meta_model(stored), parameter_shapes(stored)
     folder = snapshot_folder(model.hub, model.revision)
     weights = SafetensorsWeights(folder, shapes, meta.base_model_prefix)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for head, embedding in meta.all_tied_weights_keys.items():
             weights.stored_copy(head, embedding)  # refuses one that differs; once per run
-    return weights
+    return resized(weights, model, config, seed)
+
+
+def stored_config(model: ModelSection, config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the loaded weights: `config` without the rows that the recipe adds."""
+    if model.resize_embeddings is None:
+        return config
+    return build_config(model.with_values({"resize_embeddings": None}))
+
+
+def resized(
+    weights: WeightSource, model: ModelSection, config: PretrainedConfig, seed: int
+) -> WeightSource:
+    """Loaded weights with the rows that the recipe adds; `config` has them."""
+    if model.resize_embeddings is None:
+        return weights
+    return ResizedWeights(weights, parameter_shapes(config), seed)
 
 
 _OF_PEFT = re.compile(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)")
@@ -365,7 +384,8 @@ def save_companions(
     """Write the files of a Hugging Face folder except the weights.
 
     If training started from the model in `base`, they are its files; only the dtype of the
-    weights differs, and dropout and cache if the recipe's `model.config`, `stated`, sets them.
+    weights and the number of tokens differ, and dropout and cache if the recipe's
+    `model.config`, `stated`, sets them.
     """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
@@ -416,6 +436,8 @@ def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     old_name = "torch_dtype" in config and "dtype" not in config
     config["torch_dtype" if old_name else "dtype"] = written["dtype"]
     config["architectures"] = written["architectures"]
+    if "vocab_size" in written:  # the recipe may have added rows
+        config["vocab_size"] = written["vocab_size"]
     config |= {key: value for key, value in stated.items() if _is_unplanned(key)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (base / GENERATION).is_file():

@@ -14,7 +14,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import AttentionKernel, Layout
 from toolkit.models.config_check import check_config
-from toolkit.models.families import published
+from toolkit.models.families import published, settings_of
 from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
@@ -288,13 +288,27 @@ def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
 
 
 def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
-    """The Hugging Face config of a recipe's model: stated, or read from `hub`.
+    """The Hugging Face config of a recipe's model: stated, or read from `hub`, with the rows
+    of `resize_embeddings`.
 
     Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
-    it cannot be read, ShapeUnknown if the network is the reason.
+    it cannot be read or has more rows, ShapeUnknown if the network is the reason.
     """
-    if model.config is not None:
-        return model.config
+    config, rows = model.config, model.resize_embeddings
+    if config is None:
+        config = _config_of_hub(model, download)
+    if not isinstance(rows, int):
+        return config
+    if rows < (own := settings_of(config)["vocab_size"]):
+        raise PlanError(
+            f"model.resize_embeddings: {rows:,}; the model has {own:,} tokens, and rows are "
+            "only added",
+            fix=f"set it to auto, or to {own} or more",
+        )
+    return {**config, "vocab_size": rows}
+
+
+def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
     assert model.hub is not None, "checked at load"
     path = Path(model.hub) / "config.json"
     if not Path(model.hub).is_dir():

@@ -56,8 +56,7 @@ _NAMES = {
     Foreign("optimizer.layer_decay"): "layerwise_lr_decay layer_lr_decay llrd",
     Foreign("schedule.name"): "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
     Foreign("schedule.min_learning_rate"): "min_lr",
-    Foreign("schedule.warmup_steps", "in steps: the ratio times `training.steps`"):
-        "warmup_ratio lr_warmup_fraction",
+    Foreign("schedule.warmup_ratio"): "lr_warmup_fraction",
     Foreign("schedule.warmup_steps"): "lr_warmup_iters warmup_num_steps",
     Foreign("schedule.decay_steps"): "lr_wsd_decay_iters",
     # precision and seed

@@ -5,6 +5,7 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -210,12 +211,23 @@ class ModelSection(Section):
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""
+    resize_embeddings: Literal["auto"] | Positive | None = None
+    """With loaded weights: rows of embedding and head, for a tokenizer that has more tokens
+    than the model. `auto`: as many as the tokenizer, but never fewer than the model. New rows
+    start as the mean of the others (docs/models.md). null: such a tokenizer is refused."""
     freeze: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
     """Parameters that do not train: patterns of their names in a Hugging Face checkpoint, e.g.
     `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and no optimizer
     states."""
     balance: BalanceSection | None = None
     """Expert load balancing; null: none, and no metrics of it."""
+
+    @property
+    def stated_vocabulary(self) -> int | None:
+        """The model's tokens, as far as this section alone says."""
+        if self.resize_embeddings == "auto":
+            return None
+        return self.resize_embeddings or (self.config or {}).get("vocab_size")
 
 
 class SourceSection(Section):
@@ -658,6 +670,8 @@ class ScheduleSection(Section):
     """`wsd`: warm-up, stable, then a decay over the last `decay_steps`."""
     warmup_steps: Count = 0
     """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak rate."""
+    warmup_ratio: Fraction | None = None
+    """Instead of `warmup_steps`: the share of the run's steps, rounded up."""
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -666,6 +680,12 @@ class ScheduleSection(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     """Final value of the decay: the learning rate that the step after the last would have.
     Every step of a run therefore has a positive learning rate, even if this is 0."""
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of `total_steps`."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_ratio * total_steps)
 
 
 class EvaluationSection(Section):

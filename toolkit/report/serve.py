@@ -199,15 +199,22 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "dmt"
     sys_version = ""
 
+    def handle_one_request(self) -> None:
+        """Read a request within IDLE_S, however slowly it comes, and answer it."""
+        self._late = threading.Timer(IDLE_S, self._give_up)
+        self._late.daemon = True
+        self._late.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._late.cancel()
+
     def parse_request(self) -> bool:
-        """Read the headers: all of them within IDLE_S, however slowly they come."""
-        late = threading.Timer(IDLE_S, self._give_up)
-        late.daemon = True
-        late.start()
+        """Parse the request line and read the headers, the last that is read."""
         try:
             return super().parse_request()
         finally:
-            late.cancel()
+            self._late.cancel()
 
     def _give_up(self) -> None:
         with suppress(OSError):

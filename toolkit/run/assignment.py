@@ -13,7 +13,7 @@ from toolkit.checkpoint.locate import locate
 from toolkit.compilers import missing_for_torch_compile
 from toolkit.conflicts import preflight
 from toolkit.data.amount import amount_problems
-from toolkit.data.local import local_problems
+from toolkit.data.local import local_problems, with_embedding_rows
 from toolkit.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -71,13 +71,21 @@ class Assignment:
             )
 
 
-def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
+def decide(
+    recipe: Recipe,
+    run_dir: Path | None,
+    cluster: Cluster | None = None,
+    *,
+    download: bool = True,
+) -> Assignment:
     """Plan a recipe and render its backend's configuration; writes nothing.
 
-    With a `cluster`, the recipe runs there instead of on its own.
+    With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
+    tokenizer is loaded for `model.resize_embeddings: auto`.
     """
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
-    recipe = _with_start(adopt_engine_config(recipe), run_dir)
+    recipe = with_embedding_rows(adopt_engine_config(recipe), download=download)
+    recipe = _with_start(recipe, run_dir)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster)

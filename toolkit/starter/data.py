@@ -37,7 +37,8 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     shown["data"] = _without(shown["data"], "validation", "streaming", "stages")
     shown["data"] |= {"train": _source(data, task), "validation_fraction": fraction}
     shown["training"] = _without(shown["training"], "steps", "tokens") | {"epochs": 1}
-    shown["schedule"] = shown.get("schedule", {}) | {"warmup_steps": 0}
+    schedule = _without(shown.get("schedule", {}), "warmup_steps", "warmup_ratio")
+    shown["schedule"] = schedule
     if not fraction:
         shown.pop("evaluation", None)
     samples, ranks = _samples(_checked(shown), data), recipe.cluster.world_size
@@ -50,9 +51,10 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
             fix="use more data, or fewer GPUs (--cluster), or a task with shorter sequences",
         )
     steps = -(-samples // batch)
-    warmup = min(recipe.schedule.warmup_steps or steps, int(WARMUP * steps))
+    usual = recipe.schedule.warmup_steps
+    fits = 0 < usual <= WARMUP * steps
     shown["training"]["global_batch_size"] = batch
-    shown["schedule"]["warmup_steps"] = warmup
+    shown["schedule"] |= {"warmup_steps": usual} if fits else {"warmup_ratio": WARMUP}
     return _checked(shown)
 
 

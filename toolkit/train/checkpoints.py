@@ -72,6 +72,7 @@ class RunCheckpoints:
         section = assignment.recipe.checkpoint
         self.store = CheckpointStore(self.directory.checkpoints, section.keep)
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
+        self._prepared = False
         self.saved_at = 0
         """Step of the last save that was started, or of the loaded checkpoint."""
         self.load_s: float | None = None
@@ -175,9 +176,10 @@ class RunCheckpoints:
         own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
         return AdaptedWeights(base, own)
 
-    def _start(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:
+    def _start(self, config: PretrainedConfig, phases: Phases) -> WeightSource | None:
         """The weights of another run that the recipe starts from; None without one."""
-        start = self.assignment.recipe.model.checkpoint
+        model, seed = self.assignment.recipe.model, self.assignment.recipe.training.seed
+        start = model.checkpoint
         if start is None:
             return None
         saved = SavedState(
@@ -190,12 +192,14 @@ class RunCheckpoints:
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
                 fix=_EXPORTED.format(saved.folder),
             )
-        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
+        stored = hf.stored_config(model, config)
+        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(stored))]:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
                 fix="state that model's config in model.config",
             )
-        return SavedWeights(saved, hf.parameter_shapes(config))
+        weights = SavedWeights(saved, hf.parameter_shapes(stored))
+        return hf.resized(weights, model, config, seed)
 
     def have_ended(self, found: Found, steps: int) -> bool:
         """Whether the run of `steps` steps finished with this checkpoint; prints a message.
@@ -274,6 +278,14 @@ class RunCheckpoints:
         if manifest.wandb_id is not None and not self.directory.tracker_state("wandb").exists():
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
             posted.save(self.directory.tracker_state("wandb"))
+
+    def prepare(self, engine: Engine) -> None:
+        """Let the saver prepare, once, for what the first save will copy. After an update, when
+        all moments exist."""
+        if not self._prepared:
+            self._prepared = True
+            adapted = self.assignment.recipe.adapter is not None
+            self.saver.prepare(one for one in engine.state() if one.trains or not adapted)
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Start saving, unless this step is already saved.

@@ -253,6 +253,8 @@ class Observer:
         if stopping or (self._save_due and not self._skipping):
             self._save_due = False
             self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
+        elif every and not self._skipping:
+            self.run.checkpoints.prepare(self.run.engine)
         if stopping:
             self._finish_saving()
             self.compare(progress)

@@ -8,8 +8,8 @@ from toolkit.recipe.schema import ScheduleSection
 def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSection) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Every step has a positive rate. Warm-up is peak · (step + 1) / warmup_steps, so step 0
-    already moves the weights and step `warmup_steps - 1` runs at the peak; without a warm-up,
+    Every step has a positive rate. Warm-up is peak · (step + 1) / warm-up steps, so step 0
+    already moves the weights and the warm-up's last step runs at the peak; without a warm-up,
     step 0 does. From that step on the rate decays so that step `total_steps`, the first one
     after the run, would run at `min_learning_rate`: the last step still trains if that is 0.
     Megatron-LM's scheduler decays in the same way, and so does transformers' without a warm-up.
@@ -24,12 +24,13 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     """
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} is outside 0 … {total_steps - 1}")
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
+    warmup = schedule.warmup(total_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
     if schedule.name == "constant":
         return peak
 
-    start = max(schedule.warmup_steps - 1, 0)
+    start = max(warmup - 1, 0)
     if schedule.name == "wsd":
         if schedule.decay_steps is None:
             raise ValueError("the wsd schedule needs decay_steps")

@@ -153,11 +153,12 @@ def schedule_arguments(
     Its warm-up is set to begin at our rate of the first step instead of its default 0, so it is
     one step shorter.
     """
-    before = max(schedule.warmup_steps - 1, 0)
+    warmup = schedule.warmup(steps)
+    before = max(warmup - 1, 0)
     yield "--min-lr", str(schedule.min_learning_rate)
     yield "--lr-warmup-iters", str(before)
     if before:
-        yield "--lr-warmup-init", str(optimizer.learning_rate / schedule.warmup_steps)
+        yield "--lr-warmup-init", str(optimizer.learning_rate / warmup)
     yield "--lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
     yield "--lr-decay-iters", str(steps)
     if schedule.name == "wsd":
@@ -221,6 +222,12 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
     source = recipe.model.hub
     if recipe.model.init == "checkpoint":
         yield f"for the weights: dmt checkpoint export {recipe.model.checkpoint} MODEL, and"
+        source = "MODEL"
+    if rows := recipe.model.resize_embeddings:
+        yield (
+            f"for the new tokens: resize_token_embeddings({rows}) of {source} in transformers, "
+            "saved as MODEL, and"
+        )
         source = "MODEL"
     if recipe.model.init != "random":
         yield (
