@@ -108,8 +108,8 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     those with one layer more than it can be the fullest.
     """
     workload = workload.in_layout(layout)
-    step = _step(workload, *_micro_batch(layout))
-    shares = _fullest_shares(workload, *_degrees(layout))
+    step = _step(workload, *micro_batch_of(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     if len(shares) == 1:
         return _memory(workload, layout, step, shares[0])
     stages = [_memory(workload, layout, step, share) for share in shares]
@@ -119,8 +119,8 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    step = _step(workload, *_micro_batch(layout))
-    return _memory(workload, layout, step, stage_share(workload.spec, *_degrees(layout), stage))
+    step = _step(workload, *micro_batch_of(layout))
+    return _memory(workload, layout, step, stage_share(workload.spec, *degrees(layout), stage))
 
 
 def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) -> Memory:
@@ -128,13 +128,13 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
     layers = share.layers / layout.vpp
-    chunk = step.stored * layers + _document_masks(workload, layout, layers)
+    chunk = step.stored * layers + document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
-    activations = chunk * _chunks_waiting(layout, share)
+    activations = chunk * chunks_waiting(layout, share)
     width = compute_bytes(workload)
     padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
     padded = share._replace(experts=share.experts * padding)
-    buffers = workload.cost.buffers(layout, width, padded) + _stacked(workload, share)
+    buffers = workload.cost.buffers(layout, width, padded) + stacked(workload, share)
     at_loss = workload.cost.buffers_at_loss(layout, width, padded)
     workspace, idle = step.workspace, 0.0
     if logits + at_loss > workspace + buffers:
@@ -142,7 +142,7 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     else:
         logits = 0.0
     # Owners exchange after these buffers are freed.
-    exchange = _exchange(workload, layout, share) - activations - logits - workspace
+    exchange = exchanged(workload, layout, share) - activations - logits - workspace
     return Memory(
         stage=share.stage,
         parameters=parameters,
@@ -162,12 +162,12 @@ def context_bytes(workload: Workload, layout: Layout) -> float:
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
 
 
-def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+def degrees(layout: Layout) -> tuple[int, int, int, int]:
     """Quantities that determine a rank's share of the parameters."""
     return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
-def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
+def micro_batch_of(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
     """Quantities that determine one micro batch's memory on a rank."""
     return (
         layout.tp,
@@ -188,7 +188,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
     Offloaded states are not counted, although parts of them pass through the device.
     """
-    shares = _fullest_shares(workload, *_degrees(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
@@ -196,7 +196,7 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights on the fullest rank while the model is built, if it is built whole."""
     if not workload.cost.builds_whole(workload.model):
         return 0.0
-    shares = _fullest_shares(workload, *_degrees(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
 
 
@@ -230,40 +230,55 @@ def _states(
     workload: Workload, layout: Layout, share: StageShare
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
-    copies = layout.dp * layout.cp // layout.replicate
-    # An expert's states are sharded over the ranks that hold this expert.
-    expert_copies = copies / _padding(workload, copies)
-    if layout.ep > 1:
-        expert_copies = max(1, copies * layout.tp // layout.ep)
-
-    def held(per_parameter: float, spread: bool, share: StageShare) -> float:
-        if not spread:
-            return per_parameter * share.parameters
-        return per_parameter * (
-            (share.dense + share.vocabulary) / copies + share.experts / expert_copies
-        )
-
-    each, cost = state_bytes(workload), workload.cost
-    trained, updates, saved = share.trained, workload.updates, 0.0
-    updated_in_parts = layout.zero_stage >= 1
-    if updates and updates.optimizer == "muon":  # no second moment of the layers' matrices
-        saved = held(FP32_BYTES, updated_in_parts, trained._replace(vocabulary=0.0))
-    elif updates:
-        owned = trained
-        if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
-            untied = not workload.spec.tied_embeddings
-            owned = trained._replace(vocabulary=trained.output if untied else 0.0)
-        saved = held(2 * FP32_BYTES, updated_in_parts, owned)
-        saved -= owned_bytes(workload, layout, share.stage)
+    each, cost, trained = state_bytes(workload), workload.cost, share.trained
     away = layout.offload_optimizer != "none"
     sharded = layout.zero_stage >= cost.sharded_weights_from
     reduced = not cost.whole_gradients(layout)
+    weights = _held(workload, layout, each.weight, sharded, share)
+    gradients = _held(workload, layout, each.gradient, reduced, trained)
+    optimizer = _held(workload, layout, each.optimizer, layout.zero_stage >= 1, trained)
     return (
-        0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
+        0.0 if layout.offload_parameters != "none" else weights,
         # Those that are reduced go where the optimizer is.
-        0.0 if away and reduced else held(each.gradient, reduced, trained),
-        0.0 if away else held(each.optimizer, updated_in_parts, trained) - saved,
+        0.0 if away and reduced else gradients,
+        0.0 if away else optimizer - moments_saved(workload, layout, share),
     )
+
+
+def _held(
+    workload: Workload, layout: Layout, per_parameter: float, spread: bool, share: StageShare
+) -> float:
+    """Bytes of a state on one rank, `spread` by ZeRO or not."""
+    if not spread:
+        return per_parameter * share.parameters
+    ranks, expert_ranks = shards(workload, layout)
+    return per_parameter * (
+        (share.dense + share.vocabulary) / ranks + share.experts / expert_ranks
+    )
+
+
+def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
+    """In how many parts ZeRO spreads the states of a layer, and those of an expert: over the
+    ranks that hold it."""
+    copies = layout.dp * layout.cp // layout.replicate
+    if layout.ep > 1:
+        return copies, max(1, copies * layout.tp // layout.ep)
+    return copies, copies / _padding(workload, copies)
+
+
+def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Bytes of AdamW's states that another optimizer does not keep."""
+    trained, updates, spread = share.trained, workload.updates, layout.zero_stage >= 1
+    if updates is None:
+        return 0.0
+    if updates.optimizer == "muon":  # no second moment of the layers' matrices
+        matrices = trained._replace(vocabulary=0.0)
+        return _held(workload, layout, FP32_BYTES, spread, matrices)
+    if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
+        untied = not workload.spec.tied_embeddings
+        trained = trained._replace(vocabulary=trained.output if untied else 0.0)
+    moments = _held(workload, layout, 2 * FP32_BYTES, spread, trained)
+    return moments - owned_bytes(workload, layout, share.stage)
 
 
 def _padding(workload: Workload, ranks: int) -> float:
@@ -287,7 +302,7 @@ def _fullest_shares(
 # Buffers within a step
 
 
-def _chunks_waiting(layout: Layout, share: StageShare) -> int:
+def chunks_waiting(layout: Layout, share: StageShare) -> int:
     """Forward passes of one model chunk whose backward pass has not run yet.
 
     1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
@@ -300,7 +315,7 @@ def _chunks_waiting(layout: Layout, share: StageShare) -> int:
     return min(after, layout.gradient_accumulation * layout.vpp)
 
 
-def _stacked(workload: Workload, share: StageShare) -> float:
+def stacked(workload: Workload, share: StageShare) -> float:
     """Bytes of the stacked weights of one layer's experts, or then of their gradients: those of
     the first linear layers, which are the larger ones."""
     spec = workload.spec
@@ -310,7 +325,7 @@ def _stacked(workload: Workload, share: StageShare) -> float:
     return compute_bytes(workload) * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)
 
 
-def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
+def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     """Bytes of the masks that isolate documents, of one micro batch in one chunk of layers.
 
     megatron-core's layers share one in the compute precision, and one more if some have a
@@ -328,7 +343,7 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     return float(kinds * width * one)
 
 
-def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
+def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Bytes that owners of whole tensors send and receive at once, each twice: the rectangles
     that a rank holds and the tensors that it owns, at most all of its stage's."""
     trained, updates = share.trained, workload.updates
@@ -359,7 +374,7 @@ def _step(
         messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
     rows = padded_vocab(spec.vocab, tp) / tp
     chunks = loss_chunks(loss, int(tokens), spec.vocab, tp)
-    head = _bytes_per_logit(workload, tp) * tokens * rows / chunks
+    head = bytes_per_logit(workload, tp) * tokens * rows / chunks
     if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
         head += width * rows * spec.hidden
     return _Step(
@@ -371,7 +386,7 @@ def _step(
     )
 
 
-def _bytes_per_logit(workload: Workload, tp: int) -> int:
+def bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
     A fused kernel holds logits and gradients; otherwise the model or the engine decides.
@@ -429,6 +444,6 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
     """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
     first stage."""
-    share = stage_share(workload.spec, *_degrees(layout), 0)
+    share = stage_share(workload.spec, *degrees(layout), 0)
     ranks = layout.dp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

@@ -19,22 +19,22 @@ from toolkit.plan.cost.operators import (
     Device,
     Ends,
     LayerTime,
-    Slice,
     device,
     ends_time,
     layer_time,
 )
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.traffic import (
+    DataTraffic,
     LayerTraffic,
     PlacedLayout,
-    data_parallel_s,
+    data_traffic,
     layer_tensor_s,
     layer_traffic,
     pipeline_message_s,
     tied_embedding_s,
 )
-from toolkit.plan.cost.update import offload_s, optimizer_s
+from toolkit.plan.cost.update import offload_parts_s, optimizer_s
 from toolkit.plan.cost.workload import Workload
 
 
@@ -128,7 +128,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Stages:
+class StageParts:
     """What all stages have in common, and the additional parts of the first and last one."""
 
     layer: LayerTime
@@ -154,10 +154,44 @@ class _Stages:
         return found
 
 
-def step_time(
+@dataclass(frozen=True)
+class BusiestStage:
+    """What the parts of a step's time are computed from."""
+
+    place: PlacedLayout
+    machine: Device
+    parts: StageParts
+    passes: list[tuple[float, float]]
+    """Forward and backward of one micro batch, by pipeline rank."""
+    share: StageShare
+    """What a rank of the busiest stage holds."""
+
+    @property
+    def ends(self) -> int:
+        """Whether it is the first stage, the last one, or both."""
+        return (self.share.stage == 0) + (self.share.stage == self.place.layout.pp - 1)
+
+    @property
+    def others_s(self) -> float:
+        """One micro batch on all other stages."""
+        return sum(map(sum, self.passes)) - sum(self.passes[self.share.stage])
+
+    @property
+    def data(self) -> DataTraffic:
+        """The communication of data parallelism."""
+        return data_traffic(self.place, self.share, *self.passes[self.share.stage])
+
+    @property
+    def waited(self) -> float:
+        """Share of a running pipeline's messages that computation waits for."""
+        overlaps = self.place.workload.pipeline_overlap and self.place.layout.vpp > 1
+        return self.place.efficiency["overlap.megatron"] if overlaps else 1.0
+
+
+def busiest_stage(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
-) -> StepTime:
-    """Seconds of one step of `workload` in `layout` on `cluster`.
+) -> BusiestStage:
+    """The slowest pipeline stage of `workload` in `layout` on `cluster`.
 
     Raises PlanError if the accelerator lacks the workload's precision.
     """
@@ -165,40 +199,52 @@ def step_time(
     spec, pp = workload.spec, layout.pp
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
-    common = _common(place, machine)
-    counts = layers_of_stages(spec.layers, pp, layout.vpp)
-    passes = common.passes(counts)
+    parts = _parts(place, machine)
+    passes = parts.passes(layers_of_stages(spec.layers, pp, layout.vpp))
     times = [sum(pair) for pair in passes]
-    busiest = times.index(max(times))
-    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, busiest)
+    stage = times.index(max(times))
+    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, stage)
+    return BusiestStage(place, machine, parts, passes, share)
+
+
+def step_time(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
+) -> StepTime:
+    """Seconds of one step of `workload` in `layout` on `cluster`.
+
+    Raises PlanError if the accelerator lacks the workload's precision.
+    """
+    busiest = busiest_stage(workload, layout, cluster, efficiency)
+    place, share = busiest.place, busiest.share
     message = pipeline_message_s(place)
-    compute = _compute(common, layout, counts[busiest], busiest)
-    bubble = (sum(times) - times[busiest]) / layout.vpp
-    update = optimizer_s(place, share, machine)
+    compute = _compute(busiest)
+    bubble = busiest.others_s / layout.vpp
+    update = optimizer_s(place, share, busiest.machine)
+    offload = offload_parts_s(place, share, update, *busiest.passes[share.stage])
     return StepTime(
         compute=compute,
-        communication=_communication(place, common, share, passes[busiest], message, busiest),
+        communication=_communication(busiest, message),
         bubble_s=bubble,
         optimizer_s=update,
-        offload_s=offload_s(place, share, update, *passes[busiest]),
+        offload_s=sum(offload.values()),
         overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
-        stages=tuple(StageTime(*pair, message) for pair in passes),
+        stages=tuple(StageTime(*pair, message) for pair in busiest.passes),
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
-        workload=workload,
+        workload=place.workload,
         recompute=layout.recompute,
         loss=layout.loss,
     )
 
 
-def _common(place: PlacedLayout, machine: Device) -> _Stages:
+def _parts(place: PlacedLayout, machine: Device) -> StageParts:
     workload, layout = place.workload, place.layout
-    part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    part = place.slice
     layer = layer_time(workload, part, layout.recompute, machine)
     if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
         layer = layer.reached(workload.spec.reached)
-    return _Stages(
+    return StageParts(
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
         recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
@@ -207,49 +253,42 @@ def _common(place: PlacedLayout, machine: Device) -> _Stages:
     )
 
 
-def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[str, float]:
-    """Seconds per step that a stage computes, by kind."""
-    layer, steps = common.layer, layout.gradient_accumulation
-    many = steps * layers
+def _compute(busiest: BusiestStage) -> dict[str, float]:
+    """Seconds per step that the stage computes, by kind."""
+    layout, parts, share = busiest.place.layout, busiest.parts, busiest.share
+    layer, steps = parts.layer, layout.gradient_accumulation
+    many = steps * share.layers
     kinds = {
         kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
         for kind in ("matmul", "attention", "elementwise", "launch")
     }
     ends = {"embedding": 0.0, "logits": 0.0}
-    if stage == 0:
-        ends["embedding"] = steps * sum(one.total for one in common.ends.embedding)
-    if stage == layout.pp - 1:
-        ends["logits"] = steps * sum(one.total for one in common.ends.head)
-    return {**kinds, "recompute": many * common.recomputed * layer.recompute.total, **ends}
+    if share.stage == 0:
+        ends["embedding"] = steps * sum(one.total for one in parts.ends.embedding)
+    if share.stage == layout.pp - 1:
+        ends["logits"] = steps * sum(one.total for one in parts.ends.head)
+    return {**kinds, "recompute": many * parts.recomputed * layer.recompute.total, **ends}
 
 
-def _communication(
-    place: PlacedLayout,
-    common: _Stages,
-    share: StageShare,
-    passes: tuple[float, float],
-    message_s: float,
-    stage: int,
-) -> dict[str, float]:
-    """Exposed seconds per step of the busiest stage's traffic, by kind."""
-    layout, traffic = place.layout, common.traffic
+def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
+    """Exposed seconds per step of the stage's traffic, by kind."""
+    place, parts = busiest.place, busiest.parts
+    layout, traffic, data = place.layout, parts.traffic, busiest.data
     steps = layout.gradient_accumulation
-    many = steps * share.layers
-    ends = (stage == 0) + (stage == layout.pp - 1)
-    again = common.recomputed * traffic.tensor_again
+    many = steps * busiest.share.layers
+    again = parts.recomputed * traffic.tensor_again
     tensor = traffic.tensor + traffic.tensor_back + again
-    gather, reduce = data_parallel_s(place, share, *passes)
     return {
-        "tensor": many * tensor + steps * ends * 2 * common.ends_traffic_s,
+        "tensor": many * tensor + steps * busiest.ends * 2 * parts.ends_traffic_s,
         "context": many * 3 * traffic.context,
         "expert": many * 2 * traffic.expert,
-        "pipeline": _pipeline_s(place, message_s),
-        "data_gather": gather,
-        "data_reduce": reduce + tied_embedding_s(place),
+        "pipeline": _pipeline_s(place, message_s, busiest.waited),
+        "data_gather": data.gather_s,
+        "data_reduce": data.reduce_s + tied_embedding_s(place),
     }
 
 
-def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
+def _pipeline_s(place: PlacedLayout, message_s: float, waited: float) -> float:
     """Messages of a rank that computation waits for.
 
     1F1B exchanges an activation and a gradient per micro batch and chunk; current Megatron's
@@ -257,9 +296,6 @@ def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
     draining the pipeline waits for every message.
     """
     layout = place.layout
-    waited = 1.0
-    if place.workload.pipeline_overlap and layout.vpp > 1:
-        waited = place.efficiency["overlap.megatron"]
     running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
     return running + 2 * message_s * (layout.pp - 1)
 
