@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
-from toolkit.cli import plan_goodput, plan_tables
+from toolkit.cli import plan_formulas, plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
@@ -22,7 +22,7 @@ from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
+from toolkit.plan.estimate import Estimate, derivations, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
@@ -215,6 +215,7 @@ def _machine_output(
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
+        output["derivations"] = asdict(derivations(_estimate(found, found.best)))
     if assumed is not None:
         output["goodput"] = plan_goodput.machine_output(planned.job, assumed)
     return output
@@ -255,6 +256,8 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     show(console, ["", *_time_lines(planned, by_part)])
     show(console, ["", *_runner_up_lines(found, top)])
     show(console, ["", *(_explained(found) if explain else _reasons(plan))])
+    if explain:
+        show(console, ["", *plan_formulas.lines(derivations(by_part))])
     show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
     if assumed is not None:
         show(console, ["", *plan_goodput.lines(planned.job, assumed)])

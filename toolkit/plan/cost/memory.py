@@ -86,7 +86,7 @@ class Memory:
         return self.reserved + self.context
 
 
-class _Step(NamedTuple):
+class MicroBatchMemory(NamedTuple):
     """Memory that one micro batch keeps and needs on every stage."""
 
     stored: float
@@ -108,7 +108,7 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     those with one layer more than it can be the fullest.
     """
     workload = workload.in_layout(layout)
-    step = _step(workload, *micro_batch_of(layout))
+    step = micro_batch_memory(workload, *micro_batch_of(layout))
     shares = _fullest_shares(workload, *degrees(layout))
     if len(shares) == 1:
         return _memory(workload, layout, step, shares[0])
@@ -119,11 +119,13 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    step = _step(workload, *micro_batch_of(layout))
+    step = micro_batch_memory(workload, *micro_batch_of(layout))
     return _memory(workload, layout, step, stage_share(workload.spec, *degrees(layout), stage))
 
 
-def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) -> Memory:
+def _memory(
+    workload: Workload, layout: Layout, step: MicroBatchMemory, share: StageShare
+) -> Memory:
     """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
@@ -132,8 +134,8 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * chunks_waiting(layout, share)
     width = compute_bytes(workload)
-    padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
-    padded = share._replace(experts=share.experts * padding)
+    pad = padding(workload, layout.dp * layout.cp // layout.replicate)
+    padded = share._replace(experts=share.experts * pad)
     buffers = workload.cost.buffers(layout, width, padded) + stacked(workload, share)
     at_loss = workload.cost.buffers_at_loss(layout, width, padded)
     workspace, idle = step.workspace, 0.0
@@ -263,7 +265,7 @@ def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
     copies = layout.dp * layout.cp // layout.replicate
     if layout.ep > 1:
         return copies, max(1, copies * layout.tp // layout.ep)
-    return copies, copies / _padding(workload, copies)
+    return copies, copies / padding(workload, copies)
 
 
 def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> float:
@@ -281,7 +283,7 @@ def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> floa
     return moments - owned_bytes(workload, layout, share.stage)
 
 
-def _padding(workload: Workload, ranks: int) -> float:
+def padding(workload: Workload, ranks: int) -> float:
     """Ratio of a rank's shard of a layer's experts to its even share."""
     experts = workload.spec.experts
     if not (workload.cost.whole_experts and experts):
@@ -358,10 +360,11 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _step(
+def micro_batch_memory(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
     recompute: Recompute, loss: LossKernel,
-) -> _Step:  # fmt: skip
+) -> MicroBatchMemory:  # fmt: skip
+    """See `micro_batch_of`."""
     spec, width = workload.spec, compute_bytes(workload)
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
     tokens = micro * workload.sample_tokens / cp
@@ -377,7 +380,7 @@ def _step(
     head = bytes_per_logit(workload, tp) * tokens * rows / chunks
     if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
         head += width * rows * spec.hidden
-    return _Step(
+    return MicroBatchMemory(
         stored=layer.stored.total,
         workspace=layer.workspace,
         head=2 * stream + head,
