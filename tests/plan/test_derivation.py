@@ -21,8 +21,8 @@ from toolkit.units import GIB
 FUNCTIONS = {"__builtins__": {}, "max": max, "sqrt": sqrt, "log": log}
 CONFIG = {
     "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584,
-    "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "num_local_experts": 6, "tie_word_embeddings": False,
+    "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_local_experts": 6, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
