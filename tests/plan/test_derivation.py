@@ -69,6 +69,11 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "pipeline": ("megatron", Layout(
         dp=2, tp=2, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, micro_batch=2,
         gradient_accumulation=8, recompute="selective")),
+    "some layers": ("fsdp", Layout(dp=16, zero_stage=3, recompute=3)),
+    "some of each chunk": ("megatron", Layout(
+        dp=4, pp=4, vpp=2, tp=1, zero_stage=1, gradient_accumulation=8, recompute=1)),
+    "some of each stage": ("megatron", Layout(
+        dp=4, pp=2, tp=2, zero_stage=1, gradient_accumulation=8, recompute=1)),
     "experts": ("megatron", Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped")),
 }  # fmt: skip
 

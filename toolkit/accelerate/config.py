@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
+from toolkit.layout import recompute_text
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
@@ -132,6 +133,12 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         raise PlanError(
             f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",
             fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
+        )
+    if isinstance(plan.layout.recompute, int):
+        raise PlanError(
+            f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "
+            "layers or none",
+            fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
         )
     if plan.model == "hf" and words is not None:
         return words

@@ -21,6 +21,7 @@ from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, derivations, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions, described
@@ -287,7 +288,7 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
         f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
         f"{layout.dp:,} dp = {layout.global_batch:,} samples",
     )
-    yield "recompute", layout.recompute
+    yield "recompute", recompute_text(layout)
     if layout.loss != "whole":
         yield "loss", layout.loss
     if layout.compile != "none":

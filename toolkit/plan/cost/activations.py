@@ -57,6 +57,8 @@ class Activations:
     """What a rank keeps per layer, and what it also needs during one layer's backward pass."""
 
     stored: LayerActivations
+    whole: float
+    """Bytes of a layer that is not recomputed."""
     again: float
     """Bytes of the recomputed activations of one layer."""
     gradients: float
@@ -109,7 +111,7 @@ def layer_activations(
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
-    return Activations(stored, again, _gradients(workload, sizes, whole))
+    return Activations(stored, whole.total, again, _gradients(workload, sizes, whole))
 
 
 def _least(

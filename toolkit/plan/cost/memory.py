@@ -9,12 +9,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from toolkit.layout import Layout, LossKernel, Recompute, loss_chunks, padded_vocab
+from toolkit.layout import (
+    Layout,
+    LossKernel,
+    Recompute,
+    loss_chunks,
+    padded_vocab,
+    recomputed_layers,
+)
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.owners import by_replicas, owned_bytes
-from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.stages import (
+    StageShare,
+    layers_of_stages,
+    recomputed_of_stages,
+    stage_share,
+)
 from toolkit.plan.cost.workload import Workload
 from toolkit.units import GIB
 
@@ -91,7 +103,11 @@ class MicroBatchMemory(NamedTuple):
 
     stored: float
     """Activations of one layer."""
-    workspace: float
+    whole: float
+    """Of a layer that is not recomputed, where only some are."""
+    again: float
+    """Recomputed activations of one layer."""
+    gradients: float
     """Of one layer's backward."""
     head: float
     """Logits and loss."""
@@ -130,7 +146,9 @@ def _memory(
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
     layers = share.layers / layout.vpp
-    chunk = step.stored * layers + document_masks(workload, layout, layers)
+    recomputed = layers_stored(workload, layout, share)
+    stored = step.stored * recomputed + step.whole * (share.layers - recomputed)
+    chunk = stored / layout.vpp + document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * chunks_waiting(layout, share)
     width = compute_bytes(workload)
@@ -138,7 +156,7 @@ def _memory(
     padded = share._replace(experts=share.experts * pad)
     buffers = workload.cost.buffers(layout, width, padded) + stacked(workload, share)
     at_loss = workload.cost.buffers_at_loss(layout, width, padded)
-    workspace, idle = step.workspace, 0.0
+    workspace, idle = step.gradients + is_whole_again(workload, layout) * step.again, 0.0
     if logits + at_loss > workspace + buffers:
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
     else:
@@ -159,6 +177,21 @@ def _memory(
     )
 
 
+def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> int:
+    """How many layers of a stage keep what their recompute says; the others keep everything."""
+    if isinstance(layout.recompute, str):
+        return share.layers
+    layers = workload.spec.layers
+    return recomputed_of_stages(layout.recompute, layers, layout.pp, layout.vpp)[share.stage]
+
+
+def is_whole_again(workload: Workload, layout: Layout) -> bool:
+    """Whether the peak includes the layer that is recomputed. If only the first layers of a
+    chunk are, what the last ones kept is free before."""
+    smallest = workload.spec.layers // (layout.pp * layout.vpp)
+    return isinstance(layout.recompute, str) or layout.recompute >= smallest
+
+
 def context_bytes(workload: Workload, layout: Layout) -> float:
     """Bytes of a device outside the allocator."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
@@ -177,7 +210,7 @@ def micro_batch_of(layout: Layout) -> tuple[int, int, int, bool, int, Recompute,
         layout.pp,
         layout.sequence_parallel,
         layout.micro_batch,
-        layout.recompute,
+        "full" if isinstance(layout.recompute, int) else layout.recompute,
         layout.loss,
     )
 
@@ -340,7 +373,7 @@ def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     kinds = 2 if workload.spec.sliding_layers else 1
     width = compute_bytes(workload)
     if workload.model == "hf":
-        copies = 1 if layout.recompute == "full" else layers
+        copies = max(1, layers - recomputed_layers(layout.recompute, int(layers)))
         return (kinds + width * copies) * one
     return float(kinds * width * one)
 
@@ -382,7 +415,9 @@ def micro_batch_memory(
         head += width * rows * spec.hidden
     return MicroBatchMemory(
         stored=layer.stored.total,
-        workspace=layer.workspace,
+        whole=layer.whole,
+        again=layer.again,
+        gradients=layer.gradients,
         head=2 * stream + head,
         messages=messages,
         sent=stream if workload.keeps_sent else 0.0,

@@ -16,6 +16,8 @@ from toolkit.plan.cost.memory import (
     degrees,
     document_masks,
     exchanged,
+    is_whole_again,
+    layers_stored,
     micro_batch_memory,
     micro_batch_of,
     moments_saved,
@@ -103,39 +105,34 @@ def _activations(
 ) -> Derivation:
     """All micro batches that wait, in all chunks of layers of the rank."""
     layers = share.layers / layout.vpp
+    recomputed = layers_stored(workload, layout, share) / layout.vpp
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
-    stored = layer_activations(workload, *_shape(layout), layout.recompute).stored
+    way = micro_batch_of(layout)[5]
+    stored = layer_activations(workload, *_shape(layout), way).stored
     per_token = {
         f"{part}_bytes": size / tokens for part, size in asdict(stored).items() if size
     }
     step = micro_batch_memory(workload, *micro_batch_of(layout))
-    others: dict[str, Symbol] = {
+    source = "the layer's input, which recompute starts from" if way == "full" else _SAVED
+    formula = f"tokens * ({' + '.join(per_token)})"
+    layer = Derivation(stored.total, formula, {"tokens": tokens, **per_token}, source)
+    symbols: dict[str, Symbol] = {
+        "waiting": chunks_waiting(layout, share), "layers": layers, "layer_bytes": layer,
+    }  # fmt: skip
+    terms = ["layers * layer_bytes"]
+    if recomputed < layers:
+        terms = ["recomputed * layer_bytes", "(layers - recomputed) * whole_bytes"]
+        symbols |= {"recomputed": recomputed, "whole_bytes": step.whole}
+    for name, one in {
         "mask_bytes": document_masks(workload, layout, layers),
         "sent_bytes": step.sent if layout.vpp > 1 else 0.0,
-    }
-    others = {name: part for name, part in others.items() if part}
-    layer = Derivation(
-        stored.total,
-        f"tokens * ({' + '.join(per_token)})",
-        {"tokens": tokens, **per_token},
-        "the layer's input, which recompute starts from"
-        if layout.recompute == "full"
-        else _SAVED,
-    )
-    formula = "layers * layer_bytes"
-    if others:
-        formula = f"({' + '.join((formula, *others))})"
-    return Derivation(
-        memory.activations,
-        f"waiting * {formula}",
-        {
-            "waiting": chunks_waiting(layout, share),
-            "layers": layers,
-            "layer_bytes": layer,
-            **others,
-        },
-        _SCHEDULE if layout.pp > 1 else "",
-    )
+    }.items():
+        if one:
+            terms.append(name)
+            symbols[name] = one
+    formula = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+    schedule = _SCHEDULE if layout.pp > 1 else ""
+    return Derivation(memory.activations, f"waiting * {formula}", symbols, schedule)
 
 
 def _shape(layout: Layout) -> tuple[int, int, bool, int]:
@@ -164,8 +161,9 @@ def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
 
 
 def _workspace(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
-    layer = layer_activations(workload, *_shape(layout), layout.recompute)
-    parts = {"recomputed_bytes": layer.again, "gradient_bytes": layer.gradients}
+    layer = layer_activations(workload, *_shape(layout), micro_batch_of(layout)[5])
+    again = is_whole_again(workload, layout) * layer.again
+    parts = {"recomputed_bytes": again, "gradient_bytes": layer.gradients}
     return total(memory.workspace, parts, "the layer that is recomputed, and its gradients")
 
 

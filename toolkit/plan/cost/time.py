@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, LossKernel, Recompute
+from toolkit.layout import Layout, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
@@ -23,7 +23,12 @@ from toolkit.plan.cost.operators import (
     ends_time,
     layer_time,
 )
-from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.stages import (
+    StageShare,
+    layers_of_stages,
+    recomputed_of_stages,
+    stage_share,
+)
 from toolkit.plan.cost.traffic import (
     DataTraffic,
     LayerTraffic,
@@ -73,8 +78,7 @@ class StepTime:
     peak_flops: float | None
     """Of one device in the workload's precision."""
     workload: Workload
-    recompute: Recompute
-    loss: LossKernel
+    layout: Layout
 
     @property
     def total_s(self) -> float:
@@ -121,8 +125,10 @@ class StepTime:
     def _utilization(self, convention: str) -> float | None:
         if self.peak_flops is None:
             return None
-        per_token = _flops_per_token(self.workload, self.recompute)[convention]
-        if self.loss == "chunked" and convention.startswith("hfu"):
+        layout = self.layout
+        ways = layout.recompute, layout.pp, layout.vpp
+        per_token = _flops_per_token(self.workload, *ways)[convention]
+        if layout.loss == "chunked" and convention.startswith("hfu"):
             per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
         return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 
@@ -133,8 +139,8 @@ class StageParts:
 
     layer: LayerTime
     traffic: LayerTraffic
-    recomputed: float
-    """Share of the layers that recompute covers."""
+    recomputed: tuple[float, ...]
+    """Layers that recompute covers, by pipeline rank."""
     ends: Ends
     ends_traffic_s: float
     """Collectives of the embedding or of the logits, in each pass."""
@@ -143,8 +149,11 @@ class StageParts:
         """Forward and backward of every stage for one micro batch, by its layers."""
         again = self.layer.recompute.total + self.traffic.tensor_again
         forward = self.layer.forward.total + self.traffic.forward
-        backward = self.layer.backward.total + self.traffic.backward + self.recomputed * again
-        found = [(count * forward, count * backward) for count in counts]
+        backward = self.layer.backward.total + self.traffic.backward
+        found = [
+            (count * forward, count * backward + recomputed * again)
+            for count, recomputed in zip(counts, self.recomputed, strict=True)
+        ]
         for stage, (ahead, back) in ((0, self.ends.embedding), (-1, self.ends.head)):
             forward, backward = found[stage]
             found[stage] = (
@@ -233,24 +242,33 @@ def step_time(
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
         workload=place.workload,
-        recompute=layout.recompute,
-        loss=layout.loss,
+        layout=layout,
     )
 
 
 def _parts(place: PlacedLayout, machine: Device) -> StageParts:
     workload, layout = place.workload, place.layout
     part = place.slice
-    layer = layer_time(workload, part, layout.recompute, machine)
+    some = isinstance(layout.recompute, int)
+    layer = layer_time(workload, part, "full" if some else layout.recompute, machine)
     if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
         layer = layer.reached(workload.spec.reached)
     return StageParts(
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
-        recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
+        recomputed=_recomputed(workload, layout),
         ends=ends_time(workload, part, layout.loss, machine),
         ends_traffic_s=layer_tensor_s(place) / 2,
     )
+
+
+def _recomputed(workload: Workload, layout: Layout) -> tuple[float, ...]:
+    """See `StageParts.recomputed`."""
+    layers, recompute, pp, vpp = workload.spec.layers, layout.recompute, layout.pp, layout.vpp
+    if isinstance(recompute, int):
+        return recomputed_of_stages(recompute, layers, pp, vpp)
+    share = workload.recomputed_layers if recompute == "full" else 1.0
+    return tuple(share * count for count in layers_of_stages(layers, pp, vpp))
 
 
 def _compute(busiest: BusiestStage) -> dict[str, float]:
@@ -267,7 +285,8 @@ def _compute(busiest: BusiestStage) -> dict[str, float]:
         ends["embedding"] = steps * sum(one.total for one in parts.ends.embedding)
     if share.stage == layout.pp - 1:
         ends["logits"] = steps * sum(one.total for one in parts.ends.head)
-    return {**kinds, "recompute": many * parts.recomputed * layer.recompute.total, **ends}
+    again = steps * parts.recomputed[share.stage] * layer.recompute.total
+    return {**kinds, "recompute": again, **ends}
 
 
 def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
@@ -276,10 +295,10 @@ def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
     layout, traffic, data = place.layout, parts.traffic, busiest.data
     steps = layout.gradient_accumulation
     many = steps * busiest.share.layers
-    again = parts.recomputed * traffic.tensor_again
-    tensor = traffic.tensor + traffic.tensor_back + again
+    again = parts.recomputed[busiest.share.stage] * traffic.tensor_again
+    again += busiest.ends * 2 * parts.ends_traffic_s
     return {
-        "tensor": many * tensor + steps * busiest.ends * 2 * parts.ends_traffic_s,
+        "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
         "context": many * 3 * traffic.context,
         "expert": many * 2 * traffic.expert,
         "pipeline": _pipeline_s(place, message_s, busiest.waited),
@@ -311,7 +330,9 @@ def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
+def _flops_per_token(
+    workload: Workload, recompute: Recompute, pp: int, vpp: int
+) -> Mapping[str, float]:
     """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
     masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
@@ -319,9 +340,9 @@ def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, f
         "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
         "full": (spec.flops_per_token_full, spec.forward_flops_per_token_full),
     }
-    found = {}
+    found, share = {}, sum(recomputed_of_stages(recompute, spec.layers, pp, vpp)) / spec.layers
     for convention, (training, forward) in counted.items():
-        again = _recomputed_flops(workload, recompute, forward(length))
+        again = _recomputed_flops(workload, recompute, share, forward(length))
         found[f"mfu_{convention}"] = training(length)
         found[f"hfu_{convention}"] = training(length) + spec.reached * again
     return found
@@ -337,28 +358,30 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     head = 2.0 * spec.vocab * spec.hidden
     forward = spec.forward_flops_per_token_full(length)
     attention = forward - _weight_flops(spec)
-    again = _recomputed_flops(workload, layout.recompute, forward)
+    held = layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
+    some = recomputed_of_stages(layout.recompute, spec.layers, layout.pp, layout.vpp)[stage]
+    again = _recomputed_flops(workload, layout.recompute, some / held, forward)
     reached = float(spec.reached > 0)
     layers = spec.flops_per_token_full(length) - head * (1 + reached + spec.trained_head)
     if workload.attention == "fused":
         layers += spec.reached * 0.5 * attention
-    mine = (layers + spec.reached * again) * layers_of_stages(
-        spec.layers, layout.pp, layout.vpp
-    )[stage]
-    mine /= spec.layers
+    mine = (layers + spec.reached * again) * held / spec.layers
     if stage == layout.pp - 1:
         mine += (1 + reached + spec.trained_head + (layout.loss != "whole")) * head
     samples = layout.micro_batch * layout.gradient_accumulation
     return mine * samples * workload.sample_tokens / (layout.cp * layout.tp)
 
 
-def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
-    """Forward FLOPs per token that the backward pass recomputes."""
+def _recomputed_flops(
+    workload: Workload, recompute: Recompute, share: float, forward: float
+) -> float:
+    """Forward FLOPs per token that the backward pass recomputes, of which `share` of the layers
+    as a whole."""
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
-    if recompute == "full":
-        return workload.recomputed_layers * (products + attention)
+    if recompute == "full" or isinstance(recompute, int):
+        return workload.recomputed_layers * share * (products + attention)
     if recompute == "none":
         return 0.0
     if workload.cost.selective == "attention":

@@ -115,7 +115,7 @@ def _layers(busiest: BusiestStage, compute: Mapping[str, float]) -> dict[str, De
             "micro_batches * recomputed * layer_s",
             {
                 "micro_batches": often["micro_batches"],
-                "recomputed": parts.recomputed * busiest.share.layers,
+                "recomputed": parts.recomputed[busiest.share.stage],
                 "layer_s": _kinds(layer.recompute),
             },
             "the part of a forward pass that the backward pass repeats",
@@ -209,14 +209,16 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
     tensor: dict[str, Symbol] = {
         "forward_s": _collectives(traffic.tensor, layer_collectives(place)),
         "backward_s": traffic.tensor_back,
-        "again_s": busiest.parts.recomputed * traffic.tensor_again,
+        "recomputed": busiest.parts.recomputed[busiest.share.stage],
+        "again_s": traffic.tensor_again,
         "ends": busiest.ends,
     }
     reduced = {"tied_embedding_s": tied_embedding_s(place)}
     found = {
         "tensor": Derivation(
             waited["tensor"],
-            "micro_batches * (layers * (forward_s + backward_s + again_s) + ends * forward_s)",
+            "micro_batches * (layers * (forward_s + backward_s) + recomputed * again_s"
+            " + ends * forward_s)",
             {**inside, **tensor},
             _TENSOR,
         ),

@@ -78,7 +78,7 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     back = tensor * _backward_share(place)
     layout = place.layout
     again = 0.0
-    if layout.recompute == "full":
+    if layout.recompute == "full" or isinstance(layout.recompute, int):
         again = tensor + expert
     elif layout.recompute == "selective" and place.workload.cost.selective == "products":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
