@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.plan.making import intent
+from tests.plan.making import intent, recipe
 from toolkit.backend import Pair
+from toolkit.intake.checks import broken_rules
 from toolkit.plan.rules.legality import (
     DEGREES,
     data_parallel,
@@ -203,6 +204,16 @@ def test_selective_recompute_is_megatrons() -> None:
     (problem,) = problems(intent(model="hf", recompute="selective"), EIGHT)
     assert problem.allowed.startswith("none, full for engine deepspeed with model hf: sel")
     assert {pair.model for pair in pairs(intent(recompute="selective"))} == {"megatron"}
+
+
+def test_some_recomputed_layers() -> None:
+    """Every engine that recomputes layers recomputes some; all of them is `full`."""
+    assert not problems(intent(model="hf", recompute=2), EIGHT)
+    assert pairs(intent(recompute=2)) == pairs(intent(recompute="full"))
+    (problem,) = broken_rules(recipe(parallel__recompute=2))
+    assert (problem.key, problem.found) == ("parallel.recompute", "2")
+    assert "full" in problem.fix
+    assert not [*broken_rules(recipe(parallel__recompute=1))]
 
 
 def test_precisions() -> None:

@@ -10,7 +10,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
 from toolkit.layout import recompute_text
-from toolkit.plan.planner import Plan
+from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -120,7 +120,12 @@ def in_scripts(recipe: Recipe) -> Recipe:
     changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
     if recipe.parallel.replicate == "auto":
         changed["parallel.replicate"] = 1
-    return recipe.with_values(changed)
+    found = recipe.with_values(changed)
+    if recipe.parallel.recompute == "auto":
+        # Scripts recompute all layers or none.
+        if isinstance(plan_recipe(found).layout.recompute, int):
+            return found.with_values({"parallel.recompute": "full"})
+    return found
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:

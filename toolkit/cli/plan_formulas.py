@@ -1,16 +1,19 @@
 """The formulas of `dmt plan --explain`: why each number is as it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.text import Text
 
 from toolkit.plan.cost.derivation import Derivation, Symbol, amount
 from toolkit.plan.estimate import Derivations
-from toolkit.units import GIB, MIB_PER_GIB, seconds, size
+from toolkit.units import GIB, MIB_PER_GIB, seconds
+
+MIB = GIB // MIB_PER_GIB
 
 
 def lines(found: Derivations) -> Iterator[Text]:
     """Each part of memory and time: its formula, the symbols' values, its source."""
+    told: set[tuple[str, float, str]] = set()
     for what, parts, name in (
         ("memory", found.memory, "x_bytes"),
         ("time", found.time, "x_s"),
@@ -19,29 +22,27 @@ def lines(found: Derivations) -> Iterator[Text]:
         if parts:
             yield Text(f"  why each number: {what}", "dim")
         for part, one in parts.items():
-            yield from _derived(part, _shown(name, one.value), one, "  - ", "bold")
+            yield from _derived(part, _shown(name, one.value), one, "  - ", told)
 
 
 def _derived(
-    part: str, value: str, one: Derivation, indent: str, style: str = ""
+    part: str, value: str, one: Derivation, indent: str, told: set[tuple[str, float, str]]
 ) -> Iterator[Text]:
-    """The number, what its symbols are, and those of them that are derived in turn."""
+    """The number, what its symbols are, and those that are derived in turn, unless `told`."""
+    if (this := (part, one.value, one.formula)) in told:
+        return
+    told.add(this)
     formula = one.formula.replace(" * ", " · ")
-    yield Text.assemble(indent, (part, style), f" {value} = {formula}")
+    yield Text.assemble(indent, (part, "bold" * ("-" in indent)), f" {value} = {formula}")
     inner = " " * len(indent)
-    told = ", ".join(f"{name} {_shown(name, one)}" for name, one in one.symbols.items())
     if one.formula not in one.symbols:
-        yield Text(f"{inner}{told}")
+        values = (f"{name} {_shown(name, symbol)}" for name, symbol in one.symbols.items())
+        yield Text(f"{inner}{', '.join(values)}")
     if one.source:
         yield Text(f"{inner}({one.source})", "dim")
-    for name, symbol in _nested(one.symbols):
-        yield from _derived(name, _shown(name, symbol), symbol, f"{inner}  ")
-
-
-def _nested(symbols: Mapping[str, Symbol]) -> Iterator[tuple[str, Derivation]]:
-    for name, symbol in symbols.items():
+    for name, symbol in one.symbols.items():
         if isinstance(symbol, Derivation):
-            yield name, symbol
+            yield from _derived(name, _shown(name, symbol), symbol, f"{inner}  ", told)
 
 
 def _shown(name: str, symbol: Symbol) -> str:
@@ -56,9 +57,10 @@ def _shown(name: str, symbol: Symbol) -> str:
     if name.endswith("_s"):
         return seconds(value)
     if name.endswith("_bytes"):
-        if value < MIB_PER_GIB**2 / 10:
-            return f"{value:,.6g} B"
-        return size(value / GIB)
+        for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB)):
+            if value >= unit_bytes:
+                return f"{value / unit_bytes:,.4g} {unit}"
+        return f"{value:,.6g} B"
     if value == int(value) and value < 1e8:
         return f"{value:,.0f}"
     return f"{value:.4g}".replace("e+0", "e").replace("e+", "e")

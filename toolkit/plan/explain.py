@@ -94,9 +94,7 @@ def what_if(found: Search, fields: Iterable[str] = NAMES) -> Iterator[WhatIf]:
         chosen = getattr(found.best.layout, field)
         seen = _best_by(found, attrgetter(f"layout.{field}"))
         others = _others(found, field, seen)
-        if field == "recompute":
-            pass
-        elif isinstance(chosen, int):
+        if isinstance(chosen, int) and field != "recompute":
             lower = [one for one in others if one < chosen]
             others = lower[-1:] + others[len(lower) :][:1]
         for value in others:
@@ -459,6 +457,10 @@ def _note(found: Search, field: str) -> str:
         return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
     if field == "pp" and layout.pp > 1:
         return f"; {_counted(stage_layers(job.spec.layers, layout.pp, layout.vpp))} layers"
+    if field == "recompute" and isinstance(layout.recompute, int):
+        sizes = stage_layers(job.spec.layers, layout.pp, layout.vpp)
+        whole = "each pipeline chunk" if layout.pp > 1 else "the model"
+        return f"; of the {max(sizes)} of {whole}"
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":

@@ -2,8 +2,8 @@
 
 Exhaustive, with two shortcuts that exclude no optimum. A layout with recompute is slower than
 the same layout without, so each one recomputes only as much as needed to fit, or to leave a
-margin: logits before layers. And memory grows with the micro batch, so once a size does not fit,
-no larger one does.
+margin: logits before layers. And memory grows with the micro batch, so once a size does not
+fit, no larger one does.
 """
 
 from bisect import bisect_left

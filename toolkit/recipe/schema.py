@@ -740,8 +740,8 @@ class ParallelSection(Section):
     gradients are reduced after the backward pass, ZeRO 1's weights gathered after the update,
     and an interleaved pipeline waits for every message."""
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
-    """Activation recompute (checkpointing): none, attention only, or whole layers; a number: the
-    first so many layers of the model, with a pipeline those of each of its chunks."""
+    """Activation recompute (checkpointing): none, attention only, or whole layers; a number: so
+    many layers, the first ones of the model or, with a pipeline, of each of its chunks."""
 
 
 class GpuSection(Section):

@@ -343,13 +343,10 @@ def _overhead(busiest: BusiestStage, time: StepTime) -> Derivation:
     place = busiest.place
     nodes = place.layout.world / place.cluster.gpus_per_node
     formula, symbols = "host_s", {"host_s": place.efficiency["step.host_s"]}
+    source = _origin("step.host_s")
     if nodes > 1:
         formula += " + spread * sqrt(2 * log(nodes)) * computed_s"
         symbols |= {"spread": place.efficiency["straggler"], "nodes": nodes}
         symbols["computed_s"] = sum(time.compute.values()) + time.bubble_s
-    return Derivation(
-        time.overhead_s,
-        formula,
-        symbols,
-        f"{_origin('step.host_s')}; spread: {_origin('straggler')}",
-    )
+        source += f"; spread of the nodes' speeds: {_origin('straggler')}"
+    return Derivation(time.overhead_s, formula, symbols, source)
