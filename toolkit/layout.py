@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Placement = Literal["none", "cpu", "nvme"]
-Recompute = Literal["none", "selective", "full"] | int
+RecomputeWay = Literal["none", "selective", "full"]
+Recompute = RecomputeWay | int
 """Of each layer nothing, attention, or everything; or everything of the first so many layers of
 each pipeline chunk, of the model where there is no pipeline."""
 LossKernel = Literal["whole", "chunked"]

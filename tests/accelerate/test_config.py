@@ -207,9 +207,7 @@ def test_scripts_recompute_all_layers_or_none() -> None:
     some = plan_recipe(in_scripts(recipe.with_values({"kernels.loss": "whole"})))
     assert some.layout.recompute == "full"
     stated = recipe.with_values({"parallel.recompute": 8})
-    with pytest.raises(
-        PlanError, match="recomputes 8 layers, Accelerate's scripts all"
-    ) as told:
+    with pytest.raises(PlanError, match="recomputes 8 layers, Accelerate's") as told:
         render(in_scripts(stated), plan_recipe(in_scripts(stated)))
     assert "--set parallel.recompute=full" in told.value.fix
 

@@ -497,8 +497,7 @@ def test_memory_grows_with_the_micro_batch_and_shrinks_with_recompute() -> None:
             for size in sizes
         ]
         assert needs == sorted(needs)
-        ways = table()[one.pair].recompute
-        for ways in (ways, ("none", 1, 2, "full")):
+        for ways in (table()[one.pair].recompute, ("none", 1, 2, "full")):
             less = [peak_memory(workload, replace(one.layout, recompute=w)).total for w in ways]
             assert all(b <= a * (1 + 1e-9) for a, b in pairwise(less))
 
@@ -508,8 +507,7 @@ def test_recompute_never_makes_a_step_faster() -> None:
     cluster = default_cluster(8, 8, "h100-80gb")
     for job, one in layouts():
         workload = planned_workload(job.spec, job.training, one.pair)
-        ways = table()[one.pair].recompute
-        for ways in (ways, ("none", 1, 2, "full")):
+        for ways in (table()[one.pair].recompute, ("none", 1, 2, "full")):
             times = [
                 step_time(workload, replace(one.layout, recompute=way), cluster).total_s
                 for way in ways

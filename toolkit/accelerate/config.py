@@ -121,10 +121,9 @@ def in_scripts(recipe: Recipe) -> Recipe:
     if recipe.parallel.replicate == "auto":
         changed["parallel.replicate"] = 1
     found = recipe.with_values(changed)
-    if recipe.parallel.recompute == "auto":
-        # Scripts recompute all layers or none.
-        if isinstance(plan_recipe(found).layout.recompute, int):
-            return found.with_values({"parallel.recompute": "full"})
+    is_open = recipe.parallel.recompute == "auto"
+    if is_open and isinstance(plan_recipe(found).layout.recompute, int):
+        return found.with_values({"parallel.recompute": "full"})  # all layers, or none
     return found
 
 

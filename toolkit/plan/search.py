@@ -263,18 +263,18 @@ def _recomputing_some(
     full, size = fits.layout.recompute == "full", fits.layout.micro_batch
     if not full and room(fits, cluster) == "fits":
         return
+    counts: list[Recompute] = ["none", *range(1, max(chunks))]
     for loss in dict.fromkeys(loss for _, loss in partial.recomputes):
         for enough in ("fits", "tight") if full else ("fits",):
-            counts = range(1, max(chunks))
+
+            def is_enough(
+                count: Recompute, loss: LossKernel = loss, enough: str = enough
+            ) -> bool:
+                one = _measured(partial, size, (count, loss), cluster, known)
+                return room(one, cluster) in ("fits", enough)
+
             # Memory shrinks with every recomputed layer.
-            index = bisect_left(
-                counts,
-                True,
-                key=lambda count: (
-                    room(_measured(partial, size, (count, loss), cluster, known), cluster)
-                    in ("fits", enough)
-                ),
-            )
+            index = bisect_left(counts, True, key=is_enough)
             if index < len(counts):
                 yield _measured(partial, size, (counts[index], loss), cluster, known)
                 break
