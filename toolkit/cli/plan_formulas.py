@@ -50,6 +50,8 @@ def _shown(name: str, symbol: Symbol) -> str:
     value = amount(symbol)
     if name == "mfu":
         return f"{value:.1%}"
+    if not value:
+        return "0"
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:,.4g} GB/s"
     if name.endswith("flops_per_s"):

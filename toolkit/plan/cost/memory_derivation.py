@@ -164,7 +164,8 @@ def _workspace(workload: Workload, layout: Layout, memory: Memory) -> Derivation
     layer = layer_activations(workload, *_shape(layout), micro_batch_of(layout)[5])
     again = is_whole_again(workload, layout) * layer.again
     parts = {"recomputed_bytes": again, "gradient_bytes": layer.gradients}
-    return total(memory.workspace, parts, "the layer that is recomputed, and its gradients")
+    source = "gradients in one layer's backward pass, next to what it recomputed"
+    return total(memory.workspace, parts, source)
 
 
 def _communication(
@@ -189,4 +190,5 @@ def _communication(
         "owner_bytes": owners,
     }
     about = " ".join(cleandoc(why or "").split()) if engine else ""
-    return total(memory.buffers, parts, about and f"{workload.engine}: {about}")
+    messages = "what tensor groups and pipeline stages receive and send"
+    return total(memory.buffers, parts, f"{workload.engine}: {about}" if about else messages)

@@ -209,16 +209,18 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
     tensor: dict[str, Symbol] = {
         "forward_s": _collectives(traffic.tensor, layer_collectives(place)),
         "backward_s": traffic.tensor_back,
-        "recomputed": busiest.parts.recomputed[busiest.share.stage],
-        "again_s": traffic.tensor_again,
         "ends": busiest.ends,
     }
+    terms = ["layers * (forward_s + backward_s)", "ends * forward_s"]
+    if traffic.tensor_again:
+        terms.append("recomputed * again_s")
+        tensor["recomputed"] = busiest.parts.recomputed[busiest.share.stage]
+        tensor["again_s"] = traffic.tensor_again
     reduced = {"tied_embedding_s": tied_embedding_s(place)}
     found = {
         "tensor": Derivation(
             waited["tensor"],
-            "micro_batches * (layers * (forward_s + backward_s) + recomputed * again_s"
-            " + ends * forward_s)",
+            f"micro_batches * ({' + '.join(terms)})",
             {**inside, **tensor},
             _TENSOR,
         ),
