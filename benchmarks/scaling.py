@@ -129,7 +129,7 @@ def short(one: Candidate) -> str:
             words.append(f"{name}{degree}")
     words.append(f"zero{layout.zero_stage}")
     text = f"{' '.join(words)}, micro batch {layout.micro_batch}"
-    return text if layout.recompute == "none" else f"{text}, recompute {layout.recompute}"
+    return text if layout.recompute == "none" else f"{text}, recompute {recompute_text(layout)}"
 
 
 # Scaling
