@@ -16,7 +16,7 @@ import document  # next to this script
 from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout
+from toolkit.layout import Layout, recompute_text
 from toolkit.plan.rules import fusing
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
