@@ -84,7 +84,7 @@ class Group:
         return max(near, far) + latency
 
 
-class Collective(NamedTuple):
+class Collectives(NamedTuple):
     """The same collective `times` times."""
 
     kind: CollectiveKind

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from toolkit.plan.cost.collectives import Collective
+from toolkit.plan.cost.collectives import Collectives
 from toolkit.plan.cost.derivation import Derivation, Symbol, amount, total
 from toolkit.plan.cost.efficiency import TABLE
 from toolkit.plan.cost.operators import (
@@ -275,7 +275,7 @@ def _overlapped(
     return total(value, {**exposed, **more})
 
 
-def _collectives(value: float, sent: "list[Collective] | tuple[Collective, ...]") -> Symbol:
+def _collectives(value: float, sent: "list[Collectives] | tuple[Collectives, ...]") -> Symbol:
     """The first of some collectives by its formula, the others by their time."""
     if not sent or sum(one.seconds for one in sent) != value:
         return value
@@ -285,7 +285,7 @@ def _collectives(value: float, sent: "list[Collective] | tuple[Collective, ...]"
     return total(value, symbols)
 
 
-def _collective(one: Collective) -> Derivation:
+def _collective(one: Collectives) -> Derivation:
     """By a ring, or by a tree where latency dominates."""
     group, times = one.group, one.times
     moved, latency = "bytes * (ranks - 1) / ranks", group.ring_latency_s

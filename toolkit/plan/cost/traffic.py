@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
-from toolkit.plan.cost.collectives import Collective, CollectiveKind, Group, Network
+from toolkit.plan.cost.collectives import Collectives, CollectiveKind, Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Slice
@@ -85,7 +85,7 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
 
-def layer_collectives(place: PlacedLayout) -> list[Collective]:
+def layer_collectives(place: PlacedLayout) -> list[Collectives]:
     """Two all-reduces per pass, or a reduce-scatter and an all-gather instead of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
     layout = place.layout
@@ -96,7 +96,7 @@ def layer_collectives(place: PlacedLayout) -> list[Collective]:
     kinds: tuple[CollectiveKind, ...] = ("all_reduce",)
     if layout.sequence_parallel:
         kinds = ("all_gather", "reduce_scatter")
-    return [Collective(kind, ring, size, 2) for kind in kinds]
+    return [Collectives(kind, ring, size, 2) for kind in kinds]
 
 
 def layer_tensor_s(place: PlacedLayout) -> float:
@@ -160,7 +160,7 @@ def reduce_bytes(workload: Workload) -> float:
 class Overlapped(NamedTuple):
     """Communication next to computation."""
 
-    sent: tuple[Collective, ...]
+    sent: tuple[Collectives, ...]
     computed_s: float
     slowed: float
     """Seconds by which one second of communication slows computation down."""
@@ -220,7 +220,7 @@ def _copies(place: PlacedLayout, share: StageShare, backward_s: float) -> dict[s
     shards = layout.dp // layout.replicate
     between = place.group(layout.replicate, shards * layout.tp * layout.cp)
     size = reduce_bytes(place.workload) * share.trained.parameters / shards
-    sent = Collective("all_reduce", between, size / layers, layers)
+    sent = Collectives("all_reduce", between, size / layers, layers)
     slowed = place.efficiency[place.workload.cost.overlap]
     return {"replicas": Overlapped((sent,), backward_s, slowed)}
 
@@ -234,11 +234,11 @@ def _sharded(
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     weights = (place.workload.gather_bytes or place.width) * share.parameters / layers
-    first = gather = Collective("all_gather", ring, weights, layers)
+    first = gather = Collectives("all_gather", ring, weights, layers)
     if layout.hpz > 1:
         gather = first._replace(group=place.group(layout.hpz, 1))
     size = reduce_bytes(place.workload) * share.trained.parameters
-    reduce = Collective("reduce_scatter", ring, size / layers, layers)
+    reduce = Collectives("reduce_scatter", ring, size / layers, layers)
     slowed = place.efficiency[place.workload.cost.overlap]
     steps = layout.gradient_accumulation
     again = gather.seconds / (gather.seconds + reduce.seconds)
@@ -269,10 +269,10 @@ def _replicated(
     if layout.zero_stage == 0:
         kind = "all_reduce"
     else:
-        weights = Collective("all_gather", ring, place.width * share.trained.parameters)
+        weights = Collectives("all_gather", ring, place.width * share.trained.parameters)
         beside = workload.reduce_overlap and workload.cost.gathers_beside_forward
         gathers["update"] = Overlapped((weights,), forward_s * beside, slowed * beside)
-    reduce = Collective(kind, ring, reduce_bytes(workload) * share.trained.parameters)
+    reduce = Collectives(kind, ring, reduce_bytes(workload) * share.trained.parameters)
     beside = workload.reduce_overlap
     backward = Overlapped((reduce,), backward_s * beside, slowed * beside, times)
     return DataTraffic(gathers, {"backward": backward})
