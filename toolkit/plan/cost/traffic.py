@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
-from toolkit.plan.cost.collectives import Collectives, CollectiveKind, Group, Network
+from toolkit.plan.cost.collectives import CollectiveKind, Collectives, Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Slice
