@@ -401,5 +401,6 @@ def moving_parts(one: Candidate) -> int:
         + (layout.hpz > 1)
         + sum(place != "none" for place in places)
         + (layout.recompute != "none")
+        + isinstance(layout.recompute, int)
         + (layout.loss != "whole")
     )
