@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.making import intent, recipe
+from tests.plan.making import MIXTRAL, intent, on, recipe
 from toolkit.backend import Pair
 from toolkit.intake.checks import broken_rules
 from toolkit.plan.rules.legality import (
@@ -16,6 +16,7 @@ from toolkit.plan.rules.legality import (
     table,
     zero_stages,
 )
+from toolkit.plan.search import search
 from toolkit.recipe.describe import accepts, choices
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection, ZeroSection
 
@@ -214,6 +215,17 @@ def test_some_recomputed_layers() -> None:
     assert (problem.key, problem.found) == ("parallel.recompute", "2")
     assert "full" in problem.fix
     assert not [*broken_rules(recipe(parallel__recompute=1))]
+
+
+def test_experts_of_megatron_core_are_recomputed_in_all_layers() -> None:
+    """In others, their routers would get no mask, and would not be balanced."""
+    asked = {"model__config": MIXTRAL, "parallel__recompute": 1}
+    (problem,) = broken_rules(recipe(**asked, parallel__model="megatron"))
+    assert problem.key == "parallel.recompute" and "to full" in problem.fix
+    assert not [*broken_rules(recipe(**asked))]
+    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain"))
+    some = {one.pair.model for one in chosen.fitting if isinstance(one.layout.recompute, int)}
+    assert some == {"hf"}
 
 
 def test_precisions() -> None:

@@ -27,7 +27,7 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.rules.models import PlanRequest, can_recompute_some
 from toolkit.plan.space import (
     Fallback,
     PartialLayout,
@@ -258,7 +258,8 @@ def _recomputing_some(
     recomputed layers as leave one, or else as fit."""
     ways = {way for way, _ in partial.recomputes}
     chunks = stage_layers(partial.workload.spec.layers, fits.layout.pp, fits.layout.vpp)
-    if not {"none", "full"} <= ways or max(chunks) == 1:
+    able = can_recompute_some(partial.workload.spec, partial.pair)
+    if not able or not {"none", "full"} <= ways or max(chunks) == 1:
         return
     full, size = fits.layout.recompute == "full", fits.layout.micro_batch
     if not full and room(fits, cluster) == "fits":
