@@ -209,7 +209,8 @@ def test_memory(recompute: Any) -> None:
 def test_the_first_layers_are_recomputed() -> None:
     """Each saves what a layer keeps, less its input."""
     none, one, two, full = (saved_bytes(3, "none", way) for way in ("none", 1, 2, "full"))
-    assert none - one == one - two == two - full > 0
+    assert 0 < none - one == pytest.approx(one - two, rel=0.05)
+    assert one - two == pytest.approx(two - full, rel=0.05)
 
 
 # Where it is compiled
