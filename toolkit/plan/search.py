@@ -200,7 +200,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
         tuple(ranked(fitting, cluster)),
         tuple(too_large),
         len(fitting) + rejected.total(),
-        rejected,
+        +rejected,
     )
 
 
@@ -245,6 +245,7 @@ def _fill(
             rejected[UNNEEDED] += unneeded
         fitting.append(_timed(partial, candidate, cluster, known))
         for one in _recomputing_some(partial, candidate, cluster, known):
+            rejected[UNNEEDED] -= isinstance(one.layout.recompute, str)  # now it is needed
             fitting.append(_timed(partial, one, cluster, known))
 
 
