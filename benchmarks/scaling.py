@@ -16,7 +16,7 @@ import document  # next to this script
 from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout
+from toolkit.layout import Layout, recompute_text
 from toolkit.plan.rules import fusing
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
@@ -129,7 +129,7 @@ def short(one: Candidate) -> str:
             words.append(f"{name}{degree}")
     words.append(f"zero{layout.zero_stage}")
     text = f"{' '.join(words)}, micro batch {layout.micro_batch}"
-    return text if layout.recompute == "none" else f"{text}, recompute {layout.recompute}"
+    return text if layout.recompute == "none" else f"{text}, recompute {recompute_text(layout)}"
 
 
 # Scaling

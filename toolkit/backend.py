@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from toolkit.layout import Placement, Recompute
+from toolkit.layout import Placement, RecomputeWay
 from toolkit.registry import Registry
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Support:
     """Whether it supports communication without overlap (`parallel.overlap: none`)."""
     only_when_asked: bool = False
     """Whether `engine: auto` excludes it."""
-    recompute: tuple[Recompute, ...] = ("none", "full")
+    recompute: tuple[RecomputeWay, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
     """What it computes in, where the device can."""

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Placement = Literal["none", "cpu", "nvme"]
-Recompute = Literal["none", "selective", "full"]
+RecomputeWay = Literal["none", "selective", "full"]
+Recompute = RecomputeWay | int
+"""Of each layer nothing, attention, or everything; or everything of the first so many layers of
+each pipeline chunk, of the model where there is no pipeline."""
 LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash", "eager"]
 CompiledParts = Literal["none", "layers"]
@@ -125,13 +128,27 @@ def degrees_text(engine: str, model: str, layout: Layout) -> str:
 def layout_text(engine: str, model: str, layout: Layout) -> str:
     """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
-    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
+    recompute = "" if layout.recompute == "none" else f", {recompute_text(layout)} recompute"
     loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
     compiled = "" if layout.compile == "none" else f", compiled {layout.compile}"
     fused = "" if layout.fused == "none" else f", fused by {layout.fused}"
     grouped = ", grouped experts" if layout.experts == "grouped" else ""
     kernels = f"{loss}{compiled}{fused}{grouped}"
     return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{kernels}"
+
+
+def recompute_text(layout: Layout) -> str:
+    """`full`, `12 layers`, or with a pipeline `1 layer per chunk`."""
+    if isinstance(way := layout.recompute, str):
+        return way
+    return f"{way} layer{'s' * (way > 1)}{' per chunk' * (layout.pp > 1)}"
+
+
+def recomputed_layers(recompute: Recompute, layers: int) -> int:
+    """How many layers of a chunk are recomputed as a whole: the first ones."""
+    if isinstance(recompute, int):
+        return min(recompute, layers)
+    return layers if recompute == "full" else 0
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

@@ -200,6 +200,18 @@ def test_logits_of_a_script_must_fit() -> None:
     assert render(in_scripts(recipe), plan)
 
 
+def test_scripts_recompute_all_layers_or_none() -> None:
+    settings = ["training.micro_batch_size=4", "parallel.engine=deepspeed", "parallel.model=hf"]
+    settings += ["parallel.zero.stage=3", "cluster.nodes=1"]
+    recipe = load_recipe(ROOT / "recipes/llama/llama-3.1-8b-pretrain.yaml", settings)
+    some = plan_recipe(in_scripts(recipe.with_values({"kernels.loss": "whole"})))
+    assert some.layout.recompute == "full"
+    stated = recipe.with_values({"parallel.recompute": 8})
+    with pytest.raises(PlanError, match="recomputes 8 layers, Accelerate's") as told:
+        render(in_scripts(stated), plan_recipe(in_scripts(stated)))
+    assert "--set parallel.recompute=full" in told.value.fix
+
+
 @pytest.mark.parametrize("name", COMMON)
 def test_the_common_files_are_current_and_read(name: str, tmp_path: Path) -> None:
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import log, sqrt
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,33 @@ def test_degrees_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  - pipeline 16: asked for; 1 + 62 × 2 + 1 layers\n" in out
 
 
+_UNITS = {
+    "B": 1, "MiB": 2**20, "GiB": 2**30, "s": 1, "ms": 1e-3, "µs": 1e-6, "GB/s": 1e9,
+    "TFLOP/s": 1e12,
+}  # fmt: skip
+
+
+def _printed(text: str) -> tuple[str, float]:
+    """A symbol's name and its value, in bytes or seconds if it has a unit."""
+    name, number, *unit = text.split()
+    return name, float(number.replace(",", "")) * _UNITS["".join(unit) or "B"]
+
+
 def test_explain_lists_every_alternative(capsys: pytest.CaptureFixture[str]) -> None:
     brief = shown(capsys, LLAMA_70B, *EIGHT_NODES).split("\n\n")[4]
-    full = shown(capsys, LLAMA_70B, *EIGHT_NODES, "--explain").split("\n\n")[4]
+    whole = shown(capsys, LLAMA_70B, *EIGHT_NODES, "--explain")
+    full = whole.split("\n\n")[4]
     assert len(full.splitlines()) > 2 * len(brief.splitlines())
     ((degree, listed),) = re.findall(r"- tensor (\d+): auto\n((?:      .*\n)+)", full)
     alternatives = listed.splitlines()
     assert {int(line.split()[1]) for line in alternatives} == {1, 2, 4, 8} - {int(degree)}
     assert all(re.search("slower|needs|faster|as fast", line) for line in alternatives)
+    formulas = re.findall(r"\w (\S+ \S+) = (.+)\n +(\w.+)\n", whole)
+    for shown_value, formula, symbols in formulas:
+        values = dict(map(_printed, symbols.split(", ")))
+        value = eval(formula.replace("·", "*"), {"max": max, "sqrt": sqrt, "log": log}, values)
+        assert value == pytest.approx(_printed(f"it {shown_value}")[1], rel=0.02), formula
+    assert len(formulas) > 25
 
 
 def test_explain_says_what_a_fixed_setting_costs(capsys: pytest.CaptureFixture[str]) -> None:

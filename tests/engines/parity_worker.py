@@ -62,7 +62,7 @@ class Case:
     stage: int | str = "auto"
     offload: str = "none"
     precision: str = "fp32"
-    recompute: str = "none"
+    recompute: str | int = "none"
     nvme_path: str | None = None
     steps: int = STEPS
     wide: bool = False
@@ -111,7 +111,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
+        parts = [self.engine, f"zero{self.stage}", self.offload, str(self.recompute)]
         settings = self.parallel | self.zero
         parts += [f"{key}{value}" for key, value in settings.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]

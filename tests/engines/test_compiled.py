@@ -21,6 +21,7 @@ from tests.models.configs import CONFIGS
 from toolkit import compilers
 from toolkit.batch import MicroBatch
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.layout import Recompute
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
@@ -172,12 +173,11 @@ def test_no_layers() -> None:
         compiled.compile_layers(nn.Linear(2, 2), "layers")
 
 
-def saved_bytes(layers: int, parts: Any, recompute: str) -> int:
+def saved_bytes(layers: int, parts: Any, recompute: Recompute) -> int:
     """What a model of so many layers keeps for the backward pass, besides its weights."""
     model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
     compiled.compile_layers(model.train(), parts)
-    if recompute == "full":
-        hf.enable_recompute(model)
+    hf.enable_recompute(model, recompute)
     own = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -208,6 +208,13 @@ def test_memory(recompute: Any) -> None:
         planned = layer_activations(workload, 1, 1, False, 1, recompute).stored.total
         kept = (saved_bytes(3, parts, recompute) - saved_bytes(1, parts, recompute)) / 2
         assert kept == pytest.approx(planned, rel=0.02), parts
+
+
+def test_the_first_layers_are_recomputed() -> None:
+    """Each saves what a layer keeps, less its input."""
+    none, one, two, full = (saved_bytes(3, "none", way) for way in ("none", 1, 2, "full"))
+    assert 0 < none - one == pytest.approx(one - two, rel=0.05)
+    assert one - two == pytest.approx(two - full, rel=0.05)
 
 
 # Where it is compiled

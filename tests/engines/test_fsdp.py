@@ -60,8 +60,13 @@ def test_the_words_are_those_of_the_installed_torch() -> None:
 def test_every_familys_layers_are_found(family: str) -> None:
     """Without them the whole model would be gathered as one."""
     config = AutoConfig.for_model(family, num_hidden_layers=3)
-    layers = hf.decoder_layers(hf.meta_model(config))
+    model = hf.meta_model(config)
+    layers = hf.decoder_layers(model)
     assert len(layers) == 3
+    for recompute, count in (("none", 0), (2, 2), ("full", 3)):
+        hf.enable_recompute(model, recompute)  # type: ignore[arg-type]
+        recomputed = [layer.gradient_checkpointing for layer in layers]
+        assert recomputed == [True] * count + [False] * (3 - count)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ PAIRS = [
     *(Case("fsdp", 4, stage=stage) for stage in (1, 2, 3)),
     Case("fsdp", 2, stage=3, recompute="full"),
     Case("fsdp", 2, stage=3, offload="cpu"),
-    Case("ddp", 2, recompute="full"),
+    Case("ddp", 2, recompute=1),
     Case("deepspeed", 2, stage=3, recompute="full"),
 ]
 OFFLOADED = [
@@ -44,7 +44,7 @@ WEIGHTED = [
         Case("deepspeed", 4, stage=0),
         Case("deepspeed", 2, stage=3),
         Case("fsdp", 1, stage=3),
-        megatron(tensor=2, sequence=False, recompute="full"),
+        megatron(tensor=2, sequence=False, recompute=3),
         megatron(pipeline=2, virtual_pipeline=2),
         megatron(4, stage=1),
         zero(1),

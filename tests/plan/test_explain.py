@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, RECIPES, found, llama_8b, on, recipe, tiny
+from tests.plan.test_derivation import check
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import SETTINGS, Layout
+from toolkit.plan.estimate import estimate
 from toolkit.plan.explain import NAMES, SHOWN, Decision, choice, decision, decisions, what_if
 from toolkit.plan.planner import Plan, explore, placed_on, plan_of, plan_recipe, settled
+from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import MARGIN, Search, equally_fast, room, search
 from toolkit.recipe.schema import KernelsSection, Recipe
@@ -130,6 +133,8 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
                 checked += 1
                 decided_by.add(field)
                 break
+        job, best = chosen.job, chosen.best
+        check(estimate(Setup(job.workload(best.pair), best.layout, chosen.cluster)))
         one = next(what_if(chosen, source.sample(sorted(NAMES), len(NAMES))), None)
         if one is not None:
             answer = asked(wanted, chosen, {one.setting: one.value})

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.plan.making import intent
+from tests.plan.making import MIXTRAL, intent, on, recipe
 from toolkit.backend import Pair
+from toolkit.intake.checks import broken_rules
 from toolkit.plan.rules.legality import (
     DEGREES,
     data_parallel,
@@ -15,6 +16,7 @@ from toolkit.plan.rules.legality import (
     table,
     zero_stages,
 )
+from toolkit.plan.search import search
 from toolkit.recipe.describe import accepts, choices
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection, ZeroSection
 
@@ -205,6 +207,27 @@ def test_selective_recompute_is_megatrons() -> None:
     assert {pair.model for pair in pairs(intent(recompute="selective"))} == {"megatron"}
 
 
+def test_some_recomputed_layers() -> None:
+    """Every engine that recomputes layers recomputes some; all of them is `full`."""
+    assert not problems(intent(model="hf", recompute=2), EIGHT)
+    assert pairs(intent(recompute=2)) == pairs(intent(recompute="full"))
+    (problem,) = broken_rules(recipe(parallel__recompute=2))
+    assert (problem.key, problem.found) == ("parallel.recompute", "2")
+    assert "full" in problem.fix
+    assert not [*broken_rules(recipe(parallel__recompute=1))]
+
+
+def test_experts_of_megatron_core_are_recomputed_in_all_layers() -> None:
+    """In others, their routers would get no mask, and would not be balanced."""
+    asked = {"model__config": MIXTRAL, "parallel__recompute": 1}
+    (problem,) = broken_rules(recipe(**asked, parallel__model="megatron"))
+    assert problem.key == "parallel.recompute" and "to full" in problem.fix
+    assert not [*broken_rules(recipe(**asked))]
+    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain"))
+    some = {one.pair.model for one in chosen.fitting if isinstance(one.layout.recompute, int)}
+    assert some == {"hf"}
+
+
 def test_precisions() -> None:
     illegal = intent(engine="fsdp", model="megatron")
     for parallel in (intent(), intent(engine="ddp"), intent(tensor=2), illegal):
@@ -232,8 +255,8 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
         for name, info in ParallelSection.model_fields.items()
         if accepts(info.annotation, int) and not accepts(info.annotation, bool)
     }
-    assert numbers == {*DEGREES, "replicate"}
-    assert all(any(getattr(one, name) > 1 for one in able) for name in numbers)
+    assert numbers == {*DEGREES, "replicate", "recompute"}
+    assert all(any(getattr(one, name) > 1 for one in able) for name in numbers - {"recompute"})
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,20 @@ def test_the_layer_that_is_recomputed_is_whole_again() -> None:
     assert none.workspace == 2 * 4 * 32 * (2 * 64 + 3 * 128)
 
 
+def test_some_recomputed_layers() -> None:
+    """Those keep their input, the others everything; the layer that is recomputed last has
+    more room than it needs, unless there is no other one in its chunk."""
+    train = workload(replace(UNTIED, layers=12))
+    layout = Layout(pp=2, vpp=2, gradient_accumulation=2)
+    none, two, three, full = (
+        stage_memory(train, replace(layout, recompute=way), 0) for way in ("none", 2, 3, "full")
+    )
+    assert three == full
+    saved = (none.activations - two.activations) / (none.activations - full.activations)
+    assert saved == pytest.approx(2 / 3)
+    assert two.workspace == none.workspace < full.workspace
+
+
 def test_experts_keep_the_tokens_they_are_sent() -> None:
     """Per token: 2 experts with input, output and three inner tensors, and 4 fp32 scores."""
     train = workload(MIXTRAL)
@@ -485,7 +499,7 @@ LAYOUTS = st.builds(
     cp=st.sampled_from([1, 2]),
     sequence_parallel=st.booleans(),
     zero_stage=st.sampled_from([0, 1, 2, 3]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute=st.sampled_from(["none", "selective", "full", 1, 2]),
     micro_batch=st.integers(1, 8),
     gradient_accumulation=st.integers(1, 32),
 )

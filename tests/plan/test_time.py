@@ -199,6 +199,17 @@ def test_the_parts_add_up() -> None:
     assert found.tokens_per_s_per_gpu == pytest.approx(found.tokens / found.total_s / 64)
 
 
+def test_some_recomputed_layers_take_their_share() -> None:
+    none, some, full = (
+        step_time(MODERN, Layout(dp=8, zero_stage=3, recompute=way), H100)
+        for way in ("none", 8, "full")  # type: ignore[arg-type]
+    )
+    share = 8 / MODERN.spec.layers
+    assert some.compute["recompute"] == pytest.approx(share * full.compute["recompute"])
+    repeated = [one.hfu_causal / one.mfu_causal - 1 for one in (none, some, full)]
+    assert repeated == pytest.approx([0, share * repeated[2], repeated[2]])
+
+
 def test_the_bubble_is_that_of_the_schedule() -> None:
     # Equal stages: (p - 1)/m of the ideal time, (p - 1)/(v·m) interleaved (Narayanan et al.
     # 2021, section 2.2). The vocabulary is small, so that stages are nearly equal.

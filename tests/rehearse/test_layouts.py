@@ -56,6 +56,8 @@ def test_own_layout_of_its_own_comes_first_as_recipe(recipe: Recipe) -> None:
     assert found[0].name == "recipe"
     assert found[0].note == ""
     assert len(found) == len(STANDARD) + 1
+    some = candidates(recipe, planned(recipe, tp=2, recompute=6), 4)[0]
+    assert some.parallel.recompute == 1, "its model has fewer layers"
 
 
 @pytest.mark.parametrize(

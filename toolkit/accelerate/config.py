@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
-from toolkit.plan.planner import Plan
+from toolkit.layout import recompute_text
+from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -123,7 +124,11 @@ def in_scripts(recipe: Recipe) -> Recipe:
     changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
     if recipe.parallel.replicate == "auto":
         changed["parallel.replicate"] = 1
-    return recipe.with_values(changed)
+    found = recipe.with_values(changed)
+    is_open = recipe.parallel.recompute == "auto"
+    if is_open and isinstance(plan_recipe(found).layout.recompute, int):
+        return found.with_values({"parallel.recompute": "full"})  # all layers, or none
+    return found
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
@@ -136,6 +141,12 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         raise PlanError(
             f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",
             fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
+        )
+    if isinstance(plan.layout.recompute, int):
+        raise PlanError(
+            f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "
+            "layers or none",
+            fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
         )
     if plan.model == "hf" and words is not None:
         return words

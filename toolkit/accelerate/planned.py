@@ -76,7 +76,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                     "transformers model that could",
                     fix="--set parallel.recompute=none",
                 )
-            hf.enable_recompute(inner)
+            hf.enable_recompute(inner, self.plan.layout.recompute)
 
     def _check(self, model: nn.Module) -> None:
         """Raises RunFailed unless `model` is wrapped as planned."""

@@ -14,8 +14,8 @@ BAR_WIDTH = 24
 """Characters of a full bar."""
 COLOURS: Mapping[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """Of what is said about a layout's memory."""
-_INDENT = Text("      ")
-"""Before what a terminal has no room for on the first line."""
+_HANGING = 6
+"""Least indent of what a terminal has no room for on the first line."""
 
 
 def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
@@ -65,8 +65,10 @@ def show(console: Console, lines: Iterable[str | Text]) -> None:
         if not console.is_terminal or text.cell_len < console.width:
             console.print(text, soft_wrap=True)
             continue
-        first, *others = text.wrap(console, console.width - len(_INDENT))
-        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)
+        own = len(text.plain) - len(text.plain.lstrip())
+        indent = Text(" " * max(own, _HANGING))
+        first, *others = text.wrap(console, console.width - len(indent))
+        console.print(first, *(indent + other for other in others), sep="\n", soft_wrap=True)
 
 
 @contextmanager

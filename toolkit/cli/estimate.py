@@ -13,6 +13,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import (
     Estimate,
@@ -100,7 +101,7 @@ def _print(name: str, plan: Plan, found: Estimate) -> None:
     console.print(Text.assemble((name, "bold"), f"  {plan.engine}, {plan.model}"))
     degrees = ("dp", "tp", "pp", "vpp", "cp", "ep")
     split = " · ".join(f"{key} {getattr(layout, key):,}" for key in degrees)
-    console.print(f"  {split} · zero {layout.zero_stage} · recompute {layout.recompute}")
+    console.print(f"  {split} · zero {layout.zero_stage} · recompute {recompute_text(layout)}")
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
     console.print(f"  {batch} = {layout.global_batch:,} samples\n")
     for line in memory_lines(found):

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
-from toolkit.cli import plan_goodput, plan_tables
+from toolkit.cli import plan_formulas, plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
@@ -22,8 +22,9 @@ from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
+from toolkit.plan.estimate import Estimate, derivations, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
@@ -216,6 +217,7 @@ def _machine_output(
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
+        output["derivations"] = asdict(derivations(_estimate(found, found.best)))
     if assumed is not None:
         output["goodput"] = plan_goodput.machine_output(planned.job, assumed)
     return output
@@ -256,6 +258,8 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     show(console, ["", *_time_lines(planned, by_part)])
     show(console, ["", *_runner_up_lines(found, top)])
     show(console, ["", *(_explained(found) if explain else _reasons(plan))])
+    if explain:
+        show(console, ["", *plan_formulas.lines(derivations(by_part))])
     show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
     if assumed is not None:
         show(console, ["", *plan_goodput.lines(planned.job, assumed)])
@@ -285,7 +289,7 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
         f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
         f"{layout.dp:,} dp = {layout.global_batch:,} samples",
     )
-    yield "recompute", layout.recompute
+    yield "recompute", recompute_text(layout)
     if layout.loss != "whole":
         yield "loss", layout.loss
     if layout.compile != "none":

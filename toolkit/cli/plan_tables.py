@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout
+from toolkit.layout import Layout, recompute_text
 from toolkit.plan.explain import what_if
 from toolkit.plan.planner import Plan
 from toolkit.plan.search import Candidate, Search, room
@@ -87,7 +87,7 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
                 "/".join(one.pair),
                 *map(str, degrees),
                 f"{layout.zero_stage}{_offloaded(layout)}",
-                layout.recompute,
+                str(layout.recompute),
                 str(layout.micro_batch),
                 f"{one.memory_gib:.1f}{_tight(found, one)}",
                 seconds(time),
@@ -159,7 +159,7 @@ def _short(plan: Plan) -> Iterator[str]:
             yield f"{name}{degree}"
     yield f"z{layout.zero_stage}{_offloaded(layout)}"
     if layout.recompute != "none":
-        yield layout.recompute
+        yield recompute_text(layout).replace(" ", "-")
 
 
 def _offloaded(layout: Layout) -> str:

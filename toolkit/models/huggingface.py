@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
-from toolkit.layout import LossKernel, loss_chunks
+from toolkit.layout import LossKernel, Recompute, loss_chunks, recomputed_layers
 from toolkit.models import cuda_kernels
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
@@ -342,9 +342,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def enable_recompute(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer's activations in the backward pass."""
+def enable_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
+    """Recompute decoder layers' activations in the backward pass, one layer at a time."""
+    if recompute == "none":
+        return
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = decoder_layers(model)
+    for layer in layers[recomputed_layers(recompute, len(layers)) :]:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 @contextmanager

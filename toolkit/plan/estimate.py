@@ -11,10 +11,13 @@ from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.plan.cost.derivation import Derivation
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import Memory, stage_memory
+from toolkit.plan.cost.memory_derivation import memory_derivations
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.cost.time import StepTime, step_time
+from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
+from toolkit.plan.cost.time_derivation import time_derivations, utilization
 from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
@@ -67,6 +70,27 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     place = place.limited(where.memory_fraction)
     workload = job.workload(Pair(plan.engine, plan.model))
     return estimate(Setup(workload, plan.layout, place))
+
+
+@dataclass(frozen=True)
+class Derivations:
+    """How the numbers of an estimate are computed, by part."""
+
+    memory: Mapping[str, Derivation]
+    time: Mapping[str, Derivation]
+    mfu: Derivation | None
+
+
+def derivations(found: Estimate) -> Derivations:
+    """Of every part that is not zero."""
+    workload, layout, cluster = found.setup.workload, found.setup.layout, found.setup.cluster
+    memory = memory_derivations(workload, layout, found.memory)
+    time = time_derivations(busiest_stage(workload, layout, cluster), found.time)
+    return Derivations(
+        {part: one for part, one in memory.items() if one.value},
+        {part: one for part, one in time.items() if one.value},
+        utilization(found.time),
+    )
 
 
 def machine_output(found: Estimate) -> dict[str, Any]:

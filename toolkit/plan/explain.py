@@ -93,8 +93,8 @@ def what_if(found: Search, fields: Iterable[str] = NAMES) -> Iterator[WhatIf]:
             continue
         chosen = getattr(found.best.layout, field)
         seen = _best_by(found, attrgetter(f"layout.{field}"))
-        others = sorted({*seen, *_further(found, field)} - {chosen})
-        if isinstance(chosen, int):
+        others = _others(found, field, seen)
+        if isinstance(chosen, int) and field != "recompute":
             lower = [one for one in others if one < chosen]
             others = lower[-1:] + others[len(lower) :][:1]
         for value in others:
@@ -252,9 +252,9 @@ def decision(found: Search, field: str, most: int | None) -> Decision:
     if _asked(found.job, field) != "auto":
         return Decision(_named(field, chosen), f"asked for{_note(found, field)}", ())
     seen = _best_by(found, lambda one: getattr(one.layout, field), found.best.pair)
-    values = sorted(
-        {*seen, *_further(found, field)} - {chosen}, key=lambda one: _distance(one, chosen)
-    )
+    values = _others(found, field, seen)
+    if field != "recompute":
+        values.sort(key=lambda one: _distance(one, chosen))
     costs = (cost for value in values if (cost := _cost(found, field, value)))
     why = f"{_auto(found)}{_note(found, field)}"
     return Decision(_named(field, chosen), why, tuple(islice(costs, most)))
@@ -271,6 +271,13 @@ def _cost(found: Search, field: str, value: Any) -> str:
         return f"{name} needs at least {_need(found, best)}"
     text = _compared(found, field, name, best, only)
     return f"{text} ({why})" if (why := _untried(found, best)) else text
+
+
+def _others(found: Search, field: str, seen: Iterable[Any]) -> list[Any]:
+    """Other values of a decision, ascending. Of recompute no numbers of layers: each layout has
+    its own."""
+    values = {*seen, *_further(found, field)} - {getattr(found.best.layout, field)}
+    return sorted(one for one in values if field != "recompute" or isinstance(one, str))
 
 
 def _untried(found: Search, other: Candidate) -> str:
@@ -415,6 +422,8 @@ def described(one: Candidate) -> str:
 def _named(field: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"{NAMES[field]} {str(value).lower()}"
+    if field == "recompute" and isinstance(value, int):
+        return f"{NAMES[field]} {value} layer{'s' * (value > 1)}"
     return f"{NAMES[field]} {value}"
 
 
@@ -448,6 +457,10 @@ def _note(found: Search, field: str) -> str:
         return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
     if field == "pp" and layout.pp > 1:
         return f"; {_counted(stage_layers(job.spec.layers, layout.pp, layout.vpp))} layers"
+    if field == "recompute" and isinstance(layout.recompute, int):
+        sizes = stage_layers(job.spec.layers, layout.pp, layout.vpp)
+        whole = "each pipeline chunk" if layout.pp > 1 else "the model"
+        return f"; of the {max(sizes)} of {whole}"
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":

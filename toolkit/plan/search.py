@@ -1,12 +1,14 @@
 """The planner's search: every possible layout, which of them fit, and the fastest first.
 
 Exhaustive, with two shortcuts that exclude no optimum. A layout with recompute is slower than
-the same layout without, so each one recomputes only as much as needed to fit: logits before
-layers. And memory grows with the micro batch, so once a size does not fit, no larger one does.
+the same layout without, so each one recomputes only as much as needed to fit, or to leave a
+margin: logits before layers. And memory grows with the micro batch, so once a size does not
+fit, no larger one does.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -14,7 +16,7 @@ from typing import Literal, NamedTuple
 from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, LinkKind
-from toolkit.layout import Layout, LossKernel, Recompute
+from toolkit.layout import Layout, LossKernel, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
     Memory,
     building_gib,
@@ -25,7 +27,7 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.rules.models import PlanRequest, can_recompute_some
 from toolkit.plan.space import (
     Fallback,
     PartialLayout,
@@ -198,7 +200,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
         tuple(ranked(fitting, cluster)),
         tuple(too_large),
         len(fitting) + rejected.total(),
-        rejected,
+        +rejected,
     )
 
 
@@ -242,6 +244,42 @@ def _fill(
         if unneeded := len(ways) - least - 1:
             rejected[UNNEEDED] += unneeded
         fitting.append(_timed(partial, candidate, cluster, known))
+        for one in _recomputing_some(partial, candidate, cluster, known):
+            rejected[UNNEEDED] -= isinstance(one.layout.recompute, str)  # now it is needed
+            fitting.append(_timed(partial, one, cluster, known))
+
+
+def _recomputing_some(
+    partial: PartialLayout,
+    fits: Candidate,
+    cluster: Cluster,
+    known: dict[Layout, Candidate],
+) -> Iterator[Candidate]:
+    """Where a layout recomputes all layers, or leaves no margin of memory: the same with as few
+    recomputed layers as leave one, or else as fit."""
+    ways = {way for way, _ in partial.recomputes}
+    chunks = stage_layers(partial.workload.spec.layers, fits.layout.pp, fits.layout.vpp)
+    able = can_recompute_some(partial.workload.spec, partial.pair)
+    if not able or not {"none", "full"} <= ways or max(chunks) == 1:
+        return
+    full, size = fits.layout.recompute == "full", fits.layout.micro_batch
+    if not full and room(fits, cluster) == "fits":
+        return
+    counts: list[Recompute] = ["none", *range(1, max(chunks))]
+    for loss in dict.fromkeys(loss for _, loss in partial.recomputes):
+        for enough in ("fits", "tight") if full else ("fits",):
+
+            def is_enough(
+                count: Recompute, loss: LossKernel = loss, enough: str = enough
+            ) -> bool:
+                one = _measured(partial, size, (count, loss), cluster, known)
+                return room(one, cluster) in ("fits", enough)
+
+            # Memory shrinks with every recomputed layer.
+            index = bisect_left(counts, True, key=is_enough)
+            if index < len(counts):
+                yield _measured(partial, size, (counts[index], loss), cluster, known)
+                break
 
 
 def _measured(
@@ -365,5 +403,6 @@ def moving_parts(one: Candidate) -> int:
         + (layout.hpz > 1)
         + sum(place != "none" for place in places)
         + (layout.recompute != "none")
+        + isinstance(layout.recompute, int)
         + (layout.loss != "whole")
     )

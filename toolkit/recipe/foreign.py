@@ -89,8 +89,9 @@ _NAMES = {
     Foreign("parallel.zero.offload_optimizer"): "offload_optimizer_device",
     Foreign("parallel.zero.offload_parameters"): "offload_param offload_param_device",
     Foreign("parallel.zero.offload_optimizer", "`cpu`"): "cpu_offload",
-    Foreign("parallel.recompute", "one of none, selective, full, auto"):
-        "gradient_checkpointing activation_checkpoint recompute_granularity",
+    Foreign("parallel.recompute", "one of none, selective, full, auto, or a number of layers"):
+        "gradient_checkpointing activation_checkpoint recompute_granularity "
+        "recompute_num_layers",
     Foreign("cluster.nodes"): "num_nodes nnodes",
     Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
     # adapters

@@ -759,8 +759,9 @@ class ParallelSection(Section):
     """`auto`: communication overlaps with computation. `none`, with engine `megatron`:
     gradients are reduced after the backward pass, ZeRO 1's weights gathered after the update,
     and an interleaved pipeline waits for every message."""
-    recompute: Literal["none", "selective", "full"] | Auto = "auto"
-    """Activation recompute (checkpointing): none, attention only, or whole layers."""
+    recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
+    """Activation recompute (checkpointing): none, attention only, or whole layers; a number: so
+    many layers, the first ones of the model or, with a pipeline, of each of its chunks."""
 
 
 class GpuSection(Section):

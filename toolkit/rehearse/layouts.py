@@ -167,7 +167,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         hpz=2 if layout.hpz > 1 and small["dp"] == 4 else 1,
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,
-        recompute=layout.recompute,
+        recompute=1 if isinstance(layout.recompute, int) else layout.recompute,
         loss=layout.loss,
         compile=layout.compile,
         fused=layout.fused,

@@ -62,8 +62,7 @@ class DdpEngine(DataParallelEngine):
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
         setup.settle_kernels(self.model)
-        if setup.layout.recompute == "full":
-            hf.enable_recompute(self.model)
+        hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()
         self.parameters = list(self.model.parameters())
         self.balance = Balance.of_transformers(setup, self.model)

@@ -115,8 +115,7 @@ class TransformersModel:
         model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
-        if setup.layout.recompute == "full":
-            hf.enable_recompute(model)
+        hf.enable_recompute(model, setup.layout.recompute)
         self.module = model
         self.balance = Balance.of_transformers(setup, model)
 

@@ -59,8 +59,7 @@ class FsdpEngine(DataParallelEngine):
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
         """Kept: while weights are gathered, the model's own parameters are others."""
         self._fill()
-        if setup.layout.recompute == "full":
-            hf.enable_recompute(self.model)
+        hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()
         self.replica = self.model
         self.optimizer = self.new_optimizer(self.model)

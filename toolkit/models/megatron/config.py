@@ -84,8 +84,9 @@ def _recompute_arguments(layout: Layout) -> dict[str, Any]:
         return {}
     if layout.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    some = isinstance(layout.recompute, int)
     return {
         "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
+        "recompute_method": "block" if some else "uniform",
+        "recompute_num_layers": layout.recompute if some else 1,
     }

@@ -57,8 +57,17 @@ class Activations:
     """What a rank keeps per layer, and what it also needs during one layer's backward pass."""
 
     stored: LayerActivations
-    workspace: float
-    """Bytes of the recomputed activations and of the gradients of one layer."""
+    whole: float
+    """Bytes of a layer that is not recomputed."""
+    again: float
+    """Bytes of the recomputed activations of one layer."""
+    gradients: float
+    """Bytes of the gradients of one layer."""
+
+    @property
+    def workspace(self) -> float:
+        """Both."""
+        return self.again + self.gradients
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def layer_activations(
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
-    return Activations(stored, again + _gradients(workload, sizes, whole))
+    return Activations(stored, whole.total, again, _gradients(workload, sizes, whole))
 
 
 def _least(

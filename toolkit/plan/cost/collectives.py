@@ -7,9 +7,12 @@ Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps t
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.cost.efficiency import Efficiency
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,25 @@ class Group:
         rate = self.size / self.islands * self.far_bytes_per_s
         return min(rate, self.near_bytes_per_s) if self.size > self.islands else rate
 
+    @property
+    def ring_latency_s(self) -> float:
+        """Of the steps of a ring."""
+        near = (self.size - self.islands) * self.near_latency_s
+        return near + (self.islands - 1) * self.far_latency_s
+
+    @property
+    def tree_latency_s(self) -> float:
+        """Of the way up a tree of islands, each of which is a chain."""
+        chain = (self.size // self.islands - 1) * self.near_latency_s
+        return (self.islands - 1).bit_length() * self.far_latency_s + chain
+
     def all_gather_s(self, total_bytes: float) -> float:
         """Every member ends up with `total_bytes`, of which it had 1/size."""
         if self.size == 1:
             return 0.0
-        near = (self.size - self.islands) * self.near_latency_s
-        far = (self.islands - 1) * self.far_latency_s
-        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s + near + far
+        return (
+            total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.ring_latency_s
+        )
 
     def reduce_scatter_s(self, total_bytes: float) -> float:
         """Every member ends up with the sum of 1/size of `total_bytes`: an all-gather back."""
@@ -54,11 +69,9 @@ class Group:
         """A ring, or a tree if latency dominates."""
         if self.size == 1:
             return 0.0
-        ring = 2 * self.all_gather_s(total_bytes)
-        depth = (self.islands - 1).bit_length() * self.far_latency_s
-        chain = (self.size // self.islands - 1) * self.near_latency_s
-        tree = 2 * (total_bytes / self.bytes_per_s + depth + chain)
-        return min(ring, tree)
+        return 2 * min(
+            self.all_gather_s(total_bytes), total_bytes / self.bytes_per_s + self.tree_latency_s
+        )
 
     def all_to_all_s(self, total_bytes: float) -> float:
         """Every member sends an equal part of `total_bytes` to each member."""
@@ -69,6 +82,22 @@ class Group:
         far = total_bytes * away / self.far_bytes_per_s
         latency = self.far_latency_s if self.islands > 1 else self.near_latency_s
         return max(near, far) + latency
+
+
+class Collectives(NamedTuple):
+    """The same collective `times` times."""
+
+    kind: CollectiveKind
+    group: Group
+    nbytes: float
+    """Of the whole tensor, each time."""
+    times: float = 1
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them."""
+        once: float = getattr(self.group, f"{self.kind}_s")(self.nbytes)
+        return self.times * once
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from toolkit.layout import Layout, LossKernel, Recompute, loss_chunks, padded_vocab
+from toolkit.layout import (
+    Layout,
+    LossKernel,
+    Recompute,
+    loss_chunks,
+    padded_vocab,
+    recomputed_layers,
+)
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.owners import by_replicas, owned_bytes
-from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.stages import (
+    StageShare,
+    layers_of_stages,
+    recomputed_of_stages,
+    stage_share,
+)
 from toolkit.plan.cost.workload import Workload
 from toolkit.units import GIB
 
@@ -86,12 +98,16 @@ class Memory:
         return self.reserved + self.context
 
 
-class _Step(NamedTuple):
+class MicroBatchMemory(NamedTuple):
     """Memory that one micro batch keeps and needs on every stage."""
 
     stored: float
     """Activations of one layer."""
-    workspace: float
+    whole: float
+    """Of a layer that is not recomputed, where only some are."""
+    again: float
+    """Recomputed activations of one layer."""
+    gradients: float
     """Of one layer's backward."""
     head: float
     """Logits and loss."""
@@ -108,8 +124,8 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     those with one layer more than it can be the fullest.
     """
     workload = workload.in_layout(layout)
-    step = _step(workload, *_micro_batch(layout))
-    shares = _fullest_shares(workload, *_degrees(layout))
+    step = micro_batch_memory(workload, *micro_batch_of(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     if len(shares) == 1:
         return _memory(workload, layout, step, shares[0])
     stages = [_memory(workload, layout, step, share) for share in shares]
@@ -119,30 +135,34 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    step = _step(workload, *_micro_batch(layout))
-    return _memory(workload, layout, step, stage_share(workload.spec, *_degrees(layout), stage))
+    step = micro_batch_memory(workload, *micro_batch_of(layout))
+    return _memory(workload, layout, step, stage_share(workload.spec, *degrees(layout), stage))
 
 
-def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) -> Memory:
+def _memory(
+    workload: Workload, layout: Layout, step: MicroBatchMemory, share: StageShare
+) -> Memory:
     """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
     layers = share.layers / layout.vpp
-    chunk = step.stored * layers + _document_masks(workload, layout, layers)
+    recomputed = layers_stored(workload, layout, share)
+    stored = step.stored * recomputed + step.whole * (share.layers - recomputed)
+    chunk = stored / layout.vpp + document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
-    activations = chunk * _chunks_waiting(layout, share)
+    activations = chunk * chunks_waiting(layout, share)
     width = compute_bytes(workload)
-    padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
-    padded = share._replace(experts=share.experts * padding)
-    buffers = workload.cost.buffers(layout, width, padded) + _stacked(workload, share)
+    pad = padding(workload, layout.dp * layout.cp // layout.replicate)
+    padded = share._replace(experts=share.experts * pad)
+    buffers = workload.cost.buffers(layout, width, padded) + stacked(workload, share)
     at_loss = workload.cost.buffers_at_loss(layout, width, padded)
-    workspace, idle = step.workspace, 0.0
+    workspace, idle = step.gradients + is_whole_again(workload, layout) * step.again, 0.0
     if logits + at_loss > workspace + buffers:
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
     else:
         logits = 0.0
     # Owners exchange after these buffers are freed.
-    exchange = _exchange(workload, layout, share) - activations - logits - workspace
+    exchange = exchanged(workload, layout, share) - activations - logits - workspace
     return Memory(
         stage=share.stage,
         parameters=parameters,
@@ -157,17 +177,32 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     )
 
 
+def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> int:
+    """How many layers of a stage keep what their recompute says; the others keep everything."""
+    if isinstance(layout.recompute, str):
+        return share.layers
+    layers = workload.spec.layers
+    return recomputed_of_stages(layout.recompute, layers, layout.pp, layout.vpp)[share.stage]
+
+
+def is_whole_again(workload: Workload, layout: Layout) -> bool:
+    """Whether the peak includes the layer that is recomputed. If only the first layers of a
+    chunk are, what the last ones kept is free before."""
+    smallest = workload.spec.layers // (layout.pp * layout.vpp)
+    return isinstance(layout.recompute, str) or layout.recompute >= smallest
+
+
 def context_bytes(workload: Workload, layout: Layout) -> float:
     """Bytes of a device outside the allocator."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
 
 
-def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+def degrees(layout: Layout) -> tuple[int, int, int, int]:
     """Quantities that determine a rank's share of the parameters."""
     return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
-def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
+def micro_batch_of(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
     """Quantities that determine one micro batch's memory on a rank."""
     return (
         layout.tp,
@@ -175,7 +210,7 @@ def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, L
         layout.pp,
         layout.sequence_parallel,
         layout.micro_batch,
-        layout.recompute,
+        "full" if isinstance(layout.recompute, int) else layout.recompute,
         layout.loss,
     )
 
@@ -188,7 +223,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
     Offloaded states are not counted, although parts of them pass through the device.
     """
-    shares = _fullest_shares(workload, *_degrees(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
@@ -196,7 +231,7 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights on the fullest rank while the model is built, if it is built whole."""
     if not workload.cost.builds_whole(workload.model):
         return 0.0
-    shares = _fullest_shares(workload, *_degrees(layout))
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
 
 
@@ -230,43 +265,58 @@ def _states(
     workload: Workload, layout: Layout, share: StageShare
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
-    copies = layout.dp * layout.cp // layout.replicate
-    # An expert's states are sharded over the ranks that hold this expert.
-    expert_copies = copies / _padding(workload, copies)
-    if layout.ep > 1:
-        expert_copies = max(1, copies * layout.tp // layout.ep)
-
-    def held(per_parameter: float, spread: bool, share: StageShare) -> float:
-        if not spread:
-            return per_parameter * share.parameters
-        return per_parameter * (
-            (share.dense + share.vocabulary) / copies + share.experts / expert_copies
-        )
-
-    each, cost = state_bytes(workload), workload.cost
-    trained, updates, saved = share.trained, workload.updates, 0.0
-    updated_in_parts = layout.zero_stage >= 1
-    if updates and updates.optimizer == "muon":  # no second moment of the layers' matrices
-        saved = held(FP32_BYTES, updated_in_parts, trained._replace(vocabulary=0.0))
-    elif updates:
-        owned = trained
-        if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
-            untied = not workload.spec.tied_embeddings
-            owned = trained._replace(vocabulary=trained.output if untied else 0.0)
-        saved = held(2 * FP32_BYTES, updated_in_parts, owned)
-        saved -= owned_bytes(workload, layout, share.stage)
+    each, cost, trained = state_bytes(workload), workload.cost, share.trained
     away = layout.offload_optimizer != "none"
     sharded = layout.zero_stage >= cost.sharded_weights_from
     reduced = not cost.whole_gradients(layout)
+    weights = _held(workload, layout, each.weight, sharded, share)
+    gradients = _held(workload, layout, each.gradient, reduced, trained)
+    optimizer = _held(workload, layout, each.optimizer, layout.zero_stage >= 1, trained)
     return (
-        0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
+        0.0 if layout.offload_parameters != "none" else weights,
         # Those that are reduced go where the optimizer is.
-        0.0 if away and reduced else held(each.gradient, reduced, trained),
-        0.0 if away else held(each.optimizer, updated_in_parts, trained) - saved,
+        0.0 if away and reduced else gradients,
+        0.0 if away else optimizer - moments_saved(workload, layout, share),
     )
 
 
-def _padding(workload: Workload, ranks: int) -> float:
+def _held(
+    workload: Workload, layout: Layout, per_parameter: float, spread: bool, share: StageShare
+) -> float:
+    """Bytes of a state on one rank, `spread` by ZeRO or not."""
+    if not spread:
+        return per_parameter * share.parameters
+    ranks, expert_ranks = shards(workload, layout)
+    return per_parameter * (
+        (share.dense + share.vocabulary) / ranks + share.experts / expert_ranks
+    )
+
+
+def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
+    """In how many parts ZeRO spreads the states of a layer, and those of an expert: over the
+    ranks that hold it."""
+    copies = layout.dp * layout.cp // layout.replicate
+    if layout.ep > 1:
+        return copies, max(1, copies * layout.tp // layout.ep)
+    return copies, copies / padding(workload, copies)
+
+
+def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Bytes of AdamW's states that another optimizer does not keep."""
+    trained, updates, spread = share.trained, workload.updates, layout.zero_stage >= 1
+    if updates is None:
+        return 0.0
+    if updates.optimizer == "muon":  # no second moment of the layers' matrices
+        matrices = trained._replace(vocabulary=0.0)
+        return _held(workload, layout, FP32_BYTES, spread, matrices)
+    if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
+        untied = not workload.spec.tied_embeddings
+        trained = trained._replace(vocabulary=trained.output if untied else 0.0)
+    moments = _held(workload, layout, 2 * FP32_BYTES, spread, trained)
+    return moments - owned_bytes(workload, layout, share.stage)
+
+
+def padding(workload: Workload, ranks: int) -> float:
     """Ratio of a rank's shard of a layer's experts to its even share."""
     experts = workload.spec.experts
     if not (workload.cost.whole_experts and experts):
@@ -287,7 +337,7 @@ def _fullest_shares(
 # Buffers within a step
 
 
-def _chunks_waiting(layout: Layout, share: StageShare) -> int:
+def chunks_waiting(layout: Layout, share: StageShare) -> int:
     """Forward passes of one model chunk whose backward pass has not run yet.
 
     1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
@@ -300,7 +350,7 @@ def _chunks_waiting(layout: Layout, share: StageShare) -> int:
     return min(after, layout.gradient_accumulation * layout.vpp)
 
 
-def _stacked(workload: Workload, share: StageShare) -> float:
+def stacked(workload: Workload, share: StageShare) -> float:
     """Bytes of the stacked weights of one layer's experts, or then of their gradients: those of
     the first linear layers, which are the larger ones."""
     spec = workload.spec
@@ -310,7 +360,7 @@ def _stacked(workload: Workload, share: StageShare) -> float:
     return compute_bytes(workload) * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)
 
 
-def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
+def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     """Bytes of the masks that isolate documents, of one micro batch in one chunk of layers.
 
     megatron-core's layers share one in the compute precision, and one more if some have a
@@ -323,12 +373,12 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     kinds = 2 if workload.spec.sliding_layers else 1
     width = compute_bytes(workload)
     if workload.model == "hf":
-        copies = 1 if layout.recompute == "full" else layers
+        copies = max(1, layers - recomputed_layers(layout.recompute, int(layers)))
         return (kinds + width * copies) * one
     return float(kinds * width * one)
 
 
-def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
+def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Bytes that owners of whole tensors send and receive at once, each twice: the rectangles
     that a rank holds and the tensors that it owns, at most all of its stage's."""
     trained, updates = share.trained, workload.updates
@@ -343,10 +393,11 @@ def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _step(
+def micro_batch_memory(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
     recompute: Recompute, loss: LossKernel,
-) -> _Step:  # fmt: skip
+) -> MicroBatchMemory:  # fmt: skip
+    """See `micro_batch_of`."""
     spec, width = workload.spec, compute_bytes(workload)
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
     tokens = micro * workload.sample_tokens / cp
@@ -359,19 +410,21 @@ def _step(
         messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
     rows = padded_vocab(spec.vocab, tp) / tp
     chunks = loss_chunks(loss, int(tokens), spec.vocab, tp)
-    head = _bytes_per_logit(workload, tp) * tokens * rows / chunks
+    head = bytes_per_logit(workload, tp) * tokens * rows / chunks
     if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
         head += width * rows * spec.hidden
-    return _Step(
+    return MicroBatchMemory(
         stored=layer.stored.total,
-        workspace=layer.workspace,
+        whole=layer.whole,
+        again=layer.again,
+        gradients=layer.gradients,
         head=2 * stream + head,
         messages=messages,
         sent=stream if workload.keeps_sent else 0.0,
     )
 
 
-def _bytes_per_logit(workload: Workload, tp: int) -> int:
+def bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
     A fused kernel holds logits and gradients; otherwise the model or the engine decides.
@@ -429,6 +482,6 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
     """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
     first stage."""
-    share = stage_share(workload.spec, *_degrees(layout), 0)
+    share = stage_share(workload.spec, *degrees(layout), 0)
     ranks = layout.dp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

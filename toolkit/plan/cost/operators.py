@@ -24,6 +24,8 @@ SPLITS = (1, 2, 4, 8)
 """Splits of the inner dimension over multiprocessors if there are few tiles (split-K)."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
+BACKWARD_SCORES = 2.5
+"""Products of fused attention in the backward pass, per product in the forward pass."""
 OTHERS_PER_PRODUCT = 4.5
 """Of an expert that is computed by itself: with its two products 11 operators, thrice that with
 the backward pass, so that the host needs `rules.experts.START_S` for them."""
@@ -73,7 +75,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
         matmul_width = share_8 + (1 - share_8) * width
     measured = gpu.measured and gpu.measured.memory_bytes_per_s
     memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
-    kernel = efficiency[f"attention.{_attention_kernel(gpu, workload)}"]
+    kernel = efficiency[f"attention.{attention_kernel(gpu, workload)}"]
     of = ".cpu" if gpu.generation == "cpu" else ""
     return Device(
         matmul=matmul,
@@ -106,7 +108,7 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
     return peak * share * (efficiency["matmul.fp8"] if precision == "fp8" else 1.0)
 
 
-def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
+def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
     written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
     cuDNN's, whose speed there no published run shows."""
@@ -203,6 +205,16 @@ def _tiles(efficiency: Efficiency) -> tuple[tuple[int, int, float], ...]:
     return (*lying, *((columns, rows, value) for rows, columns, value in lying))
 
 
+def layer_flops(spec: ModelSpec, part: Slice) -> float:
+    """Of a layer's matrix products in the forward pass, the mean over layers."""
+    flops, share = 0.0, spec.moe_layers / spec.layers
+    for experts, weight in ((True, share), (False, 1 - share)):
+        if weight:
+            products = (*_attention_products(spec, part), *_mlp_products(spec, part, experts))
+            flops += weight * sum(2.0 * count * m * n * k for count, m, n, k in products)
+    return flops
+
+
 def _attention_products(spec: ModelSpec, part: Slice) -> Iterator[tuple[float, ...]]:
     """Count, tokens, outputs and inputs of the projections of one rank."""
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -257,6 +269,13 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
     The backward pass computes five products where the forward pass computes two
     (arXiv:2205.14135, appendix B).
     """
+    flops, rate = fused_attention(workload, part, device)
+    back = BACKWARD_SCORES * flops / (rate * device.efficiency["attention.backward"])
+    return flops / rate, back
+
+
+def fused_attention(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+    """FLOPs of the forward pass of the fused kernel, and FLOP/s."""
     spec, sequence = workload.spec, workload.sequence_length
     efficiency = device.efficiency
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
@@ -265,8 +284,7 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
     small = efficiency["attention.head_64"]
     head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)
     filled = on_rank / (on_rank + device.half_sequence)
-    rate = device.attention * max(head, 0.5) * filled
-    return flops / rate, 2.5 * flops / (rate * efficiency["attention.backward"])
+    return flops, device.attention * max(head, 0.5) * filled
 
 
 def _mean_keys(spec: ModelSpec, sequence: int) -> float:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from toolkit.layout import padded_vocab, stage_layers
+from toolkit.layout import Recompute, padded_vocab, recomputed_layers, stage_layers
 from toolkit.models.spec import FrozenParameters, ModelSpec
 
 
@@ -52,6 +52,15 @@ class StageShare(NamedTuple):
 def layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Layers on each pipeline rank, all its chunks together."""
     chunks = stage_layers(layers, pp, vpp)
+    return tuple(sum(chunks[stage::pp]) for stage in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def recomputed_of_stages(
+    recompute: Recompute, layers: int, pp: int, vpp: int
+) -> tuple[int, ...]:
+    """Layers on each pipeline rank that are recomputed as a whole."""
+    chunks = [recomputed_layers(recompute, one) for one in stage_layers(layers, pp, vpp)]
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 
 

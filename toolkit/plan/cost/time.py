@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, LossKernel, Recompute
+from toolkit.layout import Layout, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
@@ -19,22 +19,27 @@ from toolkit.plan.cost.operators import (
     Device,
     Ends,
     LayerTime,
-    Slice,
     device,
     ends_time,
     layer_time,
 )
-from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.stages import (
+    StageShare,
+    layers_of_stages,
+    recomputed_of_stages,
+    stage_share,
+)
 from toolkit.plan.cost.traffic import (
+    DataTraffic,
     LayerTraffic,
     PlacedLayout,
-    data_parallel_s,
+    data_traffic,
     layer_tensor_s,
     layer_traffic,
     pipeline_message_s,
     tied_embedding_s,
 )
-from toolkit.plan.cost.update import offload_s, optimizer_s
+from toolkit.plan.cost.update import offload_parts_s, optimizer_s
 from toolkit.plan.cost.workload import Workload
 
 
@@ -73,8 +78,7 @@ class StepTime:
     peak_flops: float | None
     """Of one device in the workload's precision."""
     workload: Workload
-    recompute: Recompute
-    loss: LossKernel
+    layout: Layout
 
     @property
     def total_s(self) -> float:
@@ -121,20 +125,22 @@ class StepTime:
     def _utilization(self, convention: str) -> float | None:
         if self.peak_flops is None:
             return None
-        per_token = _flops_per_token(self.workload, self.recompute)[convention]
-        if self.loss == "chunked" and convention.startswith("hfu"):
+        layout = self.layout
+        ways = layout.recompute, layout.pp, layout.vpp
+        per_token = _flops_per_token(self.workload, *ways)[convention]
+        if layout.loss == "chunked" and convention.startswith("hfu"):
             per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
         return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 
 
 @dataclass(frozen=True)
-class _Stages:
+class StageParts:
     """What all stages have in common, and the additional parts of the first and last one."""
 
     layer: LayerTime
     traffic: LayerTraffic
-    recomputed: float
-    """Share of the layers that recompute covers."""
+    recomputed: tuple[float, ...]
+    """Layers that recompute covers, by pipeline rank."""
     ends: Ends
     ends_traffic_s: float
     """Collectives of the embedding or of the logits, in each pass."""
@@ -143,8 +149,11 @@ class _Stages:
         """Forward and backward of every stage for one micro batch, by its layers."""
         again = self.layer.recompute.total + self.traffic.tensor_again
         forward = self.layer.forward.total + self.traffic.forward
-        backward = self.layer.backward.total + self.traffic.backward + self.recomputed * again
-        found = [(count * forward, count * backward) for count in counts]
+        backward = self.layer.backward.total + self.traffic.backward
+        found = [
+            (count * forward, count * backward + recomputed * again)
+            for count, recomputed in zip(counts, self.recomputed, strict=True)
+        ]
         for stage, (ahead, back) in ((0, self.ends.embedding), (-1, self.ends.head)):
             forward, backward = found[stage]
             found[stage] = (
@@ -154,10 +163,44 @@ class _Stages:
         return found
 
 
-def step_time(
+@dataclass(frozen=True)
+class BusiestStage:
+    """What the parts of a step's time are computed from."""
+
+    place: PlacedLayout
+    machine: Device
+    parts: StageParts
+    passes: list[tuple[float, float]]
+    """Forward and backward of one micro batch, by pipeline rank."""
+    share: StageShare
+    """What a rank of the busiest stage holds."""
+
+    @property
+    def ends(self) -> int:
+        """Whether it is the first stage, the last one, or both."""
+        return (self.share.stage == 0) + (self.share.stage == self.place.layout.pp - 1)
+
+    @property
+    def others_s(self) -> float:
+        """One micro batch on all other stages."""
+        return sum(map(sum, self.passes)) - sum(self.passes[self.share.stage])
+
+    @property
+    def data(self) -> DataTraffic:
+        """The communication of data parallelism."""
+        return data_traffic(self.place, self.share, *self.passes[self.share.stage])
+
+    @property
+    def waited(self) -> float:
+        """Share of a running pipeline's messages that computation waits for."""
+        overlaps = self.place.workload.pipeline_overlap and self.place.layout.vpp > 1
+        return self.place.efficiency["overlap.megatron"] if overlaps else 1.0
+
+
+def busiest_stage(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
-) -> StepTime:
-    """Seconds of one step of `workload` in `layout` on `cluster`.
+) -> BusiestStage:
+    """The slowest pipeline stage of `workload` in `layout` on `cluster`.
 
     Raises PlanError if the accelerator lacks the workload's precision.
     """
@@ -165,91 +208,106 @@ def step_time(
     spec, pp = workload.spec, layout.pp
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
-    common = _common(place, machine)
-    counts = layers_of_stages(spec.layers, pp, layout.vpp)
-    passes = common.passes(counts)
+    parts = _parts(place, machine)
+    passes = parts.passes(layers_of_stages(spec.layers, pp, layout.vpp))
     times = [sum(pair) for pair in passes]
-    busiest = times.index(max(times))
-    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, busiest)
+    stage = times.index(max(times))
+    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, stage)
+    return BusiestStage(place, machine, parts, passes, share)
+
+
+def step_time(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
+) -> StepTime:
+    """Seconds of one step of `workload` in `layout` on `cluster`.
+
+    Raises PlanError if the accelerator lacks the workload's precision.
+    """
+    busiest = busiest_stage(workload, layout, cluster, efficiency)
+    place, share = busiest.place, busiest.share
     message = pipeline_message_s(place)
-    compute = _compute(common, layout, counts[busiest], busiest)
-    bubble = (sum(times) - times[busiest]) / layout.vpp
-    update = optimizer_s(place, share, machine)
+    compute = _compute(busiest)
+    bubble = busiest.others_s / layout.vpp
+    update = optimizer_s(place, share, busiest.machine)
+    offload = offload_parts_s(place, share, update, *busiest.passes[share.stage])
     return StepTime(
         compute=compute,
-        communication=_communication(place, common, share, passes[busiest], message, busiest),
+        communication=_communication(busiest, message),
         bubble_s=bubble,
         optimizer_s=update,
-        offload_s=offload_s(place, share, update, *passes[busiest]),
+        offload_s=sum(offload.values()),
         overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
-        stages=tuple(StageTime(*pair, message) for pair in passes),
+        stages=tuple(StageTime(*pair, message) for pair in busiest.passes),
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
-        workload=workload,
-        recompute=layout.recompute,
-        loss=layout.loss,
+        workload=place.workload,
+        layout=layout,
     )
 
 
-def _common(place: PlacedLayout, machine: Device) -> _Stages:
+def _parts(place: PlacedLayout, machine: Device) -> StageParts:
     workload, layout = place.workload, place.layout
-    part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
-    layer = layer_time(workload, part, layout.recompute, machine)
+    part = place.slice
+    some = isinstance(layout.recompute, int)
+    layer = layer_time(workload, part, "full" if some else layout.recompute, machine)
     if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
         layer = layer.reached(workload.spec.reached)
-    return _Stages(
+    return StageParts(
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
-        recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
+        recomputed=_recomputed(workload, layout),
         ends=ends_time(workload, part, layout.loss, machine),
         ends_traffic_s=layer_tensor_s(place) / 2,
     )
 
 
-def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[str, float]:
-    """Seconds per step that a stage computes, by kind."""
-    layer, steps = common.layer, layout.gradient_accumulation
-    many = steps * layers
+def _recomputed(workload: Workload, layout: Layout) -> tuple[float, ...]:
+    """See `StageParts.recomputed`."""
+    layers, recompute, pp, vpp = workload.spec.layers, layout.recompute, layout.pp, layout.vpp
+    if isinstance(recompute, int):
+        return recomputed_of_stages(recompute, layers, pp, vpp)
+    share = workload.recomputed_layers if recompute == "full" else 1.0
+    return tuple(share * count for count in layers_of_stages(layers, pp, vpp))
+
+
+def _compute(busiest: BusiestStage) -> dict[str, float]:
+    """Seconds per step that the stage computes, by kind."""
+    layout, parts, share = busiest.place.layout, busiest.parts, busiest.share
+    layer, steps = parts.layer, layout.gradient_accumulation
+    many = steps * share.layers
     kinds = {
         kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
         for kind in ("matmul", "attention", "elementwise", "launch")
     }
     ends = {"embedding": 0.0, "logits": 0.0}
-    if stage == 0:
-        ends["embedding"] = steps * sum(one.total for one in common.ends.embedding)
-    if stage == layout.pp - 1:
-        ends["logits"] = steps * sum(one.total for one in common.ends.head)
-    return {**kinds, "recompute": many * common.recomputed * layer.recompute.total, **ends}
+    if share.stage == 0:
+        ends["embedding"] = steps * sum(one.total for one in parts.ends.embedding)
+    if share.stage == layout.pp - 1:
+        ends["logits"] = steps * sum(one.total for one in parts.ends.head)
+    again = steps * parts.recomputed[share.stage] * layer.recompute.total
+    return {**kinds, "recompute": again, **ends}
 
 
-def _communication(
-    place: PlacedLayout,
-    common: _Stages,
-    share: StageShare,
-    passes: tuple[float, float],
-    message_s: float,
-    stage: int,
-) -> dict[str, float]:
-    """Exposed seconds per step of the busiest stage's traffic, by kind."""
-    layout, traffic = place.layout, common.traffic
+def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
+    """Exposed seconds per step of the stage's traffic, by kind."""
+    place, parts = busiest.place, busiest.parts
+    layout, traffic, data = place.layout, parts.traffic, busiest.data
     steps = layout.gradient_accumulation
-    many = steps * share.layers
-    ends = (stage == 0) + (stage == layout.pp - 1)
-    again = common.recomputed * traffic.tensor_again
-    tensor = traffic.tensor + traffic.tensor_back + again
-    gather, reduce = data_parallel_s(place, share, *passes)
+    many = steps * busiest.share.layers
+    again = parts.recomputed[busiest.share.stage] * traffic.tensor_again
+    again += busiest.ends * 2 * parts.ends_traffic_s
     return {
-        "tensor": many * tensor + steps * ends * 2 * common.ends_traffic_s,
+        "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
         "context": many * 3 * traffic.context,
         "expert": many * 2 * traffic.expert,
-        "pipeline": _pipeline_s(place, message_s),
-        "data_gather": gather,
-        "data_reduce": reduce + tied_embedding_s(place),
+        "pipeline": _pipeline_s(place, message_s, busiest.waited),
+        "data_gather": data.gather_s,
+        "data_reduce": data.reduce_s + tied_embedding_s(place),
     }
 
 
-def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
+def _pipeline_s(place: PlacedLayout, message_s: float, waited: float) -> float:
     """Messages of a rank that computation waits for.
 
     1F1B exchanges an activation and a gradient per micro batch and chunk; current Megatron's
@@ -257,9 +315,6 @@ def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
     draining the pipeline waits for every message.
     """
     layout = place.layout
-    waited = 1.0
-    if place.workload.pipeline_overlap and layout.vpp > 1:
-        waited = place.efficiency["overlap.megatron"]
     running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
     return running + 2 * message_s * (layout.pp - 1)
 
@@ -275,7 +330,9 @@ def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
+def _flops_per_token(
+    workload: Workload, recompute: Recompute, pp: int, vpp: int
+) -> Mapping[str, float]:
     """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
     masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
@@ -283,9 +340,9 @@ def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, f
         "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
         "full": (spec.flops_per_token_full, spec.forward_flops_per_token_full),
     }
-    found = {}
+    found, share = {}, sum(recomputed_of_stages(recompute, spec.layers, pp, vpp)) / spec.layers
     for convention, (training, forward) in counted.items():
-        again = _recomputed_flops(workload, recompute, forward(length))
+        again = _recomputed_flops(workload, recompute, share, forward(length))
         found[f"mfu_{convention}"] = training(length)
         found[f"hfu_{convention}"] = training(length) + spec.reached * again
     return found
@@ -301,28 +358,30 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     head = 2.0 * spec.vocab * spec.hidden
     forward = spec.forward_flops_per_token_full(length)
     attention = forward - _weight_flops(spec)
-    again = _recomputed_flops(workload, layout.recompute, forward)
+    held = layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
+    some = recomputed_of_stages(layout.recompute, spec.layers, layout.pp, layout.vpp)[stage]
+    again = _recomputed_flops(workload, layout.recompute, some / held, forward)
     reached = float(spec.reached > 0)
     layers = spec.flops_per_token_full(length) - head * (1 + reached + spec.trained_head)
     if workload.attention == "fused":
         layers += spec.reached * 0.5 * attention
-    mine = (layers + spec.reached * again) * layers_of_stages(
-        spec.layers, layout.pp, layout.vpp
-    )[stage]
-    mine /= spec.layers
+    mine = (layers + spec.reached * again) * held / spec.layers
     if stage == layout.pp - 1:
         mine += (1 + reached + spec.trained_head + (layout.loss != "whole")) * head
     samples = layout.micro_batch * layout.gradient_accumulation
     return mine * samples * workload.sample_tokens / (layout.cp * layout.tp)
 
 
-def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
-    """Forward FLOPs per token that the backward pass recomputes."""
+def _recomputed_flops(
+    workload: Workload, recompute: Recompute, share: float, forward: float
+) -> float:
+    """Forward FLOPs per token that the backward pass recomputes, of which `share` of the layers
+    as a whole."""
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
-    if recompute == "full":
-        return workload.recomputed_layers * (products + attention)
+    if recompute == "full" or isinstance(recompute, int):
+        return workload.recomputed_layers * share * (products + attention)
     if recompute == "none":
         return 0.0
     if workload.cost.selective == "attention":

@@ -4,13 +4,16 @@ Every function returns exposed seconds: overlapped communication counts only as 
 longer than computation, or slows computation down.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
-from toolkit.plan.cost.collectives import Group, Network
+from toolkit.plan.cost.collectives import CollectiveKind, Collectives, Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES
+from toolkit.plan.cost.operators import Slice
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
 
@@ -34,6 +37,12 @@ class PlacedLayout:
     def tokens(self) -> float:
         """Of one micro batch on one rank of the context group."""
         return self.layout.micro_batch * self.workload.sample_tokens / self.layout.cp
+
+    @property
+    def slice(self) -> Slice:
+        """What a rank computes of one micro batch."""
+        layout, tokens = self.layout, int(self.tokens)
+        return Slice(tokens, layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
 
     def group(self, size: int, stride: int) -> Group:
         """`size` ranks that are `stride` apart."""
@@ -69,27 +78,32 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     back = tensor * _backward_share(place)
     layout = place.layout
     again = 0.0
-    if layout.recompute == "full":
+    if layout.recompute == "full" or isinstance(layout.recompute, int):
         again = tensor + expert
     elif layout.recompute == "selective" and place.workload.cost.selective == "products":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
     return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
 
-def layer_tensor_s(place: PlacedLayout) -> float:
+def layer_collectives(place: PlacedLayout) -> list[Collectives]:
     """Two all-reduces per pass, or a reduce-scatter and an all-gather instead of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
     layout = place.layout
     if layout.tp == 1:
-        return 0.0
+        return []
     ring = place.group(layout.tp, 1)
     size = place.width * place.tokens * place.workload.spec.hidden
+    kinds: tuple[CollectiveKind, ...] = ("all_reduce",)
     if layout.sequence_parallel:
-        once = ring.all_gather_s(size) + ring.reduce_scatter_s(size)
-    else:
-        once = ring.all_reduce_s(size)
+        kinds = ("all_gather", "reduce_scatter")
+    return [Collectives(kind, ring, size, 2) for kind in kinds]
+
+
+def layer_tensor_s(place: PlacedLayout) -> float:
+    """Exposed seconds of a layer's collectives in each pass."""
+    sent = sum(one.seconds for one in layer_collectives(place))
     everywhere = place.workload.tensor_overlap == "all"
-    return 2 * once * (place.efficiency["overlap.tensor"] if everywhere else 1.0)
+    return sent * (place.efficiency["overlap.tensor"] if everywhere else 1.0)
 
 
 def _backward_share(place: PlacedLayout) -> float:
@@ -143,79 +157,125 @@ def reduce_bytes(workload: Workload) -> float:
     return FP32_BYTES if workload.reduce_bytes is None else workload.reduce_bytes
 
 
-def data_parallel_s(
+class Overlapped(NamedTuple):
+    """Communication next to computation."""
+
+    sent: tuple[Collectives, ...]
+    computed_s: float
+    slowed: float
+    """Seconds by which one second of communication slows computation down."""
+    times: float = 1
+    """Per step."""
+
+    @property
+    def sent_s(self) -> float:
+        """Of all communication."""
+        return sum(one.seconds for one in self.sent)
+
+    @property
+    def exposed_s(self) -> float:
+        """Per step."""
+        return self.times * _exposed(self.sent_s, self.computed_s, self.slowed)
+
+
+class DataTraffic(NamedTuple):
+    """Communication of data parallelism, by when it happens."""
+
+    gather: Mapping[str, Overlapped]
+    """Of weights."""
+    reduce: Mapping[str, Overlapped]
+    """Of gradients."""
+
+    @property
+    def gather_s(self) -> float:
+        """Exposed seconds per step."""
+        return sum(one.exposed_s for one in self.gather.values())
+
+    @property
+    def reduce_s(self) -> float:
+        """Exposed seconds per step."""
+        return sum(one.exposed_s for one in self.reduce.values())
+
+
+def data_traffic(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
-) -> tuple[float, float]:
-    """Exposed seconds per step of gathering weights and of reducing gradients.
+) -> DataTraffic:
+    """Gathering weights and reducing gradients.
 
     `forward_s` and `backward_s` are the passes of one micro batch of the whole stage.
     """
     layout = place.layout
     if layout.dp * layout.cp == 1:
-        return 0.0, 0.0
-    spread = _sharded_s if layout.zero_stage == 3 else _replicated_s
+        return DataTraffic({}, {})
+    spread = _sharded if layout.zero_stage == 3 else _replicated
     gather, reduce = spread(place, share, forward_s, backward_s)
-    return gather, reduce + _copies_s(place, share, backward_s)
+    return DataTraffic(gather, {**reduce, **_copies(place, share, backward_s)})
 
 
-def _copies_s(place: PlacedLayout, share: StageShare, backward_s: float) -> float:
+def _copies(place: PlacedLayout, share: StageShare, backward_s: float) -> dict[str, Overlapped]:
     """Replicas of the shards sum their gradients once per step, layer by layer."""
     layout, layers = place.layout, max(1, share.layers)
     if layout.replicate == 1:
-        return 0.0
+        return {}
     shards = layout.dp // layout.replicate
     between = place.group(layout.replicate, shards * layout.tp * layout.cp)
     size = reduce_bytes(place.workload) * share.trained.parameters / shards
-    sent = layers * between.all_reduce_s(size / layers)
-    return _exposed(sent, backward_s, place.efficiency[place.workload.cost.overlap])
+    sent = Collectives("all_reduce", between, size / layers, layers)
+    slowed = place.efficiency[place.workload.cost.overlap]
+    return {"replicas": Overlapped((sent,), backward_s, slowed)}
 
 
-def _sharded_s(
+def _sharded(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
-) -> tuple[float, float]:
+) -> DataTraffic:
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
     pass, one ahead, and gradients reduced. With a second copy of the weights, all passes except
     the first gather from it (ZeRO++, arXiv:2306.10209, section 3.2)."""
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     weights = (place.workload.gather_bytes or place.width) * share.parameters / layers
-    first = gather = layers * ring.all_gather_s(weights)
+    first = gather = Collectives("all_gather", ring, weights, layers)
     if layout.hpz > 1:
-        gather = layers * place.group(layout.hpz, 1).all_gather_s(weights)
+        gather = first._replace(group=place.group(layout.hpz, 1))
     size = reduce_bytes(place.workload) * share.trained.parameters
-    reduce = layers * ring.reduce_scatter_s(size / layers)
+    reduce = Collectives("reduce_scatter", ring, size / layers, layers)
     slowed = place.efficiency[place.workload.cost.overlap]
-    before = _exposed(first, forward_s, slowed)
-    later = _exposed(gather, forward_s, slowed)
-    after = _exposed(gather + reduce, backward_s, slowed)
     steps = layout.gradient_accumulation
-    again = gather / (gather + reduce)
-    return before + (steps - 1) * later + steps * again * after, steps * (1 - again) * after
+    again = gather.seconds / (gather.seconds + reduce.seconds)
+    back = Overlapped((gather, reduce), backward_s, slowed)
+    return DataTraffic(
+        {
+            "first": Overlapped((first,), forward_s, slowed),
+            "forward": Overlapped((gather,), forward_s, slowed, steps - 1),
+            "backward": back._replace(times=steps * again),
+        },
+        {"backward": back._replace(times=steps * (1 - again))},
+    )
 
 
-def _replicated_s(
+def _replicated(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
-) -> tuple[float, float]:
+) -> DataTraffic:
     """Gradients are reduced once per step, overlapping with the last micro batch's backward
     pass; with a sharded optimizer, gathering the weights then overlaps with the first forward
     pass (DeepSpeed: no overlap)."""
     layout, workload = place.layout, place.workload
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
-    size = reduce_bytes(workload) * share.trained.parameters
-    times, gather = 1, 0.0
-    if layout.zero_stage == 0:
-        reduce = ring.all_reduce_s(size)
-    else:
-        reduce = ring.reduce_scatter_s(size)
-        gather = ring.all_gather_s(place.width * share.trained.parameters)
-    if layout.zero_stage == 2:
-        times = layout.gradient_accumulation  # gradients are never whole: reduced every time
-    if not workload.reduce_overlap:
-        return gather, times * reduce
     slowed = place.efficiency[workload.cost.overlap]
-    if workload.cost.gathers_beside_forward:
-        gather = _exposed(gather, forward_s, slowed)
-    return gather, times * _exposed(reduce, backward_s, slowed)
+    # In stage 2, gradients are never whole: reduced every time.
+    times = layout.gradient_accumulation if layout.zero_stage == 2 else 1
+    kind: CollectiveKind = "reduce_scatter"
+    gathers: dict[str, Overlapped] = {}
+    if layout.zero_stage == 0:
+        kind = "all_reduce"
+    else:
+        weights = Collectives("all_gather", ring, place.width * share.trained.parameters)
+        beside = workload.reduce_overlap and workload.cost.gathers_beside_forward
+        gathers["update"] = Overlapped((weights,), forward_s * beside, slowed * beside)
+    reduce = Collectives(kind, ring, reduce_bytes(workload) * share.trained.parameters)
+    beside = workload.reduce_overlap
+    backward = Overlapped((reduce,), backward_s * beside, slowed * beside, times)
+    return DataTraffic(gathers, {"backward": backward})
 
 
 def tied_embedding_s(place: PlacedLayout) -> float:

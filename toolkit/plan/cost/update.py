@@ -36,14 +36,14 @@ def optimizer_s(place: PlacedLayout, share: StageShare, device: Device) -> float
     return place.workload.cost.cpu_update_bytes * parameters / memory
 
 
-def offload_s(
+def offload_parts_s(
     place: PlacedLayout,
     share: StageShare,
     optimizer_s: float,
     forward_s: float,
     backward_s: float,
-) -> float:
-    """Seconds per step that transfers to and from host and NVMe add.
+) -> dict[str, float]:
+    """Seconds per step that transfers to and from host and NVMe add, by what is sent.
 
     Gradients are sent during the backward passes and weights return after the update
     (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states during the update
@@ -57,16 +57,17 @@ def offload_s(
     held, shard = (updated_parameters(layout, one) for one in (share, share.trained))
     steps = layout.gradient_accumulation
     fp32_weights = place.workload.cost.sends_fp32_weights
-    added = 0.0
+    added: dict[str, float] = {}
     if layout.offload_optimizer != "none":
         times = steps if layout.zero_stage >= 2 else 1
         leave = reduce_bytes(place.workload) * shard / host
-        added += times * max(0.0, leave - backward_s)
-        added += 0.0 if fp32_weights else place.width * shard / host
+        added["gradients"] = times * max(0.0, leave - backward_s)
+        added["updated"] = 0.0 if fp32_weights else place.width * shard / host
     if layout.offload_optimizer == "nvme":
-        added += max(0.0, 2 * STATE_BYTES * shard / disk - optimizer_s)
+        added["states"] = max(0.0, 2 * STATE_BYTES * shard / disk - optimizer_s)
     if layout.offload_parameters != "none":
         width = FP32_BYTES if fp32_weights else place.width
         read = width * held / (disk if layout.offload_parameters == "nvme" else host)
-        added += steps * (max(0.0, read - forward_s) + max(0.0, read - backward_s))
+        passes = max(0.0, read - forward_s) + max(0.0, read - backward_s)
+        added["weights"] = steps * passes
     return added

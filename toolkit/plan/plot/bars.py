@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.extras import install
-from toolkit.layout import Layout
+from toolkit.layout import Layout, recompute_text
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
 from toolkit.units import GIB, seconds
@@ -153,7 +153,7 @@ def name_of(candidate: PlottedLayout) -> str:
     split = [f"{key} {value}" for key, value in degrees.items() if value > 1]
     saved = [f"zero {layout.zero_stage}", f"micro batch {layout.micro_batch}"]
     if layout.recompute != "none":
-        saved.append(f"{layout.recompute} recompute")
+        saved.append(f"{recompute_text(layout)} recompute")
     if layout.offload_optimizer != "none":
         saved.append(f"offload to {layout.offload_optimizer}")
     engine, _, model = candidate.label.partition("/")

@@ -328,7 +328,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     if support.offload_together and not found and (problem := _apart(zero, pair, or_engine)):
         found.append(problem)
     recompute = parallel.recompute
-    if recompute != "auto" and recompute not in support.recompute:
+    if isinstance(recompute, str) and recompute not in ("auto", *support.recompute):
         ways = ", ".join(support.recompute)
         why = ": selective is megatron-core's, and the model here is transformers'"
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)

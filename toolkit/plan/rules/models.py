@@ -176,6 +176,13 @@ def problems(job: PlanRequest) -> list[Problem]:
     The problems are those of the nearest of the legal pairs. Keys are full dotted paths; file
     and line are left to the caller.
     """
+    some, layers = job.parallel.recompute, job.spec.layers
+    if isinstance(some, int) and some >= layers:
+        allowed, fix = (
+            f"less than the model's {layers} layers",
+            "set parallel.recompute to full",
+        )
+        return [Problem("parallel.recompute", str(some), allowed, fix)]
     if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
@@ -205,11 +212,25 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return [*stacked, *backend.rules(job, pair.model)]
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
+    some = job.parallel.recompute
+    if isinstance(some, int) and not can_recompute_some(job.spec, pair):
+        allowed = (
+            "none, selective, full: megatron-core gives routers their mask in all or no layers"
+        )
+        fix = "set parallel.recompute to full (or auto)"
+        return [Problem("parallel.recompute", str(some), allowed, fix)]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
     found = (problem for rule in rules for problem in rule(job))
     return [*fused, *found, *backend.rules(job, pair.model)]
+
+
+def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
+    """Whether some layers can be recomputed and others not. Where megatron-core recomputes only
+    some (0.16), it passes the padding mask, without which routers are not balanced, to
+    these alone."""
+    return pair.model != "megatron" or not spec.moe_layers
 
 
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:

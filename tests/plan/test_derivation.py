@@ -1,0 +1,107 @@
+"""Every formula that a plan prints evaluates to its number."""
+
+import re
+from math import log, sqrt
+from typing import Any
+
+import pytest
+
+from tests.plan.making import optimizer_of
+from toolkit.hardware.cluster import parse_cluster
+from toolkit.layout import Layout
+from toolkit.models.families import model_spec
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.derivation import Derivation
+from toolkit.plan.cost.owners import owner_updates
+from toolkit.plan.cost.workload import Workload
+from toolkit.plan.estimate import Estimate, derivations, estimate, memory_parts, time_parts
+from toolkit.plan.published import Setup
+from toolkit.units import GIB
+
+FUNCTIONS = {"__builtins__": {}, "max": max, "sqrt": sqrt, "log": log}
+CONFIG = {
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584,
+    "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_local_experts": 6, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def evaluated(one: Derivation) -> float:
+    """The value of a formula, its derived symbols evaluated, too; every symbol is used."""
+    values = {
+        name: evaluated(symbol) if isinstance(symbol, Derivation) else symbol
+        for name, symbol in one.symbols.items()
+    }
+    assert {*re.findall(r"[a-z]\w*", one.formula)} - {*FUNCTIONS} == {*values}, one.formula
+    assert 0 <= values.get("shape", 0) <= 1
+    value = float(eval(one.formula, FUNCTIONS, values))
+    assert value == pytest.approx(one.value, rel=1e-9), one
+    return value
+
+
+def check(found: Estimate) -> set[str]:
+    """All parts that are not zero have a formula with their value; returns their names."""
+    derived = derivations(found)
+    memory = {part: size * GIB for part, size in memory_parts(found.memory).items() if size}
+    time = {part: size for part, size in time_parts(found.time).items() if size}
+    for parts, formulas in ((memory, derived.memory), (time, derived.time)):
+        assert {part: evaluated(one) for part, one in formulas.items()} == pytest.approx(parts)
+    if derived.mfu is not None:
+        assert evaluated(derived.mfu) == pytest.approx(found.time.mfu_causal)
+    return {*memory, *time}
+
+
+def dense(**changes: Any) -> ModelSpec:
+    config = {key: value for key, value in CONFIG.items() if "experts" not in key}
+    return model_spec(config | {"model_type": "llama"} | changes)
+
+
+LAYOUTS: dict[str, tuple[str, Layout]] = {
+    "ddp": ("ddp", Layout(dp=16)),
+    "fsdp 3": ("fsdp", Layout(dp=16, zero_stage=3, recompute="full", gradient_accumulation=4)),
+    "fsdp 2": ("fsdp", Layout(dp=16, zero_stage=2, gradient_accumulation=4, loss="chunked")),
+    "replicas": ("fsdp", Layout(dp=16, zero_stage=3, replicate=2)),
+    "deepspeed 1": ("deepspeed", Layout(dp=16, zero_stage=1, gradient_accumulation=2)),
+    "second copy": ("deepspeed", Layout(dp=16, zero_stage=3, hpz=8)),
+    "cpu": ("deepspeed", Layout(dp=16, zero_stage=2, offload_optimizer="cpu")),
+    "nvme": ("deepspeed", Layout(
+        dp=16, zero_stage=3, offload_optimizer="nvme", offload_parameters="cpu")),
+    "pipeline": ("megatron", Layout(
+        dp=2, tp=2, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, micro_batch=2,
+        gradient_accumulation=8, recompute="selective")),
+    "some layers": ("fsdp", Layout(dp=16, zero_stage=3, recompute=3)),
+    "some of each chunk": ("megatron", Layout(
+        dp=4, pp=4, vpp=2, tp=1, zero_stage=1, gradient_accumulation=8, recompute=1)),
+    "some of each stage": ("megatron", Layout(
+        dp=4, pp=2, tp=2, zero_stage=1, gradient_accumulation=8, recompute=1)),
+    "experts": ("megatron", Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_number_has_a_formula(name: str) -> None:
+    engine, layout = LAYOUTS[name]
+    spec, cluster = model_spec(CONFIG), parse_cluster("2x8xh100-80gb")
+    specs = [spec, dense(), dense(tie_word_embeddings=True)]
+    seen = set()
+    for one in specs if layout.ep == 1 else specs[:1]:
+        for precision, length in (("bf16", 2048), ("fp32", 256), ("fp8", 2048)):
+            workload = Workload(
+                one, length, precision, engine,  # type: ignore[arg-type]
+                model="megatron" if engine == "megatron" else "hf", fused_elementwise=False,
+                document_mask=length == 256, keeps_sent=True, fp8_layers=0.75,
+            )  # fmt: skip
+            seen |= check(estimate(Setup(workload, layout, cluster)))
+            seen |= check(estimate(Setup(workload, layout, parse_cluster("1x16xcpu"))))
+    assert {"pipeline bubble": layout.pp > 1, "offload": name in ("cpu", "nvme")}.items() <= {
+        part: part in seen for part in ("pipeline bubble", "offload")
+    }.items()
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit"])
+def test_other_optimizers(name: Any) -> None:
+    config = {key: value for key, value in CONFIG.items() if "experts" not in key}
+    updates = owner_updates(config | {"model_type": "llama"}, (), optimizer_of(name))
+    for layout in (Layout(dp=16, zero_stage=3), Layout(dp=16, zero_stage=1)):
+        workload = Workload(dense(), 64, "bf16", "deepspeed", updates=updates)
+        check(estimate(Setup(workload, layout, parse_cluster("2x8xh100-80gb"))))
