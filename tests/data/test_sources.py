@@ -239,7 +239,7 @@ def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
     ("content", "settings", "says"),
     [
         ('{"a": "x", "b": "y"}', {}, r"no column `text`; its columns are a, b"),
-        ('{"text": 5, "a": "x"}', {}, r"column `text` of `d.jsonl` holds int64, not text"),
+        ('{"text": 5, "a": "x"}', {}, r"d.jsonl:1: `text` holds a number, not text"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             {},

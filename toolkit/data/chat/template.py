@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.chat.bounds import TooCostly, bounded
 from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
@@ -96,9 +97,13 @@ class ChatTemplate:
         """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
 
         Raises MalformedRow if the template refuses the conversation or omits a part of it,
-        RewrittenHistory if trained turns look different in the history, and DataError if the
-        template cannot be used for training.
+        RewrittenHistory if trained turns look different in the history, TooCostly, and
+        DataError if the template cannot be used for training.
         """
+        with bounded():
+            return self._mark(example, loss_on)
+
+    def _mark(self, example: Example, loss_on: str) -> MarkedText:
         if isinstance(example, PlainText):
             before = self._before_plain
             prompt = example.prompt.removeprefix(before)
@@ -144,7 +149,7 @@ class ChatTemplate:
         for messages in (_EXCHANGE, _EXCHANGE * 2):
             try:
                 marked = self.mark(Conversation(messages), "assistant")
-            except (MalformedRow, RewrittenHistory, DataError):
+            except (MalformedRow, RewrittenHistory, TooCostly, DataError):
                 continue  # the data has other conversations, or the run ends with this error
             for start, end in marked.spans:
                 said = marked.text.find(_ANSWER, start, end)
@@ -177,6 +182,8 @@ class ChatTemplate:
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}",
                 fix="correct it, or name another one in `data.chat_template`",
             ) from error
+        except (TooCostly, MemoryError):
+            raise
         except Exception as error:  # a template may do anything with what it is given
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
