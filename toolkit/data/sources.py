@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, Field, ValidationError
 
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import (
@@ -18,6 +20,7 @@ from toolkit.data.files import (
     fingerprint_of,
     matching_paths,
     read_blocks,
+    read_bytes,
 )
 from toolkit.data.json_rows import (
     check_bounds,
@@ -30,6 +33,7 @@ from toolkit.data.json_rows import (
 from toolkit.data.mds import MDS_INDEX, MdsDocuments, columns_of, is_mds, read_mds
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
+from toolkit.data.remote.store import shown
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
@@ -54,6 +58,10 @@ MESSAGES = "lists of messages"
 _MESSAGE = re.compile(r"struct<.*\b(content|value): ")
 """A message in the name of an Arrow type: chats are lists of role and content, or from and
 value."""
+
+
+_FileName = Annotated[str, Field(pattern=r"^[^./][^/]*$")]
+"""In a folder, never outside."""
 
 
 class Documents(Protocol):
@@ -320,7 +328,8 @@ def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
         for file in (one for one in files if builder_of(one) in ("json", "text")):
             check_bounds(file, source.row_limit_mib)
         if _is_saved(path := _local_path(source, base)):
-            return _saved_split(source, datasets.load_from_disk(str(path)))
+            part, _ = saved_files(source, lambda name: _content(path / name))
+            return datasets.load_from_disk(str(path / part))
         return datasets.load_dataset(**arguments, split=source.split)
     except DataError:
         raise
@@ -395,11 +404,48 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in SAVED)
 
 
-def _saved_split(source: RowsSource, saved: Any) -> Any:
-    """The split of what `save_to_disk` wrote: one, or several by name."""
-    return of_split(
-        source, saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-    )
+def _content(file: Path) -> bytes:
+    return read_bytes(file) if file.is_file() else b""
+
+
+class _SavedFile(BaseModel):
+    filename: _FileName
+
+
+class _SavedState(BaseModel):
+    files: Annotated[list[_SavedFile], Field(alias="_data_files")]
+    split: Annotated[str | None, Field(alias="_split")] = None
+
+
+class _SavedSplits(BaseModel):
+    splits: list[_FileName]
+
+
+def saved_files(
+    source: RowsSource, content_of: Callable[[str], bytes]
+) -> tuple[str, list[str]]:
+    """The folder of the split in one that `save_to_disk` wrote, and the files there that hold
+    it. `content_of` a file by its place in the folder, empty if there is none.
+
+    Raises DataError where the folder states anything else, such as a file outside.
+    """
+    state, splits = SAVED
+    part = ""
+    try:
+        if text := content_of(splits):
+            names = _SavedSplits.model_validate_json(text).splits
+            part = of_split(source, {name: name for name in names})
+        saved = _SavedState.model_validate_json(content_of(f"{part}/{state}".lstrip("/")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"`{shown(source.path)}` is not what `save_to_disk` writes "
+            f"({'.'.join(map(str, first['loc'])) or state}: {first['msg']})",
+            fix="copy or save the folder again",
+        ) from error
+    if not part:
+        of_split(source, {saved.split or "train": part})
+    return part, [f"{part}/{file.filename}".lstrip("/") for file in saved.files]
 
 
 def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:

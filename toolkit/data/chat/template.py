@@ -25,7 +25,7 @@ from toolkit.data.chat.conversations import (
     n_shared,
 )
 from toolkit.data.rows import Int64Array
-from toolkit.data.tokenizers import encoder, tokens_before_text
+from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -134,9 +134,10 @@ class ChatTemplate:
     def encode(self, marked: Sequence[MarkedText]) -> list[MarkedTokens]:
         """Tokens of the texts, all at once. The template has written the special tokens at the
         beginning of a text: the tokenizer adds none."""
-        encodings = self._backend.encode_batch(
-            [one.text for one in marked], add_special_tokens=False
-        )
+        with encoding():
+            encodings = self._backend.encode_batch(
+                [one.text for one in marked], add_special_tokens=False
+            )
         return [
             _tokens(encoding, one.spans)
             for encoding, one in zip(encodings, marked, strict=True)
