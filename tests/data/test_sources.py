@@ -207,9 +207,11 @@ def test_zstandard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "ZSTANDARD_AVAILABLE", False)
-    (tmp_path / "a.jsonl.zst").touch()
-    with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
-        list(open_hf(tmp_path, "a.jsonl.zst"))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for name in ("a.jsonl.zst", "a.txt.zst"):
+        (tmp_path / name).touch()
+        with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
+            list(open_hf(tmp_path, name))
 
 
 def test_hf_glob_and_slices(tmp_path: Path) -> None:

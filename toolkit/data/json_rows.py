@@ -215,7 +215,9 @@ def _next_row(text: str, at: int, number: int) -> tuple[object, int]:
 
 
 def _behind_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()
+    found = _SPACE.match(text, at)
+    assert found is not None, "it matches anything"
+    return found.end()
 
 
 def _read(name: object, stream: Any, size: int) -> bytes:

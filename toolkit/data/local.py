@@ -175,16 +175,12 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
     """
     parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
     dropped = DroppedRows(source)
-    for place, row in islice(_rows_of(files, source.row_limit_mib), _FIRST_ROWS):
+    rows = (json_rows(file, source.row_limit_mib) for file in filter(is_json, files))
+    for place, row in islice(chain.from_iterable(rows), _FIRST_ROWS):
         try:
             parse(ChatRecord(place, row), source)
         except MalformedRow as error:
             dropped.add(f"{place}: {error}")
-
-
-def _rows_of(files: list[Path], limit_mib: int) -> Iterator[tuple[str, object]]:
-    """Rows of the JSON files, with their places."""
-    return chain.from_iterable(json_rows(file, limit_mib) for file in filter(is_json, files))
 
 
 def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:

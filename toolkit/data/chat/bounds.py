@@ -41,7 +41,7 @@ def bounded() -> Iterator[None]:
     finally:
         if timed:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, handler)
+            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
