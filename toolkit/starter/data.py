@@ -116,8 +116,8 @@ def _samples(recipe: Recipe, data: Path) -> int:
     except DataError as error:
         raise PlanError(f"--data: {error.message}", fix=error.fix) from error
     train = recipe.data.train
-    whole_rows = isinstance(train, ChatRowsSource) and recipe.data.packing == "none"
-    if whole_rows and is_json(data):
+    packed = recipe.data.packing != "none"
+    if isinstance(train, ChatRowsSource) and not packed and is_json(data):
         return sum(1 for _ in json_rows(data, train.row_limit_mib))
     tokens = data.stat().st_size / BYTES_PER_TOKEN
     return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)
