@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-from pydantic import BaseModel, Field, ValidationError
+from typing import Any, Protocol
 
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import (
@@ -33,7 +31,7 @@ from toolkit.data.json_rows import (
 from toolkit.data.mds import MDS_INDEX, MdsDocuments, columns_of, is_mds, read_mds
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
-from toolkit.data.remote.store import shown
+from toolkit.data.saved import SAVED, of_split, saved_files
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
@@ -43,8 +41,6 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
-SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` of `datasets` writes into a folder of one split, or of several."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
 _ROWS_AT_ONCE = 1000
@@ -58,10 +54,6 @@ MESSAGES = "lists of messages"
 _MESSAGE = re.compile(r"struct<.*\b(content|value): ")
 """A message in the name of an Arrow type: chats are lists of role and content, or from and
 value."""
-
-
-_FileName = Annotated[str, Field(pattern=r"^[^./][^/]*$")]
-"""In a folder, never outside."""
 
 
 class Documents(Protocol):
@@ -288,15 +280,17 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
         return [path / MDS_INDEX, *(file for file, _ in read_mds(path))]
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if builder_of(file)]
-        if _is_saved(path):
-            return [file for file in files if file.suffix == ".arrow"]
+        if saved := _is_saved(path):
+            saved_files(source, partial(_content, path))
+            files = [file for file in files if file.suffix == ".arrow"]
         if not files:
             raise DataError(
                 f"the folder {path} holds no {', '.join(_BUILDERS)} file",
                 fix="name the folder that holds the data files",
             )
         # The card may say which file belongs to which split.
-        return [*files, *(card for card in [path / "README.md"] if card.is_file())]
+        card = path / "README.md"
+        return [*files, card] if card.is_file() and not saved else files
     looks_local = (
         path.exists()
         or builder_of(Path(source.path)) is not None
@@ -328,7 +322,7 @@ def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
         for file in (one for one in files if builder_of(one) in ("json", "text")):
             check_bounds(file, source.row_limit_mib)
         if _is_saved(path := _local_path(source, base)):
-            part, _ = saved_files(source, lambda name: _content(path / name))
+            part, _ = saved_files(source, partial(_content, path))
             return datasets.load_from_disk(str(path / part))
         return datasets.load_dataset(**arguments, split=source.split)
     except DataError:
@@ -404,60 +398,8 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in SAVED)
 
 
-def _content(file: Path) -> bytes:
-    return read_bytes(file) if file.is_file() else b""
-
-
-class _SavedFile(BaseModel):
-    filename: _FileName
-
-
-class _SavedState(BaseModel):
-    files: Annotated[list[_SavedFile], Field(alias="_data_files")]
-    split: Annotated[str | None, Field(alias="_split")] = None
-
-
-class _SavedSplits(BaseModel):
-    splits: list[_FileName]
-
-
-def saved_files(
-    source: RowsSource, content_of: Callable[[str], bytes]
-) -> tuple[str, list[str]]:
-    """The folder of the split in one that `save_to_disk` wrote, and the files there that hold
-    it. `content_of` a file by its place in the folder, empty if there is none.
-
-    Raises DataError where the folder states anything else, such as a file outside.
-    """
-    state, splits = SAVED
-    part = ""
-    try:
-        if text := content_of(splits):
-            names = _SavedSplits.model_validate_json(text).splits
-            part = of_split(source, {name: name for name in names})
-        saved = _SavedState.model_validate_json(content_of(f"{part}/{state}".lstrip("/")))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(
-            f"`{shown(source.path)}` is not what `save_to_disk` writes "
-            f"({'.'.join(map(str, first['loc'])) or state}: {first['msg']})",
-            fix="copy or save the folder again",
-        ) from error
-    if not part:
-        of_split(source, {saved.split or "train": part})
-    return part, [f"{part}/{file.filename}".lstrip("/") for file in saved.files]
-
-
-def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
-    """What `splits` has for the source's. Raises DataError where that is not one of them."""
-    if source.split not in splits:
-        raise DataError(
-            f"`split: {source.split}` is given, but `{source.path}` was saved with "
-            f"{', '.join(map(str, splits)) or 'none'}",
-            fix="name a whole split of it; slices are for files and hub ids that are not "
-            "streamed",
-        )
-    return splits[source.split]
+def _content(folder: Path, name: str) -> bytes:
+    return read_bytes(folder / name) if (folder / name).is_file() else b""
 
 
 def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from toolkit.data.files import find_files, matching_paths
 from toolkit.data.mds import MDS_INDEX, is_mds_index, shards_of
 from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.remote.store import listed_url, shown
-from toolkit.data.sources import SAVED, builder_of, data_files_of, local_files, saved_files
+from toolkit.data.saved import SAVED, saved_files
+from toolkit.data.sources import builder_of, data_files_of, local_files
 from toolkit.data.streaming.chunks import ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
