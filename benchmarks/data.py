@@ -12,9 +12,8 @@ the median. Imports and loading the tokenizer are not counted.
 
 - `bare`: `Tokenizer.encode_batch_fast` on batches of texts that are in memory; its result is
   dropped.
-- `rows`: `toolkit.data.tokenized.prepare` on rows that `datasets` has read before, as on every
-  start but the first: texts are read, encoded, written in Megatron's format and synced.
-- `jsonl`: the same with all caches empty, so that `datasets` parses the JSON.
+- `jsonl`: `toolkit.data.tokenized.prepare` with all caches empty: JSON is parsed, texts are
+  encoded, written in Megatron's format and synced.
 - `documents`: the approach of Megatron-LM's preprocess_data.py: a pool of processes parses a
   line and calls the tokenizer of `transformers` on it, the parent adds one document at a time.
 - `documents, no transformers`: the same with `Tokenizer.encode`, which Megatron-LM does not do.
@@ -54,7 +53,7 @@ WORKER = (sys.executable, __file__, "--worker")
 ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 TINY = Path("recipes/tiny/llama-bytes.yaml")
 TINY_STEPS = 60
-WAYS = ("bare", "rows", "jsonl", "documents", "documents, no transformers")
+WAYS = ("bare", "jsonl", "documents", "documents, no transformers")
 
 
 def make_corpus(folder: Path, megabytes: float) -> None:
@@ -104,21 +103,15 @@ def bare(folder: Path, name: str) -> Callable[[], object]:
     return run
 
 
-def dmt(folder: Path, name: str, *, rows_are_read: bool) -> Callable[[], object]:
+def dmt(folder: Path, name: str) -> Callable[[], object]:
     """What a run does before its first step."""
-    import datasets.config
-
-    from toolkit.data.sources import open_source
     from toolkit.data.tokenized import prepare
     from toolkit.data.tokenizers import load_tokenizer
     from toolkit.recipe.schema import HfSource
 
     cache = Path(tempfile.mkdtemp(dir=folder))
-    datasets.config.HF_DATASETS_CACHE = cache / "rows"
     source = HfSource(kind="hf", path="corpus.jsonl")
     tokenizer = load_tokenizer(name, base=folder)
-    if rows_are_read:
-        len(open_source(source, base=folder, cache=cache))
     return lambda: prepare(source, tokenizer, base=folder, cache=cache)
 
 
@@ -169,8 +162,7 @@ def measure(way: str, folder: Path, name: str) -> dict[str, float]:
     """Worker: processor time of one way, and its anonymous memory at first and at most."""
     run = {
         "bare": lambda: bare(folder, name),
-        "rows": lambda: dmt(folder, name, rows_are_read=True),
-        "jsonl": lambda: dmt(folder, name, rows_are_read=False),
+        "jsonl": lambda: dmt(folder, name),
         "documents": lambda: documents(folder, name, transformers=True),
         "documents, no transformers": lambda: documents(folder, name, transformers=False),
     }[way]()
@@ -271,12 +263,11 @@ def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
 
     return {
         "speed_ratios": {
-            "rows to bare": ratios("rows", "bare"),
             "jsonl to bare": ratios("jsonl", "bare"),
             "jsonl to documents": ratios("jsonl", "documents"),
             "jsonl to documents, no transformers": ratios("jsonl", WAYS[-1]),
         },
-        "processor_time_ratio_bare_to_rows": ratios("rows", "bare", "processor_s"),
+        "processor_time_ratio_bare_to_jsonl": ratios("jsonl", "bare", "processor_s"),
         "medians": {way: {what: median(way, what) for what in taken[0][way]} for way in WAYS},
     }
 

@@ -1,5 +1,6 @@
 """Human-readable quantities."""
 
+MIB = 2**20
 GIB = 2**30
 MIB_PER_GIB = 1024
 

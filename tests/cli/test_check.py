@@ -279,6 +279,21 @@ def test_exit_codes(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize("verb", ["check", "launch", "report"])
+def test_an_environment_that_is_not_utf8(verb: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.cli.main", verb, tmp_path / "größe"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "encoding of file names is ascii here" in done.stderr
+    assert "export PYTHONUTF8=1" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_human_numbers() -> None:
     assert [human(n) for n in (7, 1234, 1.5e6, 999_885_952, 8.03e9, 2e12)] == [
         "7", "1.23k", "1.5M", "1B", "8.03B", "2T",

@@ -106,7 +106,7 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (one["steps"], one["speed"]) == (8, pytest.approx(1.1))
     assert (one["unequal"]["step"], one["beyond"]["step"], one["last"]["step"]) == (3, 5, 8)
     assert found["missing"][str(other)] == [
-        "metrics.jsonl: 1 of 9 lines cannot be read; left out",
+        "metrics.jsonl: 1 of 9 lines cannot be read (the first: line 9); left out",
         "metrics.jsonl: its last line is cut short, or is being written",
     ]
     assert main(["compare", str(first), str(other), str(first)]) == 0

@@ -128,6 +128,7 @@ def folder(**files: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 LONG_ROW = '{"text": "%s"}\n' % ("long " * 2000)
+DEEP = f'{GOOD}{{"text": "x", "other": {"[" * 60_000}{"]" * 60_000}}}\n'.encode()
 LATIN_1 = (GOOD * 2).encode() + '{"text": "Grüße"}\n'.encode("latin-1")
 ROWS = [
     Case("cut.jsonl.gz", zipped(LONG_ROW * 200, 0.5), "cut.jsonl.gz behind line"),
@@ -146,19 +147,24 @@ ROWS = [
     Case("nan.jsonl", lines(GOOD, '{"text": NaN}\n'), "nan.jsonl:2: `text` holds a number"),
     Case("later.jsonl", lines(GOOD, {"text": 5}), "later.jsonl:2: `text` holds a number"),
     Case("first.jsonl", lines({"text": True}, GOOD), "first.jsonl:1: `text` holds a boolean"),
-    Case("nested.jsonl", lines({"text": {"body": "x"}}), "holds struct<body: string>, not"),
+    Case("nested.jsonl", lines({"text": {"body": "x"}}), "nested.jsonl:1: `text` holds a map"),
     Case("map.jsonl", lines(GOOD, {"text": {"body": "x"}}), "map.jsonl:2: `text` holds a map"),
-    Case("lists.jsonl", lines({"text": ["a", "b"]}), "holds list<item: string>, not text"),
+    Case("lists.jsonl", lines({"text": ["a", "b"]}), "lists.jsonl:1: `text` holds a list"),
     Case("list2.jsonl", lines(GOOD, {"text": ["a"]}), "list2.jsonl:2: `text` holds a list"),
     Case("column.jsonl", lines({"content": "x"}), "no column `text`; its columns are content"),
     Case("null.jsonl", lines({"text": None}), "every document is empty"),
     Case("no-text.jsonl", lines({"text": ""}), "every document is empty"),
-    Case("empty.jsonl", raw(b""), "`empty.jsonl`, split `train`: it is empty"),
-    Case("blank.jsonl", raw(b"\n\n\n"), "cannot load `blank.jsonl`"),
+    Case("empty.jsonl", raw(b""), "`empty.jsonl` has no rows"),
+    Case("blank.jsonl", raw(b"\n\n\n"), "`blank.jsonl` has no rows"),
     Case("zeros.jsonl", raw(bytes(4096)), "zeros.jsonl:1: it is not JSON"),
-    Case("deep.jsonl", raw(b"[" * 100_000), "deep.jsonl: it is nested too deeply"),
+    Case("deep.jsonl", raw(b"[" * 100_000), "deep.jsonl, row 1: it is nested too deeply"),
+    Case("deep-row.jsonl", raw(DEEP), "deep-row.jsonl:2: it is nested too deeply"),
+    Case("deep", folder(a__jsonl=raw(DEEP)), "deep/a.jsonl:2: it is nested too deeply"),
     Case("half.jsonl", lines(GOOD, '{"text": "\\ud800"}\n'), "half.jsonl:2: `text` holds half"),
-    Case("cut.json", raw(b'[{"text": "a"}, {"te'), "cut.json: it is not JSON (Unterm"),
+    Case("cut.json", raw(b'[{"text": "a"}, {"te'), "cut.json, row 2: it is not JSON (Unterm"),
+    Case("comma.json", raw(b'[{"text": "a"} {}]'), "comma.json, row 2: it is not JSON (Exp"),
+    Case("more.json", raw(b'[{"text": "a"}]\n5'), "more.json, row 2: it is not JSON (Extra"),
+    Case("latin1.json", raw(b'[{"text": "\xfc"}]'), "latin1.json, row 1: it is not UTF-8"),
     Case("scalar.json", raw(b"5"), "scalar.json:1: it is a number"),
     Case("empty.parquet", raw(b""), "empty.parquet: Parquet file size is 0 bytes"),
     Case("no-rows.parquet", parquet(text=[]), "no-rows.parquet has no rows"),

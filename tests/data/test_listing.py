@@ -1,5 +1,6 @@
 """Which files a folder of shards, of `save_to_disk` or of data files is streamed from."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import fsspec
 import pytest
 
 from tests.data.mds import write_mds
+from toolkit.data.sources import open_source
 from toolkit.data.streaming.chunks import Chunks
 from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.ranges import texts
@@ -85,8 +87,28 @@ def test_what_save_to_disk_wrote(tmp_path: Path, stored: Any) -> None:
     with pytest.raises(DataError, match="`two` was saved with train, test"):
         list_files(source("two", split="held_out"), tmp_path)
     (tmp_path / "one" / "data-00005-of-00012.arrow").unlink()
-    with pytest.raises(DataError, match="`one` is not what `save_to_disk` writes"):
+    with pytest.raises(DataError, match=r"`one` lacks data-00005-of-00012\.arrow, which"):
         list_files(source("one"), tmp_path)
+
+
+@pytest.mark.parametrize("outside", ["../secret.arrow", "/secret.arrow", "..", 5, None])
+def test_files_outside_of_a_saved_folder_are_refused(tmp_path: Path, outside: object) -> None:
+    rows = datasets.Dataset.from_list([{"text": "secret"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
+    (tmp_path / "two" / "train" / "data-00000-of-00001.arrow").rename(tmp_path / "secret.arrow")
+    state = tmp_path / "two" / "train" / "state.json"
+    stated = json.loads(state.read_text())
+    absolute = str(tmp_path / "secret.arrow") if outside == "/secret.arrow" else outside
+    stated["_data_files"] = [{"filename": absolute}]
+    state.write_text(json.dumps(stated))
+    for path in ("two", "two/train"):
+        what = source(path)
+        said = rf"`{path}` is not what `save_to_disk` writes \(_data_files\.0\.filename: "
+        with pytest.raises(DataError, match=said):
+            list_files(what, tmp_path)
+        with pytest.raises(DataError, match=said):
+            list(open_source(what, base=tmp_path, cache=tmp_path))
+    assert list(open_source(source("two", split="test"), base=tmp_path, cache=tmp_path))
 
 
 def test_a_folder_whose_card_names_its_files(tmp_path: Path) -> None:

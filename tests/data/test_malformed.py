@@ -1,6 +1,10 @@
 """One clear error for every data file that is wrong; nothing that is in a file is executed."""
 
+import bz2
+import gzip
 import json
+import lzma
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,9 @@ from tests.data.malformed import (
 from toolkit.data.chat.records import open_records
 from toolkit.data.json_rows import Broken
 from toolkit.data.sources import open_source
+from toolkit.data.streaming.chunks import FileRange
+from toolkit.data.streaming.listing import list_files
+from toolkit.data.streaming.ranges import texts as texts_of_range
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import DataError
@@ -117,6 +124,58 @@ def test_the_row_is_found_among_several_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(GOOD * 2000 + '{"text": "x" "y"}\n')
     message = refusal(HfSource(kind="hf", path="*.jsonl"), tmp_path)
     assert f"{tmp_path / 'b.jsonl'}:2001: it is not JSON" in message
+
+
+LONG_LINE = f'{GOOD}{{"text": "{"x" * 2**25}"}}\n'
+_LONG_LIST = json.dumps([{"text": "good"}, {"text": "x" * 2**25}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.jsonl", LONG_LINE, "a.jsonl:2"),
+        ("a.jsonl.gz", LONG_LINE, "a.jsonl.gz:2"),
+        ("a.jsonl.zst", LONG_LINE, "a.jsonl.zst:2"),
+        ("a.json", _LONG_LIST, "a.json, row 2"),
+        ("a.json.bz2", _LONG_LIST, "a.json.bz2, row 2"),
+        ("a.txt.xz", "good\n" + "x" * 2**25, "a.txt.xz:2"),
+    ],
+)
+def test_memory_does_not_grow_with_the_longest_row(
+    name: str, content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kB may hold a row of GB."""
+    import zstandard
+
+    monkeypatch.setattr("toolkit.data.streaming.ranges._BLOCK_BYTES", 2**20)
+    packed = {".gz": gzip, ".bz2": bz2, ".xz": lzma, ".zst": zstandard}.get(Path(name).suffix)
+    file = tmp_path / "folder" / name
+    file.parent.mkdir()
+    file.write_bytes(packed.compress(content.encode()) if packed else content.encode())
+    settings: Any = {"kind": "hf", "path": f"folder/{name}", "row_limit_mib": 1}
+    source = HfSource(**settings)
+    (listed,) = list_files(source, tmp_path)
+
+    def read(kind: str) -> object:
+        if kind == "chat":
+            chats = ChatSource(**settings | {"kind": kind})
+            return list(open_records(chats, base=tmp_path, cache=tmp_path))
+        if kind == "streamed":
+            return [*map(list, texts_of_range(source, FileRange(listed, 0, listed.size)))]
+        where = source.model_copy(update={"path": "folder"}) if kind == "folder" else source
+        return list(open_source(where, base=tmp_path, cache=tmp_path))
+
+    for kind in ("hf", "folder", "streamed", *([] if ".txt" in name else ["chat"])):
+        tracemalloc.start()
+        with pytest.raises(DataError, match=r"longer than 1 MiB, the limit") as raised:
+            read(kind)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert f"{place}: the row is longer" in raised.value.message
+        assert peak < 2**24, kind
+    enough = source.model_copy(update={"row_limit_mib": 33})
+    *_, last = open_source(enough, base=tmp_path, cache=tmp_path)
+    assert last == "x" * 2**25
 
 
 def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:

@@ -207,9 +207,11 @@ def test_zstandard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "ZSTANDARD_AVAILABLE", False)
-    (tmp_path / "a.jsonl.zst").touch()
-    with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
-        list(open_hf(tmp_path, "a.jsonl.zst"))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for name in ("a.jsonl.zst", "a.txt.zst"):
+        (tmp_path / name).touch()
+        with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
+            list(open_hf(tmp_path, name))
 
 
 def test_hf_glob_and_slices(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
     ("content", "settings", "says"),
     [
         ('{"a": "x", "b": "y"}', {}, r"no column `text`; its columns are a, b"),
-        ('{"text": 5, "a": "x"}', {}, r"column `text` of `d.jsonl` holds int64, not text"),
+        ('{"text": 5, "a": "x"}', {}, r"d.jsonl:1: `text` holds a number, not text"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             {},

@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.small import filled, section
 from tests.recipe.good import GOOD
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.local import with_embedding_rows
+from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import (
     byte_tokenizer,
     check_vocabulary,
+    count_tokens,
     encoder,
     load_tokenizer,
     tokenizer_fingerprint,
@@ -28,7 +33,7 @@ from toolkit.intake.checks import broken_rules
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.plan.planner import model_config
-from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe
+from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe, TextSource
 
 BYTES = byte_tokenizer()
 TEXTS = ["the cat sat on the mat; the cat ate", "def f(x):\n    return x\n"] * 20
@@ -160,6 +165,26 @@ def broken(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
 
 
+def changed(folder: Path, change: Callable[[Any], object]) -> None:
+    BYTES.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def panics(folder: Path) -> None:
+    """The Rust library ends with a panic, which is no Exception."""
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    changed(folder, lambda content: content.update(normalizer=normalizer))
+
+
+def panics_later(folder: Path) -> None:
+    """A panic once a text is encoded."""
+    cut = {"type": "FixedLength", "length": 0}
+    changed(folder, lambda content: content.update(pre_tokenizer=cut))
+
+
 def empty(folder: Path) -> None:
     folder.mkdir()
 
@@ -179,6 +204,7 @@ def own_code(folder: Path) -> None:
         (without_eos, "no end-of-sequence token"),
         (broken, "cannot load the tokenizer"),
         (empty, "cannot load the tokenizer"),
+        (panics, "cannot load the tokenizer `t`: Precompiled"),
     ],
 )
 def test_unusable_folders(tmp_path: Path, make: object, says: str) -> None:
@@ -186,6 +212,20 @@ def test_unusable_folders(tmp_path: Path, make: object, says: str) -> None:
     with pytest.raises(DataError, match=says) as raised:
         load_tokenizer("t", base=tmp_path)
     assert raised.value.fix
+
+
+def test_a_tokenizer_that_panics(tmp_path: Path) -> None:
+    panics(tmp_path / "load")
+    with pytest.raises(DataError, match=r"load/tokenizer\.json cannot be read: Precompiled"):
+        count_tokens("load", tmp_path)
+    panics_later(tmp_path / "encode")
+    (tmp_path / "a.txt").write_text("text")
+    source = TextSource(kind="text", files=("a.txt",))
+    tokenizer = load_tokenizer("encode", base=tmp_path)
+    with pytest.raises(DataError, match="cannot encode a text: chunk size"):
+        prepare(source, tokenizer, base=tmp_path, cache=tmp_path)
+    with pytest.raises(DataError, match="cannot encode a text: chunk size"):
+        ChatTemplate(None, tokenizer)
 
 
 def test_code_of_a_tokenizer_never_runs(tmp_path: Path) -> None:

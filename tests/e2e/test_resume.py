@@ -99,6 +99,8 @@ def test_a_finished_run_writes_an_export_that_is_not_whole(ddp_run, tmp_path, lo
         weights.unlink()
     else:
         weights.write_bytes(weights.read_bytes()[:-1])
+        with (run_dir / "events.jsonl").open("a") as events:  # damaged: left out
+            events.write('{"kind": "export", "step": 20, "files": [1]}\n7\n')
     export_last(RunDirectory(run_dir), 20, Phases(1))
     assert digest(weights) == whole
     assert config.exists()

@@ -201,7 +201,7 @@ def test_damage_is_stated(tmp_path: Path) -> None:
     (run / "heartbeats/rank-0.json").write_text("{")
     missing = data_of(run)["runs"][0]["missing"]
     assert missing[:2] == [
-        "metrics.jsonl: 2 of 7 lines cannot be read; left out",
+        "metrics.jsonl: 2 of 7 lines cannot be read (the first: line 6); left out",
         "metrics.jsonl: its last line is cut short, or is being written",
     ]
     assert any(one.startswith("recipe.yaml: ") for one in missing)

@@ -49,6 +49,10 @@ def test_an_elastic_restart_with_other_ranks_plans_again(tmp_path, monkeypatch, 
     # The run directory has the new plan: a next start of as many ranks reads it.
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert read_assignment(tmp_path / "run", 2).plan == found.plan
+    for damaged in ("5", "[]", '{"predicted": {"memory_gib": "much"}}'):
+        (tmp_path / "run" / "plan.json").write_text(damaged)
+        with pytest.raises(PlanError, match="is not a run directory"):
+            read_assignment(tmp_path / "run", 2)
 
 
 def test_a_restart_starts_from_the_checkpoint_that_was_chosen_first(tmp_path):

@@ -93,6 +93,18 @@ def test_an_event_and_the_next_step_come_while_files_are_read(
     assert tracker.rows == [(10, {"loss": 10.0, "evaluation/loss": 5.0}), (20, {"loss": 20.0})]
 
 
+def test_damaged_lines_and_states_are_left_out(run: RunDirectory) -> None:
+    run.metrics.write_text('{"loss": 1}\n{"step": "x", "loss": 1}\n7\n')
+    run.events.write_text('{"step": 4}\n{"kind": "evaluation", "step": [], "loss": 1}\n')
+    step(run, 5)
+    state = run.path / "state.json"
+    for damaged in ('{"run_id": 5, "posted_step": "x"}', "[]", '{"run_id": {}}'):
+        state.write_text(damaged)
+        one, tracker = poster(run, PostedState.load(state))
+        one.post_new()
+        assert tracker.rows == [(5, {"loss": 5.0})]
+
+
 def test_what_is_posted_is_noted_before(run: RunDirectory) -> None:
     """So that a kill between the two loses a row there, and shows none twice."""
     one, tracker = poster(run, PostedState("id"))

@@ -125,6 +125,17 @@ def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
         assert last.trained_s == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("damaged", ["[]", "5", '{"rank": 0}', '"x"'])
+def test_a_damaged_heartbeat_is_none(tmp_path, damaged):
+    Heartbeat(0, 1, "host", step=5, first_step=0).write(tmp_path)
+    file = tmp_path / "rank-0.json"
+    assert Heartbeat.read(tmp_path, 0).step == 5
+    file.write_text(file.read_text().replace('"step": 5', '"step": "x"'))
+    assert Heartbeat.read(tmp_path, 0) is None
+    file.write_text(damaged)
+    assert Heartbeat.read(tmp_path, 0) is None
+
+
 def test_the_first_step_may_take_longer(tmp_path):
     with Ranks(tmp_path, "compile@1") as ranks:
         assert ranks.codes(0, 1, 2) == [0, 0, 0]

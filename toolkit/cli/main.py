@@ -13,7 +13,13 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from toolkit import __version__
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, DmtError, RecipeError
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_USER_ERROR,
+    BackendUnavailable,
+    DmtError,
+    RecipeError,
+)
 from toolkit.terminal import tell
 
 
@@ -119,6 +125,15 @@ def _dmt(
     """
 
 
+def _require_utf8() -> None:
+    """Raise BackendUnavailable where Python cannot name every file, nor print every text."""
+    if (found := sys.getfilesystemencoding()) != "utf-8":
+        raise BackendUnavailable(
+            f"Python's encoding of file names is {found} here, by PYTHONUTF8=0 or the locale",
+            fix="export PYTHONUTF8=1",
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dmt` and return its exit code: 0, 2, 3, 4 or 75 (see `toolkit.errors`).
 
@@ -126,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A DmtError becomes a message on standard error; Ctrl-C becomes 130.
     """
     try:
+        _require_utf8()
         app(args=None if arguments is None else list(arguments), prog_name="dmt")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE

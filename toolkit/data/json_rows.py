@@ -1,17 +1,26 @@
-"""Rows of local JSON files, each with its position, and their errors."""
+"""Rows of local JSON files, each with its position, and their errors.
+
+A file is read line by line, and a list row by row, up to a limit: a small compressed file may
+hold a line that does not fit into memory.
+"""
 
 import bz2
 import gzip
 import json
 import lzma
+import re
 import zlib
-from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BackendUnavailable, DataError
+from toolkit.units import MIB
 
 OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
@@ -19,8 +28,13 @@ OPENERS: dict[str, Callable[..., Any]] = {
 """How compressed files are opened, by their ending."""
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FIX = "check that the file is whole and UTF-8"
+_BLOCK_BYTES = 2**20
 _SEARCHED_BYTES = 2**30
 """How far `first_wrong_text` reads: a few seconds."""
+_NESTED = 1000
+"""More brackets in a line may crash the parser of `datasets`, which nests without a limit."""
+_SPACE = re.compile(r"\s*")
+_SCANNED = json.JSONDecoder().raw_decode
 
 
 @dataclass(frozen=True)
@@ -30,15 +44,25 @@ class Broken:
     why: str
 
 
+_TOO_DEEP = Broken("it is nested too deeply")
+
+
 def is_json(file: Path) -> bool:
     """Whether the name has such an ending."""
-    name = file.with_suffix("") if file.suffix in OPENERS else file
+    name = file.with_suffix("") if file.suffix in (*OPENERS, ".zst") else file
     return name.suffix in (".json", ".jsonl")
 
 
-def open_json(file: Path) -> Any:
-    """The file's bytes, not compressed."""
-    return OPENERS.get(file.suffix, open)(file, "rb")
+def open_plain(file: Path, stream: Any = None) -> Any:
+    """The bytes of a file, or of a stream of it, not compressed.
+
+    Raises BackendUnavailable where a package is missing.
+    """
+    opener = opener_of(file.suffix, file)
+    if opener is None:
+        return file.open("rb") if stream is None else stream
+    plain = opener(file if stream is None else stream, "rb")
+    return BufferedReader(plain) if file.suffix == ".zst" else plain
 
 
 def opener_of(ending: str, what: object) -> Callable[..., Any] | None:
@@ -66,46 +90,142 @@ def undecodable() -> tuple[type[Exception], ...]:
     return (*UNREADABLE, ZstdError)
 
 
-def count_lines(file: Path) -> int:
-    """Lines of the file, blank ones too. Raises DataError when it cannot be read."""
-    lines = 0
-    try:
-        with open_json(file) as stream:
-            for _ in stream:
-                lines += 1
-    except UNREADABLE as error:
-        raise _unreadable(file, lines, error) from error
-    return lines
+def numbered_lines(file: Path, limit_mib: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, blank ones too, each with its number from 1.
 
-
-def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """The rows of a file, one list of them or one a line, each with its place.
-
-    A line that is not JSON is `Broken`. Raises DataError when the file cannot be read, or is a
-    list that is not JSON.
+    Raises DataError when the file cannot be read, and for a line longer than the limit.
     """
-    number = 0
+    number, limit = 0, limit_mib * MIB
     try:
-        with open_json(file) as stream:
-            first = next((text for line in stream if (text := _stripped(line))), b"")
-            stream.seek(0)
-            if first.startswith(b"["):
-                yield from rows_of_list(str(file), stream.read())
-                return
-            for number, line in enumerate(stream, start=1):
-                if _stripped(line):
-                    yield f"{file}:{number}", _parsed(line)
-    except UNREADABLE as error:
+        with open_plain(file) as stream:
+            while line := stream.readline(limit + 1):
+                number += 1
+                if len(line) > limit:
+                    raise too_long(f"{file}:{number}", limit_mib)
+                yield number, line
+    except undecodable() as error:
         raise _unreadable(file, number, error) from error
 
 
-def rows_of_list(name: str, content: bytes) -> Iterator[tuple[str, object]]:
-    """The rows of the file `name`, which is a list, each with its place."""
-    whole = _parsed(content)
-    if isinstance(whole, Broken):
-        raise DataError(f"{name}: {whole.why}", fix=_FIX)
-    assert isinstance(whole, list), "nothing else begins with a bracket"
-    yield from ((f"{name}, row {n}", row) for n, row in enumerate(whole, 1))
+def count_rows(files: Iterable[Path], limit_mib: int) -> int:
+    """Rows of the lists, and lines of the other files, blank ones too. Raises as `json_rows`
+    does."""
+    found: Iterable[object] = chain.from_iterable(
+        (json_rows if _is_list(file) else numbered_lines)(file, limit_mib) for file in files
+    )
+    return sum(1 for _ in found)
+
+
+def too_long(place: str, limit_mib: int) -> DataError:
+    """The error of a row that is longer than the limit."""
+    return DataError(
+        f"{place}: the row is longer than {limit_mib:,} MiB, the limit",
+        fix="correct the file, or raise `row_limit_mib` next to `path`",
+    )
+
+
+def check_bounds(file: Path, limit_mib: int) -> None:
+    """Raise DataError for a row of JSON or text that is longer than the limit or nested too
+    deeply: `datasets` has no such limits."""
+    if _is_list(file):
+        deque(json_rows(file, limit_mib), maxlen=0)
+        return
+    for number, line in numbered_lines(file, limit_mib):
+        nested = is_json(file) and line.count(b"[") + line.count(b"{") > _NESTED
+        if nested and _parsed(line) == _TOO_DEEP:
+            raise DataError(f"{file}:{number}: {_TOO_DEEP.why}", fix=_FIX)
+
+
+def json_rows(file: Path, limit_mib: int) -> Iterator[tuple[str, object]]:
+    """The rows of a file, one list of them or one a line, each with its place.
+
+    A line that is not JSON is `Broken`. Raises DataError when the file cannot be read, is a
+    list that is not JSON, or has a row longer than the limit.
+    """
+    if _is_list(file):
+        with open_plain(file) as stream:
+            yield from rows_of_list(file, stream, limit_mib)
+        return
+    for number, line in numbered_lines(file, limit_mib):
+        if _stripped(line):
+            yield f"{file}:{number}", _parsed(line)
+
+
+def _is_list(file: Path) -> bool:
+    try:
+        with open_plain(file) as stream:
+            return is_json(file) and begins_list(stream.peek(_BLOCK_BYTES))
+    except undecodable() as error:
+        raise _unreadable(file, 0, error) from error
+
+
+def begins_list(beginning: bytes) -> bool:
+    """Whether a file that begins with these bytes is a list."""
+    return _stripped(beginning).startswith(b"[")
+
+
+def rows_of_list(name: object, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:
+    """The rows of the file `name`, which is a list, each with its place. Raises as `json_rows`
+    does."""
+    decode = getincrementaldecoder("utf-8-sig")().decode
+    text, at, number = "", 0, 0
+    while at >= 0:
+        place = f"{name}, row {number + 1}"
+        try:
+            row, at = _next_row(text, at, number)
+        except RecursionError:
+            raise DataError(f"{place}: {_TOO_DEEP.why}", fix=_FIX) from None
+        except json.JSONDecodeError as error:
+            text, at = text[at:], 0
+            if len(text) > limit_mib * MIB:
+                raise too_long(place, limit_mib) from error
+            if not (block := _read(name, stream, len(text))):
+                raise DataError(f"{place}: it is not JSON ({error.msg})", fix=_FIX) from error
+            try:
+                text += decode(block)
+            except UnicodeDecodeError as wrong:
+                raise DataError(f"{place}: {_not_utf8(wrong)}", fix=_FIX) from wrong
+            continue
+        if at >= 0:
+            number += 1
+            yield place, row
+    while block := _read(name, stream, 0):
+        if block.strip():
+            raise DataError(f"{name}: it goes on behind its list", fix=_FIX)
+
+
+def _next_row(text: str, at: int, number: int) -> tuple[object, int]:
+    """The row behind `number` rows, and where it ends: -1 at the end of the list.
+
+    Raises JSONDecodeError where that is not in the text.
+    """
+    at = _behind_space(text, at)
+    if not (number and text.startswith("]", at)):
+        if not text.startswith("," if number else "[", at):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at = _behind_space(text, at + 1)
+        if number or not text.startswith("]", at):
+            row, at = _SCANNED(text, at)
+            if at == len(text):  # a number may go on
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+            return row, at
+    if text[at + 1 :].strip():
+        raise json.JSONDecodeError("Extra data", text, at)
+    return None, -1
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it matches anything"
+    return found.end()
+
+
+def _read(name: object, stream: Any, size: int) -> bytes:
+    try:
+        block: bytes = stream.read(max(size, _BLOCK_BYTES))
+    except undecodable() as error:
+        raise _unreadable(name, 0, error) from error
+    return block
 
 
 def _stripped(line: bytes) -> bytes:
@@ -116,21 +236,24 @@ def _parsed(text: bytes) -> object:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        byte = f"0x{text[error.start]:02x}"
-        return Broken(f"it is not UTF-8 (byte {byte} at {error.start + 1:,})")
+        return Broken(_not_utf8(error))
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno:,}, " if error.lineno > 1 else ""
-        return Broken(f"it is not JSON ({error.msg}, {line}character {error.colno:,})")
+        return Broken(f"it is not JSON ({error.msg}, character {error.colno:,})")
     except RecursionError:
-        return Broken("it is nested too deeply")
+        return _TOO_DEEP
 
 
-def _unreadable(file: Path, line: int, error: Exception) -> DataError:
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    byte = f"0x{error.object[error.start]:02x}"
+    return f"it is not UTF-8 (byte {byte} at {error.start + 1:,})"
+
+
+def _unreadable(name: object, line: int, error: Exception) -> DataError:
     behind = f" behind line {line:,}" if line else ""
-    return DataError(f"cannot read {file}{behind}: {error}", fix=_FIX)
+    return DataError(f"cannot read {name}{behind}: {error}", fix=_FIX)
 
 
-def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
+def first_wrong_text(files: Sequence[Path], column: str, limit_mib: int) -> str | None:
     """The place of the first row whose `column` is not text or null, and why; None where none
     is found in the first GiB.
 
@@ -138,7 +261,7 @@ def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
     """
     searched = 0
     for file in filter(is_json, files):
-        for place, row in json_rows(file):
+        for place, row in json_rows(file, limit_mib):
             if (why := wrong_text(row, column)) is not None:
                 return f"{place}: {why}"
             searched += len(row.get(column) or "") if isinstance(row, dict) else 0

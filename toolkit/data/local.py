@@ -5,7 +5,6 @@ hub, and deep in a file, are found when the data is built.
 """
 
 import json
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
@@ -26,10 +25,10 @@ from toolkit.data.chat.named import stated_template
 from toolkit.data.chat.records import ChatRecord
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import find_files
-from toolkit.data.json_rows import OPENERS, UNREADABLE, is_json, json_rows, open_json
+from toolkit.data.json_rows import OPENERS, is_json, json_rows, open_plain, undecodable
 from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
 from toolkit.data.remote.store import check_package
-from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
+from toolkit.data.sources import TEXT, add_kinds, arrow_kinds, check_column, local_files
 from toolkit.data.streaming.listing import list_files, needs_datasets
 from toolkit.data.tokenizers import (
     BYTES,
@@ -210,24 +209,12 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
     """
     parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
     dropped = DroppedRows(source)
-    for place, row in islice(chain.from_iterable(map(_rows_of, files)), _FIRST_ROWS):
+    rows = (json_rows(file, source.row_limit_mib) for file in filter(is_json, files))
+    for place, row in islice(chain.from_iterable(rows), _FIRST_ROWS):
         try:
             parse(ChatRecord(place, row), source)
         except MalformedRow as error:
             dropped.add(f"{place}: {error}")
-
-
-def _rows_of(file: Path) -> Iterator[tuple[str, object]]:
-    """Rows of a JSON file, with their places; none of other files, and of a long list."""
-    beginning = b"["
-    with suppress(*UNREADABLE):  # reported when the data is built
-        if is_json(file):
-            with open_json(file) as stream:
-                beginning = stream.read(_BEGINNING + 1)
-            if len(beginning) <= _BEGINNING:
-                beginning = b""
-    if not beginning.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        yield from json_rows(file)
 
 
 def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:
@@ -302,12 +289,12 @@ def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
             with file.open("rb") as stream:
                 return arrow_kinds(ipc.open_stream(stream).schema), True
         if is_json(file):
-            with open_json(file) as stream:
+            with open_plain(file) as stream:
                 beginning = stream.read(_BEGINNING)
             columns, whole = _json_columns(beginning.decode(errors="replace"))
             return columns, whole and len(beginning) < _BEGINNING
-    except (OSError, ValueError, EOFError, ImportError):
-        pass  # `datasets` says what is wrong with a file.
+    except (*undecodable(), ValueError, ImportError, BackendUnavailable):
+        pass  # what builds the data says what is wrong with a file
     return {}, False
 
 
@@ -324,14 +311,5 @@ def _json_columns(text: str) -> tuple[dict[str, str], bool]:
             row, at = decoder.raw_decode(text, at)
             if not isinstance(row, dict):
                 return {}, False
-            for column, value in row.items():
-                if columns.get(column, "null") == "null":
-                    columns[column] = _json_kind(value)
+            add_kinds(columns, row)
     return columns, at == len(text)
-
-
-def _json_kind(value: object) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return MESSAGES if {"content", "value"} & value[0].keys() else "lists"
-    kinds = {str: TEXT, type(None): "null", bool: "booleans", list: "lists", dict: "maps"}
-    return kinds.get(type(value), "numbers")

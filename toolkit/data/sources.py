@@ -18,11 +18,20 @@ from toolkit.data.files import (
     fingerprint_of,
     matching_paths,
     read_blocks,
+    read_bytes,
 )
-from toolkit.data.json_rows import count_lines, first_wrong_text, is_json, json_rows, wrong_text
+from toolkit.data.json_rows import (
+    check_bounds,
+    count_rows,
+    first_wrong_text,
+    is_json,
+    json_rows,
+    wrong_text,
+)
 from toolkit.data.mds import MDS_INDEX, MdsDocuments, columns_of, is_mds, read_mds
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
+from toolkit.data.saved import SAVED, of_split, saved_files
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
@@ -32,8 +41,6 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
-SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` of `datasets` writes into a folder of one split, or of several."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
 _ROWS_AT_ONCE = 1000
@@ -147,22 +154,20 @@ class HfDocuments:
 
     @cached_property
     def _dataset(self) -> Any:
-        dataset = load_rows(self.source, self.base, self.files, self.source.text_field)
+        dataset = load_rows(self.source, self.base, self.files)
         kinds = arrow_kinds(dataset.features.arrow_schema)
         if kinds.get(self.source.text_field) == _MIXED:
-            _look_for_wrong_text(self.files, self.source.text_field)
+            _look_for_wrong_text(self.source, self.files)
         check_column(self.source, kinds)
         return dataset
 
     @property
     def _row_by_row(self) -> bool:
-        """`datasets` reads a JSON file whole, or not at all."""
-        drops = self.source.malformed == "drop"
-        return drops and names_json(self.source, self.base, self.files)
+        return names_json(self.source, self.base, self.files)
 
     def __len__(self) -> int:
         if self._row_by_row:
-            return sum(count_lines(file) for file in self.files)
+            return count_rows(self.files, self.source.row_limit_mib)
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[str]:
@@ -173,13 +178,17 @@ class HfDocuments:
     def _json(self, dropped: DroppedRows) -> Iterator[str]:
         column = self.source.text_field
         columns: dict[str, str] = {}
-        for place, row in chain.from_iterable(map(json_rows, self.files)):
+        limit = self.source.row_limit_mib
+        for place, row in chain.from_iterable(json_rows(file, limit) for file in self.files):
             if (why := wrong_text(row, column)) is not None:
                 dropped.add(f"{place}: {why}")
                 continue
             assert isinstance(row, dict), "anything else is wrong"
-            columns |= {name: TEXT for name, held in row.items() if isinstance(held, str)}
+            if columns.get(column) != TEXT:
+                add_kinds(columns, row)
             yield row.get(column) or ""
+        if not columns and not dropped.count:
+            raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
         check_column(self.source, columns)
 
     def _arrow(self, dropped: DroppedRows) -> Iterator[str]:
@@ -189,7 +198,7 @@ class HfDocuments:
             try:
                 yield from (text or "" for text in table.column(0).to_pylist())
             except UnicodeDecodeError:
-                _look_for_wrong_text(self.files, column)
+                _look_for_wrong_text(self.source, self.files)
                 for at, text in enumerate(table.column(0), number + 1):
                     try:
                         yield text.as_py() or ""
@@ -271,15 +280,17 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
         return [path / MDS_INDEX, *(file for file, _ in read_mds(path))]
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if builder_of(file)]
-        if _is_saved(path):
-            return [file for file in files if file.suffix == ".arrow"]
+        if saved := _is_saved(path):
+            saved_files(source, partial(_content, path))
+            files = [file for file in files if file.suffix == ".arrow"]
         if not files:
             raise DataError(
                 f"the folder {path} holds no {', '.join(_BUILDERS)} file",
                 fix="name the folder that holds the data files",
             )
         # The card may say which file belongs to which split.
-        return [*files, *(card for card in [path / "README.md"] if card.is_file())]
+        card = path / "README.md"
+        return [*files, card] if card.is_file() and not saved else files
     looks_local = (
         path.exists()
         or builder_of(Path(source.path)) is not None
@@ -293,13 +304,11 @@ def _local_path(source: RowsSource, base: Path) -> Path:
     return base / Path(source.path).expanduser()
 
 
-def load_rows(
-    source: RowsSource, base: Path, files: tuple[Path, ...], text_field: str | None = None
-) -> Any:
+def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
     """The rows of the split, memory-mapped by `datasets`.
 
-    Raises DataError where it cannot read them; with `text_field`, it names the row of a JSON
-    file in which that column is not text.
+    Raises DataError where it cannot read them; of documents, it names the row of a JSON file
+    that has no text.
     """
     datasets = _datasets(source)
     zipped = any(file.suffix == ".zst" for file in files)
@@ -310,15 +319,18 @@ def load_rows(
         )
     arguments = _load_arguments(source, base, files)
     try:
+        for file in (one for one in files if builder_of(one) in ("json", "text")):
+            check_bounds(file, source.row_limit_mib)
         if _is_saved(path := _local_path(source, base)):
-            return _saved_split(source, datasets.load_from_disk(str(path)))
+            part, _ = saved_files(source, partial(_content, path))
+            return datasets.load_from_disk(str(path / part))
         return datasets.load_dataset(**arguments, split=source.split)
     except DataError:
         raise
     except Exception as error:  # what its readers raise depends on the file's kind
         _look_for_unreadable_parquet(files)
-        if text_field is not None:
-            _look_for_wrong_text(files, text_field)
+        if isinstance(source, HfSource):
+            _look_for_wrong_text(source, files)
         raise _cannot_load(source, files, error) from error
 
 
@@ -361,9 +373,9 @@ def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
     return [str(file) for file in of_split(source, builder.config.data_files or {})]
 
 
-def _look_for_wrong_text(files: tuple[Path, ...], column: str) -> None:
+def _look_for_wrong_text(source: HfSource, files: tuple[Path, ...]) -> None:
     """Raise DataError for the first row of JSON files that is not as it must be."""
-    if (wrong := first_wrong_text(files, column)) is not None:
+    if wrong := first_wrong_text(files, source.text_field, source.row_limit_mib):
         raise DataError(wrong, fix=CORRECT)
 
 
@@ -386,23 +398,8 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in SAVED)
 
 
-def _saved_split(source: RowsSource, saved: Any) -> Any:
-    """The split of what `save_to_disk` wrote: one, or several by name."""
-    return of_split(
-        source, saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-    )
-
-
-def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
-    """What `splits` has for the source's. Raises DataError where that is not one of them."""
-    if source.split not in splits:
-        raise DataError(
-            f"`split: {source.split}` is given, but `{source.path}` was saved with "
-            f"{', '.join(map(str, splits)) or 'none'}",
-            fix="name a whole split of it; slices are for files and hub ids that are not "
-            "streamed",
-        )
-    return splits[source.split]
+def _content(folder: Path, name: str) -> bytes:
+    return read_bytes(folder / name) if (folder / name).is_file() else b""
 
 
 def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
@@ -448,6 +445,20 @@ def arrow_kinds(schema: Any) -> dict[str, str]:
             kind = MESSAGES
         kinds[field.name] = kind
     return kinds
+
+
+def add_kinds(columns: dict[str, str], row: Mapping[str, object]) -> None:
+    """Add to `columns` what those of a JSON row hold, where that is not known yet."""
+    for name, value in row.items():
+        if columns.get(name, "null") == "null":
+            columns[name] = _json_kind(value)
+
+
+def _json_kind(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return MESSAGES if {"content", "value"} & value[0].keys() else "lists"
+    kinds = {str: TEXT, type(None): "null", bool: "booleans", list: "lists", dict: "maps"}
+    return kinds.get(type(value), "numbers")
 
 
 def check_column(source: HfSource, columns: Mapping[str, str]) -> None:

@@ -42,6 +42,7 @@ from toolkit.data.remote.store import shown
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
     encoder,
+    encoding,
     spells_bytes,
     tokenizer_fingerprint,
     tokens_before_text,
@@ -111,8 +112,9 @@ class Encoding:
         backend.encode_special_tokens = not self.parse_special
 
         def encode(texts: list[str]) -> list[TokenArray]:
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+            with encoding():
+                found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(one.ids, dtype=dtype) for one in found]
 
         return encode
 

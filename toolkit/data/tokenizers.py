@@ -1,7 +1,8 @@
 """Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,9 @@ def count_tokens(name: str, base: Path) -> int | None:
     try:
         known = Tokenizer.from_file(str(file)).get_vocab()
         return len(known.keys() | _added_tokens(folder))
-    except Exception as error:  # its only kind
+    except BaseException as error:
+        if _is_ours(error):
+            raise
         raise DataError(f"tokenizer: {file} cannot be read: {error}", fix=_NAME_ONE) from error
 
 
@@ -113,7 +116,9 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision, trust_remote_code=False
         )
-    except Exception as error:  # a broken tokenizer.json raises a bare Exception
+    except BaseException as error:  # a broken tokenizer.json raises a bare Exception, or panics
+        if _is_ours(error):
+            raise
         if asks_to_run_code(error):
             raise runs_code(f"the tokenizer `{name}`") from error
         reason = str(error).strip() or type(error).__name__
@@ -226,6 +231,26 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
     return backend
 
 
+@contextmanager
+def encoding() -> Iterator[None]:
+    """While texts are encoded: raise DataError for what a damaged tokenizer raises."""
+    try:
+        yield
+    except BaseException as error:
+        if _is_ours(error):
+            raise
+        raise DataError(
+            f"the tokenizer cannot encode a text: {error}",
+            fix="copy its files again from where they are whole, or name another tokenizer",
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is no error of the library, but Ctrl-C, an exit or the like. A panic of its
+    Rust code is no Exception."""
+    return not (isinstance(error, Exception) or type(error).__name__ == "PanicException")
+
+
 def spells_bytes(backend: "Tokenizer") -> bool:
     """Whether it encodes every text as its UTF-8 bytes: the shipped tokenizer, not parsing."""
     shipped = byte_tokenizer().backend_tokenizer.to_str()
@@ -234,9 +259,10 @@ def spells_bytes(backend: "Tokenizer") -> bool:
 
 def tokens_before_text(backend: "Tokenizer") -> list[int]:
     """What the tokenizer itself puts before every text, e.g. a BOS token."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    n_before = next(i for i, special in enumerate(encoding.special_tokens_mask) if not special)
-    return list(encoding.ids[:n_before])
+    with encoding():
+        found = backend.encode("a", add_special_tokens=True)
+        mask = found.special_tokens_mask
+        return list(found.ids[: next(i for i, special in enumerate(mask) if not special)])
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:

@@ -301,6 +301,9 @@ class RowsSource(SourceSection):
     drop and count."""
     malformed_limit: Count | None = None
     """With `drop`: an error once more rows than this are dropped. Default: no limit."""
+    row_limit_mib: Annotated[int, Field(ge=1, le=2**20)] = 128
+    """Longest row of JSON or text files in MiB: a longer one is an error. Reading a row needs
+    several times its size in memory."""
 
     @property
     def place(self) -> str:

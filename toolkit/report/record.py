@@ -99,7 +99,8 @@ class Logs:
         log.add(data[:end], valid)
         if bad := log.count - len(log.objects):
             missing.append(
-                f"{path.name}: {bad:,} of {log.count:,} lines cannot be read; left out"
+                f"{path.name}: {bad:,} of {log.count:,} lines cannot be read (the first: line "
+                f"{log.damaged:,}); left out"
             )
         if end < len(data):
             missing.append(f"{path.name}: its last line is cut short, or is being written")
@@ -115,13 +116,24 @@ class _Log:
     objects: list[dict[str, Any]] = field(default_factory=list)
     count: int = 0
     """Lines that are not blank."""
+    ends: int = 0
+    """Lines, blank ones too."""
+    damaged: int = 0
+    """Number of the first line that cannot be read, from 1; 0 without one."""
     size: int = 0
     """Bytes up to the end of the last complete line."""
 
     def add(self, lines: bytes, valid: Callable[[Any], Any]) -> None:
-        found = map(valid, jsonl.parse(lines))
-        self.objects += [line for line in found if line is not None]
-        self.count += sum(1 for line in lines.split(b"\n") if line.strip())
+        for line in lines.split(b"\n")[:-1]:
+            self.ends += 1
+            if not line.strip():
+                continue
+            self.count += 1
+            found = next(map(valid, jsonl.parse(line)), None)
+            if found is not None:
+                self.objects.append(found)
+            elif not self.damaged:
+                self.damaged = self.ends
         self.size += len(lines)
 
 

@@ -35,6 +35,7 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.environment import json_text
+from toolkit.run.recorded import PLAN, checked
 from toolkit.terminal import tell
 from toolkit.untrusted import read_json
 
@@ -159,7 +160,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
     """
     run = RunDirectory(path.absolute())
     try:
-        fields = read_json(run.plan)
+        fields = dict(checked(PLAN, read_json(run.plan)))
         stored = fields.pop("predicted", None)
         fields.pop("predicted_parts", None)
         prediction = None if stored is None else Prediction(**stored)

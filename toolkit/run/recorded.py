@@ -65,10 +65,19 @@ class Event(TypedDict, total=False):
     kind: str
     rank: _Whole | None
     world: _Whole | None
+    step: _Whole | None
     exit_code: _Whole | None
     predicted: _PredictedInEvent
     measured: _Measured
     measured_over_predicted: _Ratios
+    files: dict[str, _Whole]
+
+
+@_open
+class MetricsLine(TypedDict):
+    """A line of metrics.jsonl."""
+
+    step: _Whole
 
 
 @_open
@@ -100,6 +109,7 @@ class RecipeFile(TypedDict, total=False):
 
 
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+METRICS: TypeAdapter[Any] = TypeAdapter(MetricsLine)
 PLAN: TypeAdapter[Any] = TypeAdapter(PlanFile)
 RECIPE: TypeAdapter[Any] = TypeAdapter(RecipeFile)
 MAPPING: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
@@ -124,11 +134,16 @@ def read_events(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 def valid_event(line: dict[str, Any]) -> dict[str, Any] | None:
     """The event of a line; None for a malformed one."""
+    return valid(EVENT, line)
+
+
+def valid(schema: TypeAdapter[Any], line: dict[str, Any]) -> dict[str, Any] | None:
+    """A line as the schema has it; None for a malformed one."""
     try:
-        event: dict[str, Any] = EVENT.validate_python(line)
+        found: dict[str, Any] = schema.validate_python(line)
     except ValidationError:
         return None
-    return event
+    return found
 
 
 def parse_recipe(text: str) -> dict[str, Any]:

@@ -117,8 +117,9 @@ def _samples(recipe: Recipe, data: Path) -> int:
             return counted
     except DataError as error:
         raise PlanError(f"--data: {error.message}", fix=error.fix) from error
-    whole_rows = isinstance(recipe.data.train, ChatRowsSource) and recipe.data.packing == "none"
-    if whole_rows and is_json(data):
-        return sum(1 for _ in json_rows(data))
+    train = recipe.data.train
+    packed = recipe.data.packing != "none"
+    if isinstance(train, ChatRowsSource) and not packed and is_json(data):
+        return sum(1 for _ in json_rows(data, train.row_limit_mib))
     tokens = data.stat().st_size / BYTES_PER_TOKEN
     return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)

@@ -20,13 +20,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from toolkit.extras import install
 from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION
-from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.run.recorded import EVENT, METRICS, parse_recipe, read_events, valid
 from toolkit.terminal import tell
 from toolkit.track.trackers import TRACKERS
 from toolkit.track.trackers.base import GaveUp, Settings, TrackedRun, Tracker
@@ -67,8 +69,8 @@ class PostedState:
     def load(cls, path: Path) -> "PostedState":
         """Read the state of an earlier start of this run, or begin with a new run id."""
         try:
-            return cls(**read_json(path))
-        except (OSError, ValueError, TypeError):
+            return TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError):
             return cls(run_id=secrets.token_hex(8))
 
     def save(self, path: Path) -> None:
@@ -101,8 +103,10 @@ class Poster:
         """Post what was appended since the last call."""
         # Metrics first: an event of a step is written before the next step's metrics, so
         # no event that belongs before the last row read here can still be missing.
-        metrics, self._metrics_offset = _new_lines(self._run_dir.metrics, self._metrics_offset)
-        events, offset = _new_lines(self._run_dir.events, self._state.events_offset)
+        metrics, self._metrics_offset = _new_lines(
+            self._run_dir.metrics, self._metrics_offset, METRICS
+        )
+        events, offset = _new_lines(self._run_dir.events, self._state.events_offset, EVENT)
         # A store that cannot be queried drops rows of earlier steps (W&B) and has those of
         # repeated ones.
         floor = self._state.posted_step
@@ -110,13 +114,13 @@ class Poster:
         for record in metrics:
             self._add(rows, record["step"], _numbers(record), floor + 1)
         for record in events:
-            if record["kind"] in _POSTED_EVENTS:
+            if record.get("kind") in _POSTED_EVENTS:
                 named = {
                     name if name.startswith(VALIDATION) else f"{record['kind']}/{name}": value
                     for name, value in _numbers(record).items()
                 }
                 self._add(rows, record.get("step", -1), named, floor)
-            elif record["kind"] == "prediction":
+            elif record.get("kind") == "prediction":
                 self._tracker.summarize(summary_numbers(record))
         newest = floor if self._can_be_asked else max([floor, *rows])
         self._state = PostedState(self._state.run_id, newest, offset)
@@ -151,15 +155,19 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _new_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete lines behind `offset`, and the offset behind them."""
+def _new_lines(
+    path: Path, offset: int, schema: TypeAdapter[Any]
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete lines behind `offset`, without malformed ones, and the offset behind
+    them."""
     if not path.exists():
         return [], offset
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read()
     complete = data.rfind(b"\n") + 1
-    return list(jsonl.parse(data[:complete])), offset + complete
+    lines = jsonl.parse(data[:complete])
+    return [line for line in lines if valid(schema, line) is not None], offset + complete
 
 
 def follow(run_dir: RunDirectory, asked: FollowerSettings, ended: threading.Event) -> None:

@@ -27,6 +27,7 @@ from toolkit.run.assignment import Assignment
 from toolkit.run.directory import RunDirectory, changes, may_change, shown, was_requested
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
+from toolkit.run.recorded import MAPPING, checked, read_events
 from toolkit.terminal import tell
 from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
@@ -96,7 +97,7 @@ class RunCheckpoints:
                 f"{self.store.folder} holds checkpoints and checkpoint.resume is never",
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
-        began_before = any(e.get("kind") == "save" for e in jsonl.read(self.directory.events))
+        began_before = any(e.get("kind") == "save" for e in read_events(self.directory.events))
         found = find_newest(
             self.store,
             expected=began_before,
@@ -212,7 +213,7 @@ class RunCheckpoints:
             event.get("kind") == "end"
             and event.get("exit_code") == EXIT_DONE
             and event.get("step") == step
-            for event in jsonl.read(self.directory.events)
+            for event in read_events(self.directory.events)
         )
         if ended:
             tell(f"finished: {place} is step {step} of {steps}, nothing is left to train")
@@ -370,7 +371,8 @@ class RunCheckpoints:
 
     def _wandb_id(self) -> str | None:
         try:
-            return str(read_json(self.directory.tracker_state("wandb"))["run_id"])
+            state = read_json(self.directory.tracker_state("wandb"))
+            return str(checked(MAPPING, state)["run_id"])
         except (OSError, ValueError, KeyError):
             return None
 

@@ -11,9 +11,9 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.failpoints import failpoint
 from toolkit.models.huggingface import add_end_tokens
 from toolkit.recipe.schema import ChatRowsSource, Recipe
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 from toolkit.train.phases import Phases
 
@@ -60,5 +60,5 @@ def _files_of(folder: Path) -> dict[str, int]:
 
 def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
     """The files of the last export, if it was of `step`; otherwise none."""
-    exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
-    return exports[-1]["files"] if exports and exports[-1].get("step") == step else {}
+    exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
+    return exports[-1].get("files", {}) if exports and exports[-1].get("step") == step else {}

@@ -41,6 +41,7 @@ from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.recipe.schema import Recipe
+from toolkit.run.recorded import MAPPING, checked
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.phases import Phases
 from toolkit.untrusted import read_json
@@ -273,6 +274,6 @@ class RunReference:
 
 def _noted(note: Path) -> str | None:
     try:
-        return str(read_json(note)["weights"])
+        return str(checked(MAPPING, read_json(note))["weights"])
     except (OSError, ValueError, KeyError):
         return None

@@ -21,10 +21,12 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from toolkit.errors import EXIT_FAILED
 from toolkit.run.directory import RunDirectory
@@ -95,10 +97,12 @@ class Heartbeat:
     def read(cls, folder: Path, rank: int) -> "Heartbeat | None":
         """Read a rank's heartbeat; None without a readable one."""
         try:
-            data = read_json(_file(folder, rank))
-            return cls(**{field.name: data[field.name] for field in fields(cls)})
-        except (OSError, ValueError, TypeError, KeyError):
+            return _HEARTBEAT.validate_python(read_json(_file(folder, rank)))
+        except (OSError, ValueError):
             return None
+
+
+_HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -206,6 +208,31 @@ def test_malformed_rows_are_an_error_or_dropped(
     file.write_text("{oops\n")
     with pytest.raises(DataError, match="all 1 rows are malformed"):
         build(tmp_path, {"malformed": "drop"})
+
+
+@pytest.mark.parametrize(
+    ("costly", "says"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 2 s of CPU time",
+        ),
+        ("{% set x = 'a' * 6000000000 %}", "more than 4 GiB of memory"),
+        ("{{ '%6000000000d' % 1 }}", "more than 4 GiB of memory"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_an_error_with_its_row(
+    costly: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows are dropped: which ones must not depend on the machine."""
+    monkeypatch.setattr("toolkit.data.chat.bounds._MOST_CPU_S", 2.0)
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
+    template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: the chat template takes {says}"):
+        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
+    after = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    assert after == before and signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:

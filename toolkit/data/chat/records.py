@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.files import content_fingerprint, fingerprint_of
-from toolkit.data.json_rows import count_lines, json_rows
+from toolkit.data.json_rows import count_rows, json_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
 from toolkit.data.sources import hub_version, load_rows, local_files, names_json
@@ -43,13 +43,14 @@ class ChatRecords:
     def __len__(self) -> int:
         """Number of rows; for JSON a bound, since blank lines count."""
         if self._read_here:
-            return sum(count_lines(file) for file in self.files)
+            return count_rows(self.files, self.source.row_limit_mib)
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[ChatRecord]:
         if self._read_here:
             for file in self.files:
-                yield from (ChatRecord(*found) for found in json_rows(file))
+                found = json_rows(file, self.source.row_limit_mib)
+                yield from (ChatRecord(*row) for row in found)
             return
         for number, row in enumerate(self._dataset, start=1):
             yield ChatRecord(f"{self.source.path}, row {number}", row)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.chat.bounds import TooCostly, bounded
 from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
@@ -24,7 +25,7 @@ from toolkit.data.chat.conversations import (
     n_shared,
 )
 from toolkit.data.rows import Int64Array
-from toolkit.data.tokenizers import encoder, tokens_before_text
+from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -96,9 +97,13 @@ class ChatTemplate:
         """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
 
         Raises MalformedRow if the template refuses the conversation or omits a part of it,
-        RewrittenHistory if trained turns look different in the history, and DataError if the
-        template cannot be used for training.
+        RewrittenHistory if trained turns look different in the history, TooCostly, and
+        DataError if the template cannot be used for training.
         """
+        with bounded():
+            return self._mark(example, loss_on)
+
+    def _mark(self, example: Example, loss_on: str) -> MarkedText:
         if isinstance(example, PlainText):
             before = self._before_plain
             prompt = example.prompt.removeprefix(before)
@@ -129,9 +134,10 @@ class ChatTemplate:
     def encode(self, marked: Sequence[MarkedText]) -> list[MarkedTokens]:
         """Tokens of the texts, all at once. The template has written the special tokens at the
         beginning of a text: the tokenizer adds none."""
-        encodings = self._backend.encode_batch(
-            [one.text for one in marked], add_special_tokens=False
-        )
+        with encoding():
+            encodings = self._backend.encode_batch(
+                [one.text for one in marked], add_special_tokens=False
+            )
         return [
             _tokens(encoding, one.spans)
             for encoding, one in zip(encodings, marked, strict=True)
@@ -144,7 +150,7 @@ class ChatTemplate:
         for messages in (_EXCHANGE, _EXCHANGE * 2):
             try:
                 marked = self.mark(Conversation(messages), "assistant")
-            except (MalformedRow, RewrittenHistory, DataError):
+            except (MalformedRow, RewrittenHistory, TooCostly, DataError):
                 continue  # the data has other conversations, or the run ends with this error
             for start, end in marked.spans:
                 said = marked.text.find(_ANSWER, start, end)
@@ -177,6 +183,8 @@ class ChatTemplate:
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}",
                 fix="correct it, or name another one in `data.chat_template`",
             ) from error
+        except (TooCostly, MemoryError):
+            raise
         except Exception as error:  # a template may do anything with what it is given
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []

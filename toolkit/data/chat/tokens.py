@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.data.chat.bounds import TooCostly
 from toolkit.data.chat.conversations import (
     Conversation,
     Example,
@@ -133,7 +134,7 @@ def prepare_chats(
     """
     records = open_records(source, base=base, cache=cache, track=track)
     text = tokenizer.chat_template
-    whose = {*SourceSection.model_fields, "path", "name", "revision", "split"}
+    whose = {*SourceSection.model_fields, "path", "name", "revision", "split", "row_limit_mib"}
     settings = source.model_dump(exclude=whose, exclude_defaults=True)
     key = fingerprint_of(
         [
@@ -221,6 +222,11 @@ class _Maker:
                 first_malformed=self._dropped.first,
             )
             return []
+        except TooCostly as error:
+            raise DataError(
+                f"{record.place}: the chat template takes {error} for this row, the limit",
+                fix="correct the row, or name another template in `data.chat_template`",
+            ) from error
         except RewrittenHistory as error:
             fix = "set `rewritten_history: split` for one sample per assistant turn"
             if isinstance(self._source, PreferenceSource):

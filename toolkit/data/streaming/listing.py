@@ -4,22 +4,21 @@ A folder of MDS shards or of `save_to_disk` names its files. The files of a spli
 or of a folder of data files, are determined by `datasets`.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from toolkit.data.files import find_files, matching_paths
 from toolkit.data.mds import MDS_INDEX, is_mds_index, shards_of
 from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.remote.store import listed_url, shown
-from toolkit.data.sources import SAVED, builder_of, data_files_of, local_files, of_split
+from toolkit.data.saved import SAVED, saved_files
+from toolkit.data.sources import builder_of, data_files_of, local_files
 from toolkit.data.streaming.chunks import ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, TextSource
-
-_STATE, _SPLITS = SAVED
 
 
 def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, ...]:
@@ -106,21 +105,11 @@ def _shards(source: HfSource, folder: Mapping[str, ListedFile]) -> Iterator[List
 
 def _saved(source: HfSource, folder: Mapping[str, ListedFile]) -> Iterator[ListedFile]:
     """The Arrow files of a split that `save_to_disk` wrote."""
-    try:
-        if _SPLITS in folder:
-            splits = {one: one for one in json.loads(_content(folder, _SPLITS))["splits"]}
-            at = f"{of_split(source, splits)}/"
-        else:
-            state = json.loads(_content(folder, _STATE))
-            at = of_split(source, {state["_split"] or "train": ""})
-        state = json.loads(_content(folder, f"{at}{_STATE}"))
-        for file in state["_data_files"]:
-            yield folder[f"{at}{file['filename']}"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"`{shown(source.path)}` is not what `save_to_disk` writes ({error!r})",
-            fix="copy or save the folder again",
-        ) from error
+    for name in saved_files(source, partial(_content, folder))[1]:
+        if name not in folder:
+            found = f"`{shown(source.path)}` lacks {name}, which `save_to_disk` wrote"
+            raise DataError(found, fix="copy or save the folder again")
+        yield folder[name]
 
 
 def _at(places: Iterable[str]) -> Iterator[ListedFile]:

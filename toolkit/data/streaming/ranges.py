@@ -13,17 +13,29 @@ from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import unreadable
 from toolkit.data.json_rows import (
     OPENERS,
+    begins_list,
+    is_json,
     lines_of,
-    opener_of,
+    open_plain,
     rows_of_list,
+    too_long,
     undecodable,
     wrong_text,
 )
 from toolkit.data.mds import columns_of, texts_of
-from toolkit.data.sources import CORRECT, TEXT, arrow_kinds, builder_of, check_column, decoded
+from toolkit.data.sources import (
+    CORRECT,
+    TEXT,
+    add_kinds,
+    arrow_kinds,
+    builder_of,
+    check_column,
+    decoded,
+)
 from toolkit.data.streaming.chunks import FileRange, ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
+from toolkit.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -55,31 +67,40 @@ def texts(source: TextSource | HfSource, part: FileRange) -> Iterator[Iterable[s
 @contextmanager
 def _open(file: ListedFile) -> Iterator[Any]:
     """The file's bytes, not compressed."""
-    opener = opener_of(file.path.suffix, file)
-    with file.open() as stream:
-        if opener is None:
-            yield stream
-            return
-        with opener(stream, "rb") as plain:
-            yield plain
+    with file.open() as stream, open_plain(file.path, stream) as plain:
+        yield plain
 
 
-def _blocks(part: FileRange) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in the range, in blocks of whole ones, each with its place."""
-    path, at = part.file.path, part.start
+def _blocks(source: HfSource, part: FileRange) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in the range, in blocks of whole ones, each with its place; of a
+    list, only its beginning.
+
+    Raises DataError for a line that is longer than the limit.
+    """
+    path, at, limit = part.file.path, part.start, source.row_limit_mib * MIB
     compressed = path.suffix in (*OPENERS, ".zst")
     try:
         with _open(part.file) as stream:
             if at:
                 stream.seek(at - 1)
-                at += len(stream.readline()) - 1
+                while (piece := stream.readline(_BLOCK_BYTES)) and not piece.endswith(b"\n"):
+                    at += len(piece)
+                at += len(piece) - 1
             while compressed or at < part.stop:
                 size = _BLOCK_BYTES if compressed else min(_BLOCK_BYTES, part.stop - at)
                 block = stream.read(size)
                 if not block:
                     return
+                if at == 0 and is_json(path) and begins_list(block):
+                    yield at, block
+                    return
                 if not block.endswith(b"\n"):
-                    block += stream.readline()
+                    block += stream.readline(limit + 1)
+                if len(block) > limit:
+                    for number, line in enumerate(block.split(b"\n")):
+                        if len(line) > limit:
+                            place = _placed(part.file, at, number)
+                            raise too_long(place, source.row_limit_mib)
                 yield at, block
                 at += len(block)
     except undecodable() as error:
@@ -117,7 +138,7 @@ def _lines_before(file: ListedFile, at: int) -> int:
 def _lines(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[str | None]:
     """The rows of a text file."""
     check_column(source, {"text": TEXT})
-    for at, block in _blocks(part):
+    for at, block in _blocks(source, part):
         lines = block.removeprefix(BOM_UTF8 if at == 0 else b"").split(b"\n")
         for number, line in enumerate(lines if lines[-1] else lines[:-1]):
             try:
@@ -134,14 +155,13 @@ def _json(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[s
     column, seen = source.text_field, False
     schema = pa.schema([(column, pa.string())])
     parsing = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    for at, block in _blocks(part):
-        beginning = block.lstrip(BOM_UTF8 + b" \t\r\n")[:1]
-        if at == 0 and beginning == b"[":
+    for at, block in _blocks(source, part):
+        if at == 0 and begins_list(block):
             with _open(part.file) as stream:
-                rows = rows_of_list(str(part.file), stream.read())
-            yield from _checked(rows, column, dropped)
+                rows = rows_of_list(part.file, stream, source.row_limit_mib)
+                yield from _checked(rows, column, dropped)
             return
-        if not beginning:
+        if not block.strip(BOM_UTF8 + b" \t\r\n"):
             continue
         reading = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
         try:
@@ -169,15 +189,11 @@ def _checked(
 
 def _check_names(source: HfSource, block: bytes) -> None:
     """Raise DataError when no row of the block has the column."""
-    import pyarrow as pa
-    from pyarrow import json
-
-    reading = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-    try:
-        schema = json.read_json(BytesIO(block), reading).schema
-    except pa.ArrowInvalid:  # other columns may differ in type, which does not matter
-        return
-    check_column(source, arrow_kinds(schema))
+    columns: dict[str, str] = {}
+    for _, row in lines_of(block):
+        if isinstance(row, dict):
+            add_kinds(columns, row)
+    check_column(source, columns)
 
 
 @lru_cache(maxsize=8)
