@@ -10,7 +10,7 @@ Recompute = Literal["none", "selective", "full"]
 LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash", "eager"]
 CompiledParts = Literal["none", "layers"]
-FusedKernels = Literal["none", "megatron"]
+FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]
 
 _CHUNK_LOGITS = 2**26
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def compiles(self) -> str | None:
-        """The setting of `kernels` for which torch compiles something in a run."""
+        """The setting of `kernels` for which torch or Triton compiles something in a run."""
         return next((one for one in ("compile", "fused") if getattr(self, one) != "none"), None)
 
     @property
