@@ -65,8 +65,8 @@ def compile_only() -> dict[str, Any]:
     driver.set_active(_Hopper())
     launch, made = JITFunction.run, {}
 
-    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        kernel = launch(self, *arguments, **options | {"warmup": True})
         made[self.__name__] = kernel.asm
         return kernel
 

@@ -123,14 +123,13 @@ def compiled_for_hopper() -> tuple[dict[str, tuple[bytes, str]], float]:
     """Of each kernel, the first bytes of its machine code and its assembly; and the bytes that
     a layer keeps."""
     kernels = compile_only()
-    kept = (
-        saved_bytes(3, "none", "none", "liger") - saved_bytes(1, "none", "none", "liger")
-    ) / 2
+    three, one = (saved_bytes(layers, "none", "none", "liger") for layers in (3, 1))
     for name in ("llama", "gemma2"):
         model = small_model(name, num_hidden_layers=1).to(torch.bfloat16).train()
         liger.fuse(model, "liger")
         torch.autograd.backward(hf.log_probs(model, batch(1, 8)).sum())
-    return {name: (code["cubin"][:4], code["ptx"]) for name, code in kernels.items()}, kept
+    found = {name: (code["cubin"][:4], code["ptx"]) for name, code in kernels.items()}
+    return found, (three - one) / 2
 
 
 @pytest.mark.slow

@@ -172,8 +172,8 @@ class RehearsedRank:
 
     @property
     def compiling_saves_gib(self) -> float:
-        """The planner's saving of compiled layers, or of Liger's kernels, compared with what was
-        run."""
+        """The planner's saving of compiled layers, or Liger's kernels, compared with those that
+        were run."""
         setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
         compiled = replace(setup.layout, compile=wanted.compile, fused=wanted.fused)
         less = stage_memory(setup.workload, compiled, self.stage).allocated
@@ -206,7 +206,8 @@ class RehearsedRank:
 
 
 def _shortened(planned: Assignment) -> Assignment:
-    """The same layout, not compiled and without Liger's kernels, with as many micro batches as the peak of a step needs."""
+    """The same layout, not compiled and without Liger's kernels, with as many micro batches as
+    the peak of a step needs."""
     plan, recipe = planned.plan, planned.recipe
     most = MICRO_BATCHES * plan.layout.pp
     layout = replace(
