@@ -129,7 +129,8 @@ def test_ligers_kernels_are_in_the_place_of_compiled_layers() -> None:
     assert plan.step_time_s is not None and single.step_time_s is not None
     assert plan.step_time_s < single.step_time_s
     assert plan.memory_gib < single.memory_gib
-    with_experts = planned(QWEN3, kernels__fused="liger", parallel__engine="fsdp")
+    one = {"parallel__engine": "fsdp", "parallel__expert": 1}
+    with_experts = planned(QWEN3, kernels__fused="liger", **one)
     assert with_experts.layout.fused == "liger"
 
 
@@ -192,6 +193,7 @@ def test_what_is_refused() -> None:
         ({"cluster__gpu": "cpu"}, "Triton, which needs a GPU"),
         (layers | {"parallel__engine": "fsdp"}, "layers fuses the same operators"),
         ({"parallel__model": "hf", "fp8__recipe": "rowwise"}, "no test runs fp8"),
+        ({"parallel__model": "hf", "model__config__hidden_act": "gelu"}, "computes silu"),
     ):
         assert why_not in refused(LLAMA, **liger, **settings)
     assert "no test runs gpt2" in refused(
