@@ -11,14 +11,14 @@ from typing import Any
 def interpret() -> None:
     """Let Triton's interpreter compute kernels, on tensors of the CPU.
 
-    It lacks what compiled kernels have: floats that are scalars in fp32, and libdevice's rsqrt.
+    It lacks what compiled kernels have: floats that are scalars in fp32, and two functions of
+    libdevice.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [*sys.modules]:  # its own functions are compiled ones if torch imported it
         if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
     import numpy as np
-    import triton
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -30,14 +30,11 @@ def interpret() -> None:
         scalar = interpreter.TensorHandle(np.array([argument], np.float32), tl.float32)
         return tl.tensor(scalar, tl.float32)
 
-    @triton.jit
-    def rsqrt(x):  # type: ignore[no-untyped-def]
-        return 1.0 / tl.sqrt(x)
-
     interpreter._implicit_cvt = with_floats
-    import liger_kernel.ops.rms_norm
+    from liger_kernel.ops import geglu, rms_norm
 
-    liger_kernel.ops.rms_norm.rsqrt = rsqrt
+    rms_norm.rsqrt = lambda x: 1.0 / tl.sqrt(x)
+    geglu.tanh = lambda x: 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 class _Hopper:

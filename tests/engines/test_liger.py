@@ -62,10 +62,10 @@ def compared(names: list[str]) -> dict[str, tuple[float, Counter[str]]]:
 
 def errors_of(name: str) -> tuple[float, Counter[str]]:
     plain, model = made(name), made(name)
-    expected = hf.log_probs(plain, batch(1, 8))
+    expected = hf.log_probs(plain, batch(1, 4))
     torch.autograd.backward(expected.sum())
     liger.fuse(model, "liger")
-    found = hf.log_probs(model, batch(1, 8))
+    found = hf.log_probs(model, batch(1, 4))
     used = Counter(node for node in graph(found) if node.startswith("Liger"))
     torch.autograd.backward(found.sum())
     pairs = [(found.detach(), expected.detach())]
@@ -105,15 +105,14 @@ def test_families() -> None:
     """Every norm is Liger's, and so are rotary positions and, without experts, MLPs."""
     results = run_ranks(compared, 1, [*LIGER_FAMILIES, ADAPTED])[0]
     for name, (error, used) in results.items():
-        assert error < 2e-5, name
+        assert error < 5e-6, name
         plain = small_model(name.split()[0], num_hidden_layers=LAYERS)
+        norms = sum("Norm" in type(one).__name__ for one in plain.modules())
         mlp = "GELU" if name.startswith("gemma") else "SiLU"
         rotates = getattr(plain.config, "no_rope_layers", None)
         experts = model_spec(plain.config.to_dict()).moe_layers
         assert used == Counter(
-            LigerRMSNormFunctionBackward=sum(
-                "Norm" in type(one).__name__ for one in plain.modules()
-            ),
+            LigerRMSNormFunctionBackward=norms - (name == ADAPTED),  # the first trains nothing
             LigerRopeFunctionBackward=sum(rotates) if rotates else LAYERS,
             **({} if experts else {f"Liger{mlp}MulFunctionBackward": LAYERS}),
         ), name
@@ -127,7 +126,7 @@ def compiled_for_hopper() -> tuple[dict[str, tuple[bytes, str]], float]:
     for name in ("llama", "gemma2"):
         model = small_model(name, num_hidden_layers=1).to(torch.bfloat16).train()
         liger.fuse(model, "liger")
-        torch.autograd.backward(hf.log_probs(model, batch(1, 8)).sum())
+        torch.autograd.backward(hf.log_probs(model, batch(1, 4)).sum())
     found = {name: (code["cubin"][:4], code["ptx"]) for name, code in kernels.items()}
     return found, (three - one) / 2
 

@@ -1,6 +1,7 @@
 """Liger's kernels in transformers' models: RMSNorm, gated activation functions and rotary
 positions, each as one Triton kernel per direction."""
 
+import logging
 import os
 import sys
 from inspect import signature
@@ -26,6 +27,8 @@ def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:
     if kernels != "liger":
         return
     apply = _patches()[model.config.model_type]
+    # Of implementations for other accelerators, which cannot be imported.
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     os.environ.setdefault("TRITON_CACHE_DIR", str(private_folder("triton")))
     experts = any(name.endswith(".experts") for name, _ in model.named_modules())
     wanted: dict[str, Any] = {"model": model, "swiglu": not experts}
