@@ -5,6 +5,7 @@ Each function changes Triton for the rest of the process, which has not imported
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -31,6 +32,9 @@ def interpret() -> None:
         return tl.tensor(scalar, tl.float32)
 
     interpreter._implicit_cvt = with_floats
+    # Once, and not in each call of a kernel or of a function in it: most of the time.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
     from liger_kernel.ops import geglu, rms_norm
 
     rms_norm.rsqrt = lambda x: 1.0 / tl.sqrt(x)

@@ -28,8 +28,13 @@ from toolkit.plan.rules.fusing import LIGER_FAMILIES
 from toolkit.recipe.schema import AdapterSection
 
 STEPS = 2
-DENSE = [Case("deepspeed", 2, 3), Case("fsdp", 2, 3, recompute="full"), Case("ddp", 4)]
-EXPERTS = [Case("fsdp", 4, 2, family=MIXTRAL)]
+ONE = {"num_hidden_layers": 1}
+DENSE = [
+    Case("deepspeed", 2, 3, family=ONE),
+    Case("fsdp", 2, 3, recompute="full", family=ONE),
+    Case("ddp", 4, family=ONE),
+]
+EXPERTS = [Case("fsdp", 4, 2, family=MIXTRAL | ONE)]
 
 
 def interpreted(cases: list[Case]) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def errors_of(name: str) -> tuple[float, Counter[str]]:
     expected = hf.log_probs(plain, batch(1, 4))
     torch.autograd.backward(expected.sum())
     liger.fuse(model, "liger")
+    assert [*map(type, made(name).modules())] == [*map(type, plain.modules())]
     found = hf.log_probs(model, batch(1, 4))
     used = Counter(node for node in graph(found) if node.startswith("Liger"))
     torch.autograd.backward(found.sum())
