@@ -13,7 +13,7 @@ each pipeline chunk, of the model where there is no pipeline."""
 LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash", "eager"]
 CompiledParts = Literal["none", "layers"]
-FusedKernels = Literal["none", "megatron"]
+FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]
 
 _CHUNK_LOGITS = 2**26
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def compiles(self) -> str | None:
-        """The setting of `kernels` for which torch compiles something in a run."""
+        """The setting of `kernels` for which torch or Triton compiles something in a run."""
         return next((one for one in ("compile", "fused") if getattr(self, one) != "none"), None)
 
     @property

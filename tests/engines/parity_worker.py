@@ -102,6 +102,8 @@ class Case:
     """The recipe's `kernels.attention`."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
+    gpu: str = "cpu"
+    """For which it is planned."""
     bucket: int | None = None
     """Gradients that megatron-core reduces at once, instead of its 40 million."""
 
@@ -186,7 +188,7 @@ def recipe(case: Case, world: int) -> Recipe:
                 "attention": case.attention,
             },
             "fp8": case.fp8,
-            "cluster": {"gpus_per_node": world},
+            "cluster": {"gpus_per_node": world, "gpu": case.gpu},
         }
     )
 

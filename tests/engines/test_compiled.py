@@ -22,7 +22,7 @@ from toolkit import compilers
 from toolkit.batch import MicroBatch
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.layout import Recompute
-from toolkit.models import compiled
+from toolkit.models import compiled, liger
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import attention, model_spec
@@ -173,10 +173,11 @@ def test_no_layers() -> None:
         compiled.compile_layers(nn.Linear(2, 2), "layers")
 
 
-def saved_bytes(layers: int, parts: Any, recompute: Recompute) -> int:
+def saved_bytes(layers: int, parts: Any, recompute: Recompute, fused: Any = "none") -> int:
     """What a model of so many layers keeps for the backward pass, besides its weights."""
     model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
     compiled.compile_layers(model.train(), parts)
+    liger.fuse(model, fused)
     hf.enable_recompute(model, recompute)
     own = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.plan.making import RECIPES
+from toolkit.doctor.needs import needs_of
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
@@ -114,6 +115,25 @@ def test_megatron_core_fuses_its_activation_function() -> None:
     assert "SwiGLU only" in why(gelu, "fused")
 
 
+def test_ligers_kernels_are_in_the_place_of_compiled_layers() -> None:
+    asked = {"parallel__engine": "fsdp", "training__micro_batch_size": 1}
+    plan = planned(LLAMA, kernels__fused="liger", **asked)
+    assert (plan.layout.fused, plan.layout.compile) == ("liger", "none")
+    assert "Liger's kernels are in their place" in why(plan, "compile")
+    assert "asked for; planned as one kernel each" in why(plan, "fused")
+    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"), ["kernels.fused=liger"])
+    entries = ledger(recipe, plan, model_spec(recipe.model.config or {}))
+    assert any(one.what == "Liger's kernels" for one in entries)
+    assert "liger-kernel" in needs_of(recipe).packages
+    single = planned(LLAMA, kernels__compile="none", **asked)
+    assert plan.step_time_s is not None and single.step_time_s is not None
+    assert plan.step_time_s < single.step_time_s
+    assert plan.memory_gib < single.memory_gib
+    one = {"parallel__engine": "fsdp", "parallel__expert": 1}
+    with_experts = planned(QWEN3, kernels__fused="liger", **one)
+    assert with_experts.layout.fused == "liger"
+
+
 QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
 
 
@@ -166,6 +186,18 @@ def test_what_is_refused() -> None:
     )
     assert "kernels.fused: megatron for engine fsdp" in refused(
         LLAMA, kernels__fused="megatron", parallel__engine="fsdp"
+    )
+    liger = {"kernels__fused": "liger"}
+    for settings, why_not in (
+        ({"parallel__engine": "megatron"}, "for transformers' models"),
+        ({"cluster__gpu": "cpu"}, "Triton, which needs a GPU"),
+        (layers | {"parallel__engine": "fsdp"}, "layers fuses the same operators"),
+        ({"parallel__model": "hf", "fp8__recipe": "rowwise"}, "no test runs fp8"),
+        ({"parallel__model": "hf", "model__config__hidden_act": "gelu"}, "computes silu"),
+    ):
+        assert why_not in refused(LLAMA, **liger, **settings)
+    assert "no test runs gpt2" in refused(
+        "gpt2/gpt2-124m-pretrain", **liger, parallel__model="hf", cluster__gpu="h100-80gb"
     )
     assert "transformers' models choose it by themselves" in refused(
         QWEN3, kernels__experts="grouped", parallel__engine="fsdp", parallel__expert=1

@@ -98,7 +98,7 @@ def refuse_kernels(recipe: Recipe) -> None:
 
 def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     """Settings and values that DMT's worker supports, but a script's model does not."""
-    known = _IN_SCRIPTS | {"attention": "sdpa"}
+    known = _IN_SCRIPTS | {"attention": "sdpa", "fused": "none"}
     stated = {name: getattr(recipe.kernels, name) for name in known}
     found = {
         f"kernels.{name}": value

@@ -273,8 +273,8 @@ def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:
     if any(one.compiling_saves_gib for one in done):
         saved = max(one.compiling_saves_gib for one in done)
         yield (
-            "layers were run operator after operator; compiled, they hold "
-            f"{size(saved)} less by the plan, which `needs` leaves out"
+            "layers were run operator after operator; compiled, or with Liger's kernels, they "
+            f"hold {size(saved)} less by the plan, which `needs` leaves out"
         )
 
 

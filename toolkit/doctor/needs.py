@@ -55,7 +55,7 @@ class Needs:
     ops: Mapping[str, str] = field(default_factory=dict)
     """Operators that DeepSpeed compiles."""
     compiles: str | None = None
-    """The setting for which torch compiles layers."""
+    """The setting for which torch or Triton compiles kernels."""
     gpus: int = 0
     """How many this machine must have."""
     gpu: str | None = None
@@ -143,6 +143,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "peft", "adapter"
     if recipe.fp8 is not None:
         yield "torchao", "fp8"
+    if recipe.kernels.fused == "liger":
+        yield "liger-kernel", "kernels.fused: liger"
     if recipe.optimizer.name == "adamw_8bit":
         yield "bitsandbytes", "optimizer.name: adamw_8bit"
     for _, source in recipe.data.named_sources:
@@ -183,7 +185,7 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
 
 
 def _compiles(assignment: Assignment | None) -> str | None:
-    """The setting for which torch compiles layers."""
+    """The setting for which torch or Triton compiles kernels."""
     setting = assignment.plan.layout.compiles if assignment else None
     return f"kernels.{setting}" if setting else None
 

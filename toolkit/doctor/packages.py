@@ -62,6 +62,7 @@ PACKAGES = (
     Package("ray", "ray", extra="train", use="`launch.launcher: ray` needs it"),
     Package("bitsandbytes", "bitsandbytes", use="`optimizer.name: adamw_8bit` needs it"),
     Package("torchao", "torchao", use="`fp8` needs it"),
+    Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),
     Package("gcsfs", "gcsfs", use="data on gs:// needs it"),
     Package(

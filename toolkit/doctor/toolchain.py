@@ -90,13 +90,13 @@ def _tools(needs: Needs) -> Iterator[Finding]:
 
 
 def _of_torch(needs: Needs) -> Iterator[Finding]:
-    """What torch.compile lacks."""
+    """What torch.compile and Triton lack."""
     if needs.compiles is None:
         return
     for one in missing_for_torch_compile(on_gpu=needs.gpu is not None):
         yield lacking(
             COMPILERS,
-            f"{one.name} for torch.compile",
+            f"{one.name} for compiled kernels",
             one.what,
             fix=one.fix,
             needed_by=needs.compiles,

@@ -61,12 +61,13 @@ class EngineSetup:
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
         """Configure a transformers model as planned, before it is sharded or wrapped."""
-        from toolkit.models import compiled, fp8
+        from toolkit.models import compiled, fp8, liger
         from toolkit.models import huggingface as hf
 
         fp8.convert(model, self.fp8)
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
+        liger.fuse(model, self.layout.fused)
 
     @property
     def layers(self) -> int:

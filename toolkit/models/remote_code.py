@@ -6,7 +6,7 @@ transformers runs such code only with `trust_remote_code`, which DMT never sets.
 from toolkit.errors import DataError
 
 
-def asks_to_run_code(error: Exception) -> bool:
+def asks_to_run_code(error: BaseException) -> bool:
     """Whether transformers refuses because it would have to run code from a repository."""
     return "trust_remote_code" in str(error)
 

@@ -473,6 +473,8 @@ def _note(found: Search, field: str) -> str:
         return f"; {compiling.objection(job, found.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
         return f"; {fusing.objection(job, found.best.pair)}"
+    if field == "fused" and layout.fused == "liger":
+        return "; planned as one kernel each, as when compiled; not measured on a GPU"
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
         return f"; {experts.reason(job, found.best.pair, settled)}"

@@ -162,6 +162,8 @@ def _approximated(
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if layout.fused == "megatron":
         yield "fused SwiGLU", "megatron-core's kernel: fewer roundings, in other last digits"
+    if layout.fused == "liger":
+        yield "Liger's kernels", "the same function with fewer roundings, in other last digits"
     if plan.model == "megatron":
         yield "kernels", "megatron-core computes transformers' function, in other last digits"
     if spec.moe_layers and (sums or plan.model == "megatron" or precision != "fp32"):

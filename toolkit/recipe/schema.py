@@ -1012,8 +1012,9 @@ class KernelsSection(Section):
     one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families
     that the tests compile (docs/gpu.md)."""
     fused: FusedKernels | Auto = "auto"
-    """Fused kernels. `megatron`: megatron-core's SwiGLU, in its dense models; `none`: no fused
-    kernels. `auto`: megatron-core's on GPUs."""
+    """Fused kernels. `megatron`: megatron-core's SwiGLU, in its dense models; `liger`: Liger's
+    RMSNorm, SwiGLU and rotary positions, in transformers' models whose layers are not compiled,
+    on GPUs (docs/gpu.md); `none`: no fused kernels. `auto`: megatron-core's on GPUs."""
     experts: ExpertProducts | Auto = "auto"
     """How megatron-core's layers compute the experts of a rank: `sequential`, in turn;
     `grouped`, in one product per linear layer, for a copy of the weights in each pass. `auto`:

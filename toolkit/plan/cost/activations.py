@@ -194,7 +194,7 @@ def _latents(workload: Workload, sizes: _Sizes) -> float:
 def _norm_bytes(workload: Workload) -> int:
     """What a norm keeps per element besides its output: its input; single operators their fp32
     copy of it and what the weight multiplies."""
-    if workload.spec.wide_norms and not workload.fused_elementwise:
+    if workload.spec.wide_norms and not (workload.fused_elementwise or workload.fused_norms):
         return 2 * FP32_BYTES
     width = compute_bytes(workload)
     return EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
@@ -202,8 +202,8 @@ def _norm_bytes(workload: Workload) -> int:
 
 def _eager_norms(workload: Workload) -> bool:
     """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
-    plain = not (workload.megatron_layers or workload.fused_elementwise)
-    return plain and not workload.spec.layer_norm
+    fused = workload.fused_elementwise or workload.fused_norms
+    return not (workload.megatron_layers or fused or workload.spec.layer_norm)
 
 
 def _kernel(workload: Workload, sizes: _Sizes) -> float:

@@ -312,7 +312,8 @@ def _elementwise_bytes(
     the gradient twice, and every residual sum is a sum of two gradients.
     """
     spec, fused = workload.spec, workload.fused_elementwise
-    one_kernel = fused or spec.layer_norm  # PyTorch's RMSNorm is a chain, partly in fp32
+    norms_fused = fused or workload.fused_norms
+    one_kernel = norms_fused or spec.layer_norm  # PyTorch's RMSNorm is a chain, partly in fp32
     norm, norm_back = (2, 4) if one_kernel else (13, 20)
     forward = part.stream * spec.hidden * (2 * norm + 2 * 3)
     backward = part.stream * spec.hidden * (2 * norm_back + 2 * 3)
@@ -324,8 +325,8 @@ def _elementwise_bytes(
     backward += inner * (gated_back if spec.gated_mlp else 3)
     if not spec.learned_positions:
         rotated = part.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
-        forward += rotated * (2 if fused else 12)
-        backward += rotated * (2 if fused else 12)
+        forward += rotated * (2 if norms_fused else 12)
+        backward += rotated * (2 if norms_fused else 12)
     if spec.mlp_bias:  # gradients of biases are sums over all tokens
         backward += inner + 2 * part.stream * spec.hidden
     if workload.dropout:  # a mask of half an element; a separate kernel in the backward pass
@@ -436,7 +437,7 @@ def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
     """Kernels of one layer's forward pass, an operator each where nothing is fused, with so
     many `products` of each kind: several are those of experts, which megatron-core's layers
     compute in turn, unless they are grouped."""
-    others = 10.0 if workload.fused_elementwise else 36.0
+    others = 10.0 if workload.fused_elementwise or workload.fused_norms else 36.0
     others += {"fused": 0, "unfused": 6, "eager": 12}[workload.attention]
     if part.tp > 1:
         others += 4  # collectives

@@ -42,6 +42,9 @@ class Workload:
     fused_glu: bool = False
     """Of what else runs as single operators, a gated activation function is one kernel, which
     keeps only its input."""
+    fused_norms: bool = False
+    """Of what else runs as single operators, an RMSNorm is one kernel, which keeps only its
+    input, and so are rotary positions."""
     grouped_experts: bool = False
     """Products of all experts at once, whose weights each pass stacks."""
     fp8_layers: float = 1.0
@@ -96,19 +99,27 @@ class Workload:
         return BACKENDS[self.engine].cost
 
     def in_layout(self, layout: Layout) -> "Workload":
-        """With what a layout decides of its operators: compiled layers are fused ones."""
-        grouped = layout.experts == "grouped"
+        """With what a layout decides of its operators: compiled layers are fused ones. Liger's
+        activation function is not in experts."""
+        grouped, compiled = layout.experts == "grouped", layout.compile != "none"
         if layout.compiles is None and not grouped:
             return self
-        return _in_layout(self, layout.compiles, grouped)
+        liger = layout.fused == "liger"
+        glu = layout.compiles is not None and not (liger and self.spec.moe_layers)
+        return _in_layout(self, compiled, glu, liger, grouped)
 
 
 @lru_cache(64)
-def _in_layout(workload: Workload, compiled: str | None, grouped: bool) -> Workload:
-    workload = replace(workload, grouped_experts=grouped)
-    if compiled is None:
-        return workload
-    return replace(workload, fused_glu=True, fused_elementwise=compiled == "compile")
+def _in_layout(
+    workload: Workload, compiled: bool, glu: bool, norms: bool, grouped: bool
+) -> Workload:
+    return replace(
+        workload,
+        fused_elementwise=compiled or workload.fused_elementwise,
+        fused_glu=glu or workload.fused_glu,
+        fused_norms=norms,
+        grouped_experts=grouped,
+    )
 
 
 def planned_workload(

@@ -30,6 +30,8 @@ def objection(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
     device = accelerator(job.cluster.gpu)
     if why := _uncompilable(job, pair, stage):
         return why
+    if job.kernels.fused == "liger":
+        return "Liger's kernels are in their place"
     if device.generation == "cpu":
         return "no published run shows that it pays on CPUs"
     if device.generation not in GENERATIONS:

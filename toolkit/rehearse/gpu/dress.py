@@ -44,7 +44,8 @@ _WRONG = (MIXED, NOT_NCCL, WIDENED)
 class DressRehearsal:
     """What is rehearsed: a recipe as planned, with fewer micro batches per step.
 
-    Layers are not compiled, because the result of torch.compile depends on a GPU.
+    Layers are not compiled, because the result of torch.compile depends on a GPU; nor do they
+    have Liger's kernels, which need one.
     """
 
     assignment: Assignment
@@ -166,14 +167,15 @@ class RehearsedRank:
     @property
     def needed_gib(self) -> float:
         """The minimum of the allocator, plus the memory of CUDA and NCCL, minus the savings of
-        compiled layers."""
+        compiled layers or Liger's kernels."""
         return (self.found.least + self.planned.context) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:
-        """The planner's saving of compiled layers compared with those that were run."""
+        """The planner's saving of compiled layers, or Liger's kernels, compared with those that
+        were run."""
         setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
-        compiled = replace(setup.layout, compile=wanted.compile)
+        compiled = replace(setup.layout, compile=wanted.compile, fused=wanted.fused)
         less = stage_memory(setup.workload, compiled, self.stage).allocated
         return (self.planned.allocated - less) / GIB
 
@@ -204,13 +206,15 @@ class RehearsedRank:
 
 
 def _shortened(planned: Assignment) -> Assignment:
-    """The same layout, not compiled, with as many micro batches as the peak of a step needs."""
+    """The same layout, not compiled and without Liger's kernels, with as many micro batches as
+    the peak of a step needs."""
     plan, recipe = planned.plan, planned.recipe
     most = MICRO_BATCHES * plan.layout.pp
     layout = replace(
         plan.layout,
         gradient_accumulation=min(most, plan.layout.gradient_accumulation),
         compile="none",
+        fused="none" if plan.layout.fused == "liger" else plan.layout.fused,
     )
     changed: dict[str, object] = {"training.global_batch_size": layout.global_batch}
     if recipe.model.config:  # weights are not read: nothing is fetched
