@@ -278,6 +278,7 @@ def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
     name = file.with_suffix("") if file.suffix in OPENERS else file
     if name.suffix == ".txt":
         return {"text": TEXT}, True
+    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable)
     try:
         if file.suffix == ".parquet":
             from pyarrow.parquet import read_schema
@@ -293,7 +294,7 @@ def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
                 beginning = stream.read(_BEGINNING)
             columns, whole = _json_columns(beginning.decode(errors="replace"))
             return columns, whole and len(beginning) < _BEGINNING
-    except (*undecodable(), ValueError, ImportError, BackendUnavailable):
+    except unreadable:
         pass  # what builds the data says what is wrong with a file
     return {}, False
 
