@@ -278,7 +278,9 @@ def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
     name = file.with_suffix("") if file.suffix in OPENERS else file
     if name.suffix == ".txt":
         return {"text": TEXT}, True
-    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable)
+    unreadable: tuple[type[Exception], ...] = (
+        *undecodable(), ValueError, ImportError, BackendUnavailable,
+    )  # fmt: skip
     try:
         if file.suffix == ".parquet":
             from pyarrow.parquet import read_schema
