@@ -18,6 +18,7 @@ from tests.e2e.product import (
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak  # each of the two starts takes a minute or two
 def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     run_dir = project.folder / "ray-kill"
     changes = {"training.steps": 120, "checkpoint.every_steps": 30}
