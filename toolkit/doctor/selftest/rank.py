@@ -18,13 +18,15 @@ _PREFIX = "aten::_scaled_dot_product_"
 
 def _watched(assignment: Assignment, ranks: Ranks) -> None:
     """Train, and let rank 0 write the operators that torch's attention dispatched to."""
+    if ranks.rank != 0:
+        worker.train(assignment, ranks)
+        return
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         worker.train(assignment, ranks)
-    if ranks.rank == 0:
-        called = {event.key for event in seen.key_averages() if event.key.startswith(_PREFIX)}
-        names = {name.removeprefix(_PREFIX).removesuffix("_backward") for name in called}
-        kernels = sorted({re.sub("_attention|attention_", "", name, count=1) for name in names})
-        (assignment.run_dir / ATTENTION_FILE).write_text(json.dumps(kernels), encoding="utf-8")
+    called = {event.key for event in seen.key_averages() if event.key.startswith(_PREFIX)}
+    names = {name.removeprefix(_PREFIX).removesuffix("_backward") for name in called}
+    kernels = sorted({re.sub("_attention|attention_", "", name, count=1) for name in names})
+    (assignment.run_dir / ATTENTION_FILE).write_text(json.dumps(kernels), encoding="utf-8")
 
 
 if __name__ == "__main__":
