@@ -56,6 +56,7 @@ def test_the_words_are_those_of_the_installed_torch() -> None:
     MixedPrecisionPolicy(**config["mp_policy"])
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_layers_are_found(family: str) -> None:
     """Without them the whole model would be gathered as one."""
