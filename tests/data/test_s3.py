@@ -181,10 +181,10 @@ def test_a_batch_is_fetched_at_once(
 
 
 @pytest.mark.slow
-def test_a_hundred_failures(tmp_path: Path, pair: Path, store: Store) -> None:
+def test_many_failures(tmp_path: Path, pair: Path, store: Store) -> None:
     local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
     before = RETRIES.count
-    kinds = ["error", "cut"] * 45 + ["slow"] * 10
+    kinds = ["error", "cut"] * 18 + ["slow"] * 4
     random.Random(0).shuffle(kinds)
     pairs = zip(kinds[::2], kinds[1::2], strict=True)
     # At most two in a row fail, of more reads than there would be with a larger cache.
@@ -193,7 +193,7 @@ def test_a_hundred_failures(tmp_path: Path, pair: Path, store: Store) -> None:
     found = sequence(built(tmp_path / "cache", there, remote_cache_gib=2**-12))
     assert not [kind for kind in store.failures if kind]
     assert found == sequence(local)
-    assert RETRIES.count - before >= 100
+    assert RETRIES.count - before >= 40
 
 
 DOCUMENTS = [f"document {number}: " + "grüße, " * (number % 50) for number in range(300)]

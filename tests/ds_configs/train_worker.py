@@ -17,15 +17,18 @@ STEPS = 3
 MICRO_BATCH = 2
 ACCUMULATION = 2
 LEARNING_RATE = 1e-2
+VOCABULARY = 4096
 
 
 def model() -> LlamaForCausalLM:
-    """A small llama whose embedding is large enough to be swapped to disk."""
+    """A small llama; to be swapped to disk, one whose embedding is large enough for that."""
     set_seed(7)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=4096,
-            hidden_size=512,
+            vocab_size=VOCABULARY,
+            hidden_size=512
+            if "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH" in os.environ
+            else 64,
             intermediate_size=64,
             num_hidden_layers=1,
             num_attention_heads=4,
@@ -39,7 +42,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(
         0,
-        4096,
+        VOCABULARY,
         (MICRO_BATCH * ACCUMULATION * int(os.environ["WORLD_SIZE"]), 16),
         generator=generator,
     )

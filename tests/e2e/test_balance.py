@@ -56,7 +56,13 @@ def skewed(folder: Path) -> None:
     ("config", "balance", "least", "most"),
     [
         pytest.param(MIXTRAL, {"kind": "none"}, 3.0, 4.0, marks=pytest.mark.soak),
-        (MIXTRAL, {"kind": "sequence_loss", "coefficient": 0.1}, 1.0, 1.5),
+        pytest.param(
+            MIXTRAL,
+            {"kind": "sequence_loss", "coefficient": 0.1},
+            1.0,
+            1.5,
+            marks=pytest.mark.soak,
+        ),
         (GLM, {"kind": "bias", "bias_update": 0.01}, 1.0, 1.5),
     ],
     ids=["none", "sequence_loss", "bias"],

@@ -27,7 +27,9 @@ def assert_same_start(run_dir: Path, reference: Path, relative: float = 1e-5) ->
 
 # `--launcher deepspeed` is in test_resume.py, with a stop and a resume; ray, slurm and several
 # hosts are in files of their own.
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.soak)]
+)
 def test_dmt_launch(project: Project, ddp_run: Path, launcher: str):
     ended = project.launch(launcher, STEPS, "--launcher", launcher)
     assert ended.code == 0, ended.err

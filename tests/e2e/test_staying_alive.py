@@ -176,8 +176,8 @@ def signal_and_end(
 @pytest.mark.parametrize(
     ("launcher", "number", "target"),
     [
-        pytest.param("local", signal.SIGUSR1, 1, marks=pytest.mark.soak),
-        ("torchrun", signal.SIGTERM, 0),
+        ("local", signal.SIGUSR1, 1),
+        pytest.param("torchrun", signal.SIGTERM, 0, marks=pytest.mark.soak),
         pytest.param("deepspeed", signal.SIGUSR1, None, marks=pytest.mark.soak),
     ],
 )

@@ -78,21 +78,19 @@ OTHERS = [
     frozen(megatron(pipeline=2, virtual_pipeline=2), BOTTOM),
 ]
 RECOMPUTED = [
-    frozen(Case("ddp", 2, recompute="full"), EMBEDDING),
     fsdp(3, EMBEDDING, recompute="full"),
     deepspeed(3, EMBEDDING, recompute="full"),
     frozen(megatron(tensor=2, recompute="full"), EMBEDDING),
-    frozen(megatron(pipeline=2, recompute="full"), EMBEDDING, family=UNTIED),
     frozen(megatron(pipeline=2, recompute="full"), BOTTOM),
 ]
 MEGATRON_IN_DEEPSPEED = [
-    *(frozen(zero(stage), ATTENTION) for stage in range(4)),
+    *(frozen(zero(stage), ATTENTION) for stage in (1, 3)),
     frozen(zero(0), MATRICES),
     frozen(zero(3, recompute="full"), EMBEDDING),
     frozen(megatron(tensor=2, pipeline=2, stage=1), BOTTOM),
 ]
 HALF_PRECISION = [
-    *(deepspeed(stage, ATTENTION, precision="bf16") for stage in range(4)),
+    *(deepspeed(stage, ATTENTION, precision="bf16") for stage in (1, 3)),
     frozen(megatron(stage=1), ATTENTION, precision="bf16"),
     frozen(megatron(pipeline=2), BOTTOM, precision="bf16"),
     frozen(megatron(pipeline=2), BOTTOM, precision="fp16"),
@@ -187,8 +185,6 @@ def test_reshape(freeze: tuple[str, ...], tmp_path: Path) -> None:
     """Saved in each layout, continued in another one with the same losses; the weights and
     moments that it saves again are the same to the bit."""
     layouts = {
-        "ddp": (2, frozen(Case("ddp", 2), freeze)),
-        "zero1": (2, deepspeed(1, freeze)),
         "pp2": (2, frozen(megatron(pipeline=2), freeze)),
         "zero2": (2, deepspeed(2, freeze)),
         "tp2": (2, frozen(megatron(tensor=2), freeze)),

@@ -165,8 +165,6 @@ def test_reshape(tmp_path: Path) -> None:
     """Saved in each layout, continued in another one with the same losses, and in itself to
     the bit; the weights and moments that it saves again are the same to the bit."""
     layouts = {
-        "ddp": (2, muon(Case("ddp", 2))),
-        "zero1": (2, muon(deepspeed(1))),
         "tp2": (2, muon(small(tensor=2))),
         "zero2": (2, muon(deepspeed(2))),
         "pp2": (2, muon(small(pipeline=2))),
