@@ -23,12 +23,11 @@ VOCABULARY = 4096
 def model() -> LlamaForCausalLM:
     """A small llama; to be swapped to disk, one whose embedding is large enough for that."""
     set_seed(7)
+    swapped = "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH" in os.environ
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=512
-            if "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH" in os.environ
-            else 64,
+            hidden_size=512 if swapped else 64,
             intermediate_size=64,
             num_hidden_layers=1,
             num_attention_heads=4,
