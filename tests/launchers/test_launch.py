@@ -91,7 +91,7 @@ def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", MOST)
 def test_what_rank_0_told_is_not_told_again(start, name):
     exit_code, errors = start(name, "fail=0:4 telling").end()
     assert exit_code == 4
@@ -99,7 +99,7 @@ def test_what_rank_0_told_is_not_told_again(start, name):
     assert "error: told by itself" in errors
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", MOST)
 @pytest.mark.parametrize("behaviour", ["fail=0:4", "fail=1:4 telling"])
 def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, name, behaviour):
     # What was told in an earlier launch does not count.
@@ -167,7 +167,7 @@ def test_unavailable_is_kept_and_the_log_is_shown(start):
     assert "the reason it failed" in errors
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", MOST)
 def test_a_killed_rank_ends_the_others(start, name):
     launch = start(name, "sleep")
     pids = launch.worker_pids()
@@ -179,7 +179,7 @@ def test_a_killed_rank_ends_the_others(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", MOST)
 def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
     """Foreign launchers would wait 30 s for it, after each failure."""
     launch = start(name, "sleep")
