@@ -62,7 +62,6 @@ _SAME: Mapping[str, str] = {
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
     "--context-parallel-size": CONTEXT_PARALLEL,
     "--expert-model-parallel-size": "parallel.expert",
-    "--recompute-granularity": "parallel.recompute",
     "--log-interval": "logging.every_steps",
     "--wandb-project": "logging.wandb.project",
     "--wandb-entity": "logging.wandb.entity",
@@ -246,6 +245,13 @@ def _warmup_share(reader: _Reader) -> Meaning:
         yield "schedule.warmup_steps", round(share * steps)
 
 
+def _recompute(reader: _Reader) -> Meaning:
+    """`block` is for so many layers of each chunk; other methods group all of them."""
+    block = reader.value("--recompute-method") == "block"
+    said = "--recompute-num-layers" if block else "--recompute-granularity"
+    yield "parallel.recompute", reader.value(said)
+
+
 def _interval(flag: str, key: str) -> Rule:
     def rule(reader: _Reader) -> Meaning:
         # An interval of the whole run is what a recipe calls null: only at the end.
@@ -276,6 +282,7 @@ def _pipeline_layout(reader: _Reader) -> Meaning:
 
 
 _RULES: Mapping[str, Rule] = {
+    "--recompute-granularity": _recompute,
     "--optimizer": _optimizer,
     "--clip-grad": _clipping,
     "--train-samples": _samples,
