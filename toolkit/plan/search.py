@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, LinkKind
-from toolkit.layout import Layout, LossKernel, Recompute, stage_layers
+from toolkit.layout import Layout, LossKernel, Recompute
 from toolkit.plan.cost.memory import (
     Memory,
     building_gib,
@@ -258,14 +258,15 @@ def _recomputing_some(
     """Where a layout recomputes all layers, or leaves no margin of memory: the same with as few
     recomputed layers as leave one, or else as fit."""
     ways = {way for way, _ in partial.recomputes}
-    chunks = stage_layers(partial.workload.spec.layers, fits.layout.pp, fits.layout.vpp)
+    chunks = fits.layout.pp * fits.layout.vpp
+    most = -(-partial.workload.spec.layers // chunks)
     able = can_recompute_some(partial.workload.spec, partial.pair)
-    if not able or not {"none", "full"} <= ways or max(chunks) == 1:
+    if not able or not {"none", "full"} <= ways or most == 1:
         return
     full, size = fits.layout.recompute == "full", fits.layout.micro_batch
     if not full and room(fits, cluster) == "fits":
         return
-    counts: list[Recompute] = ["none", *range(1, max(chunks))]
+    counts: list[Recompute] = ["none", *range(1, most)]
     for loss in dict.fromkeys(loss for _, loss in partial.recomputes):
         for enough in ("fits", "tight") if full else ("fits",):
 

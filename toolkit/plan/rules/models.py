@@ -176,6 +176,10 @@ def problems(job: PlanRequest) -> list[Problem]:
     The problems are those of the nearest of the legal pairs. Keys are full dotted paths; file
     and line are left to the caller.
     """
+    if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
+        return wrong
+    if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
+        return wrong
     some, layers = job.parallel.recompute, job.spec.layers
     if isinstance(some, int) and some >= layers:
         allowed, fix = (
@@ -183,10 +187,6 @@ def problems(job: PlanRequest) -> list[Problem]:
             "set parallel.recompute to full",
         )
         return [Problem("parallel.recompute", str(some), allowed, fix)]
-    if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
-        return wrong
-    if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
-        return wrong
     if wrong := [*attention.problems(job)]:
         return wrong
     if job.optimizer.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
