@@ -12,6 +12,7 @@ MOST = 10
 ALLOWED = {
     "plan/cost/workload.py: Workload": "the model implementation megatron",
     "plan/ledger.py: _approximated": "the model implementation megatron",
+    "plan/rules/models.py: can_recompute_some": "the model implementation megatron",
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "backend.py: BACKENDS": "the registry",
     "conflicts/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",

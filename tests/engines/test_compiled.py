@@ -13,19 +13,16 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, PreTrainedModel
 
 from tests.engines.cases import LAYERS, TOLERANCE, run
 from tests.engines.parity_worker import Case, reference, weighted_reference
+from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
 from toolkit import compilers
-from toolkit.batch import MicroBatch
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.layout import Recompute
-from toolkit.models import compiled, liger
+from toolkit.models import compiled
 from toolkit.models import huggingface as hf
-from toolkit.models.config_keys import is_dropout
-from toolkit.models.families import attention, model_spec
+from toolkit.models.families import model_spec
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.workload import Workload
 
@@ -87,16 +84,6 @@ def test_weights_and_positions() -> None:
     assert result["validation"] == pytest.approx(expected["validation"][0], rel=TOLERANCE)
 
 
-def small_model(name: str, **changes: Any) -> PreTrainedModel:
-    config = {"model_type": name.split()[0], **CONFIGS[name], **changes}
-    built = AutoConfig.for_model(**config)
-    built._attn_implementation = attention(config)
-    for key in filter(is_dropout, built.to_dict()):
-        setattr(built, key, 0.0)
-    torch.manual_seed(0)
-    return hf.new_model(built, torch.float32)
-
-
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are found and differentiated, but run by torch's own kernels."""
@@ -115,11 +102,6 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
-
-
-def batch(rows: int = 2, length: int = 16) -> MicroBatch:
-    tokens = torch.randint(90, (rows, length), generator=torch.Generator().manual_seed(rows))
-    return MicroBatch(tokens, tokens.roll(-1, 1))
 
 
 @pytest.mark.slow
@@ -174,32 +156,6 @@ def test_what_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_layers() -> None:
     with pytest.raises(PlanError, match="Linear has no decoder layers"):
         compiled.compile_layers(nn.Linear(2, 2), "layers")
-
-
-def saved_bytes(layers: int, parts: Any, recompute: Recompute, fused: Any = "none") -> int:
-    """What a model of so many layers keeps for the backward pass, besides its weights."""
-    model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
-    compiled.compile_layers(model.train(), parts)
-    liger.fuse(model, fused)
-    hf.enable_recompute(model, recompute)
-    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        assert hf.log_probs(model, batch(1, 512)).requires_grad
-    return sum(
-        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in own
-    )
-
-
-ACTIVATIONS = {
-    "hidden_size": 256, "intermediate_size": 896, "max_position_embeddings": 512,
-    "num_attention_heads": 8, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.engines.cases import MIXTRAL, TOLERANCE
 from tests.engines.parity_worker import Case, each_case, reference, train
-from tests.engines.test_compiled import ACTIVATIONS, batch, saved_bytes, small_model
+from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.forked import run_ranks
 from tests.models.configs import CONFIGS
 from tests.triton_cpu import compile_only, interpret

@@ -1,54 +1,25 @@
 """Every formula that a plan prints evaluates to its number."""
 
-import re
-from math import log, sqrt
 from typing import Any
 
 import pytest
 
+from tests.plan.formulas import check
 from tests.plan.making import optimizer_of
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.derivation import Derivation
 from toolkit.plan.cost.owners import owner_updates
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.estimate import Estimate, derivations, estimate, memory_parts, time_parts
+from toolkit.plan.estimate import estimate
 from toolkit.plan.published import Setup
-from toolkit.units import GIB
 
-FUNCTIONS = {"__builtins__": {}, "max": max, "sqrt": sqrt, "log": log}
 CONFIG = {
     "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584,
     "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 16,
     "num_key_value_heads": 4, "num_local_experts": 6, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-def evaluated(one: Derivation) -> float:
-    """The value of a formula, its derived symbols evaluated, too; every symbol is used."""
-    values = {
-        name: evaluated(symbol) if isinstance(symbol, Derivation) else symbol
-        for name, symbol in one.symbols.items()
-    }
-    assert {*re.findall(r"[a-z]\w*", one.formula)} - {*FUNCTIONS} == {*values}, one.formula
-    assert 0 <= values.get("shape", 0) <= 1
-    value = float(eval(one.formula, FUNCTIONS, values))
-    assert value == pytest.approx(one.value, rel=1e-9), one
-    return value
-
-
-def check(found: Estimate) -> set[str]:
-    """All parts that are not zero have a formula with their value; returns their names."""
-    derived = derivations(found)
-    memory = {part: size * GIB for part, size in memory_parts(found.memory).items() if size}
-    time = {part: size for part, size in time_parts(found.time).items() if size}
-    for parts, formulas in ((memory, derived.memory), (time, derived.time)):
-        assert {part: evaluated(one) for part, one in formulas.items()} == pytest.approx(parts)
-    if derived.mfu is not None:
-        assert evaluated(derived.mfu) == pytest.approx(found.time.mfu_causal)
-    return {*memory, *time}
 
 
 def dense(**changes: Any) -> ModelSpec:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.plan.formulas import check
 from tests.plan.making import MIXTRAL, RECIPES, found, llama_8b, on, recipe, tiny
-from tests.plan.test_derivation import check
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
