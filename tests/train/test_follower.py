@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,8 @@ def test_an_event_and_the_next_step_come_while_files_are_read(
     step(run, 10)
     read, calls = follower._new_lines, []
 
-    def slow(path: Path, offset: int) -> tuple[list[dict[str, object]], int]:
-        found = read(path, offset)
+    def slow(path: Path, *more: Any) -> tuple[list[dict[str, object]], int]:
+        found = read(path, *more)
         calls.append(path)
         if len(calls) == 1:
             evaluation(run, 10)
