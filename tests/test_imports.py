@@ -32,7 +32,7 @@ LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
      "toolkit.untrusted", "toolkit.compilers", "toolkit.registry", "toolkit.backend",
-     "toolkit.suggest", "toolkit.interpreter", "toolkit.extras", "toolkit.batch",
+     "toolkit.suggest", "toolkit.interpreter", "toolkit.system", "toolkit.batch",
      "toolkit.layout"),
     ("toolkit.objectives",),
     ("toolkit.recipe",),
@@ -52,6 +52,7 @@ LAYERS = (
     ("toolkit.accelerate",),
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),
+    ("toolkit.extras",),
 )  # fmt: skip
 """The package order, the lowest first. A module may import its own layer and those below."""
 

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Generic, TypeVar
 
 from toolkit.errors import BackendUnavailable
 
 Kind = TypeVar("Kind")
+
+_EXTRAS = "toolkit.extras."
 
 
 class Registry(Generic[Kind]):
@@ -26,8 +29,9 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def _places(self) -> dict[str, str]:
+        own = {name: place for name, place in self._own.items() if _installed(place)}
         others = {point.name: point.value for point in entry_points(group=self._group)}
-        return {**self._own, **{name: others[name] for name in others if name not in self._own}}
+        return {**own, **{name: others[name] for name in others if name not in own}}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,7 +45,7 @@ class Registry(Generic[Kind]):
         that has added it cannot be imported.
         """
         if name not in self._loaded:
-            place = self._own.get(name) or self._places[name]
+            place = self._places[name]
             module, _, attribute = place.partition(":")
             try:
                 self._loaded[name] = getattr(import_module(module), attribute)
@@ -54,3 +58,14 @@ class Registry(Generic[Kind]):
                     fix="repair or uninstall that package",
                 ) from error
         return self._loaded[name]
+
+
+def _installed(place: str) -> bool:
+    """Whether a place of this package is there: an installation may leave out `extras`."""
+    module = place.partition(":")[0]
+    if not module.startswith(_EXTRAS):
+        return True
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a folder above it is missing
+        return False

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.processes import HANG_S, ROOT, wait_until
-from toolkit.extras import install
+from toolkit.system.install import install
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog

@@ -19,7 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
-from toolkit.extras import plain, source
+from toolkit.system.install import plain, source
 
 GROUP = "packages"
 

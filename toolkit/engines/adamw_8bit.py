@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import CODES, QUANTITIES, SCALES, dtype_of
 from toolkit.errors import BackendUnavailable
-from toolkit.extras import install
+from toolkit.system.install import install
 from toolkit.models.families.tensors import Block
 from toolkit.models.matrices import has_codes, scale_count
 from toolkit.models.parameter_groups import is_embedding

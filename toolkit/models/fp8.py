@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.extras import install
+from toolkit.system.install import install
 from toolkit.models.huggingface import decoder_layers
 from toolkit.recipe.schema import Fp8Section
 

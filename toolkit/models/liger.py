@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from toolkit.compilers import private_folder
 from toolkit.errors import BackendUnavailable
-from toolkit.extras import install
+from toolkit.system.install import install
 from toolkit.layout import FusedKernels
 
 

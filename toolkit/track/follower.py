@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from toolkit.extras import install
+from toolkit.system.install import install
 from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers

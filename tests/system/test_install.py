@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from toolkit import extras
+from toolkit.system import install
 
-ROOT = Path(extras.__file__).parents[1]
+ROOT = Path(install.__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STATED = PROJECT["optional-dependencies"]
 
@@ -19,12 +19,12 @@ def test_packages_of_an_extra(
     extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same in a checkout and, from what pip kept of the project file, in a wheel."""
-    here = extras.install(extra)
+    here = install.install(extra)
     assert here == f"pip install {' '.join(map(repr, STATED[extra]))}"
-    monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
     kept = [f"{line}; extra == '{name}'" for name, lines in STATED.items() for line in lines]
     monkeypatch.setattr(metadata, "requires", lambda _: [*kept, "torch>=2"])
-    installed = {str(Requirement(one)) for one in extras.install(extra)[13:-1].split("' '")}
+    installed = {str(Requirement(one)) for one in install.install(extra)[13:-1].split("' '")}
     assert installed == {str(Requirement(one)) for one in STATED[extra]}
 
 
@@ -33,4 +33,4 @@ def test_no_message_names_the_distribution() -> None:
     for file in ROOT.joinpath("toolkit").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         assert "pip install dmt" not in text and "pip install 'dmt" not in text, file
-    assert extras.source() == str(ROOT)
+    assert install.source() == str(ROOT)
