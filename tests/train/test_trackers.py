@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from tests.processes import HANG_S, ROOT, wait_until
-from toolkit.system.install import install
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.system.install import install
 from toolkit.track.metrics import Metrics, MetricsLog
 from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import TRACKERS

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import CODES, QUANTITIES, SCALES, dtype_of
 from toolkit.errors import BackendUnavailable
-from toolkit.system.install import install
 from toolkit.models.families.tensors import Block
 from toolkit.models.matrices import has_codes, scale_count
 from toolkit.models.parameter_groups import is_embedding
 from toolkit.recipe.schema import OptimizerSection
+from toolkit.system.install import install
 
 
 class AdamW8bit:

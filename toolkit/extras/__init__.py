@@ -1,1 +1,1 @@
-"""What not every user needs: the core reaches it through registries only, and works without it."""
+"""What not every user needs. The core reaches it through registries and works without it."""

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.system.install import install
 from toolkit.models.huggingface import decoder_layers
 from toolkit.recipe.schema import Fp8Section
+from toolkit.system.install import install
 
 _MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this: `torch._scaled_mm`'s rule."""

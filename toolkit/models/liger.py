@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from toolkit.compilers import private_folder
 from toolkit.errors import BackendUnavailable
-from toolkit.system.install import install
 from toolkit.layout import FusedKernels
+from toolkit.system.install import install
 
 
 def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.system.install import install
 from toolkit.layout import Layout, recompute_text
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
+from toolkit.system.install import install
 from toolkit.units import GIB, seconds
 
 if TYPE_CHECKING:
