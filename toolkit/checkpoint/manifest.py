@@ -19,7 +19,8 @@ from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import Count, NonEmpty, StageSection, TrainingSection
+from toolkit.recipe.schema import StageSection, TrainingSection
+from toolkit.recipe.section import Count, NonEmpty
 from toolkit.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from toolkit.recipe.schema import Recipe, Section, Wording
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.section import Section, Wording
 
 _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}

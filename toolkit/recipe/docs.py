@@ -10,7 +10,8 @@ from pathlib import Path
 
 from toolkit.generated import write_or_check
 from toolkit.recipe.describe import Setting, default_text, kind_of
-from toolkit.recipe.schema import Recipe, Section
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.section import Section
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
 

@@ -29,7 +29,8 @@ from toolkit.recipe.describe import (
 )
 from toolkit.recipe.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
 from toolkit.recipe.layers import describe_node
-from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe, Section
+from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
+from toolkit.recipe.section import Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
 from toolkit.suggest import closest
 

@@ -6,12 +6,10 @@ two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import (
@@ -23,6 +21,19 @@ from toolkit.layout import (
 )
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.section import (
+    Auto,
+    Count,
+    Degree,
+    Fraction,
+    Name,
+    NonEmpty,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Wording,
+)
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
@@ -30,28 +41,6 @@ if TYPE_CHECKING:
 else:
     EngineChoice = Literal["auto", *BACKENDS.names]
     ObjectiveName = Literal[*OBJECTIVES.names]
-
-
-@dataclass(frozen=True)
-class Wording:
-    """What a type accepts, in words, where its constraints alone do not read well."""
-
-    text: str
-
-
-Auto: TypeAlias = Literal["auto"]
-Name: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
-    Wording("letters, digits, `.`, `_` and `-`, beginning with a letter or digit, at most 100"),
-]
-NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
-Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
-Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
-Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
-NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 def _whole_float(value: object) -> object:
@@ -144,33 +133,6 @@ ColumnNames: TypeAlias = Annotated[
             "instruction, input, output, chosen, rejected to a column's name"),
 ]  # fmt: skip
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
-
-
-class Section(BaseModel):
-    """Base of every part of a recipe: frozen, strict, no unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-    )
-
-    def with_values(self, values: Mapping[str, object]) -> Self:
-        """A copy with other values, by the dotted paths of settings; they are not checked."""
-        changed: dict[str, Any] = {}
-        inside: dict[str, dict[str, object]] = {}
-        for path, value in values.items():
-            name, _, rest = path.partition(".")
-            if rest:
-                inside.setdefault(name, {})[rest] = value
-            else:
-                changed[name] = value
-        for name, inner in inside.items():
-            changed[name] = getattr(self, name).with_values(inner)
-        return self.model_copy(update=changed)
 
 
 class BalanceSection(Section):
@@ -322,7 +284,7 @@ class HfSource(RowsSource):
 class ChatRowsSource(RowsSource):
     """What conversations and preferences have in common."""
 
-    columns: ColumnNames = {}
+    columns: ColumnNames = {}  # noqa: RUF012 - pydantic copies it
     """Names of columns that differ in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
 
     def column(self, name: ColumnName) -> str:

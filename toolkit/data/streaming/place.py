@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from toolkit.recipe.schema import Count
+from toolkit.recipe.section import Count
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""The base class of a recipe's sections, and the types of values that many of them have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a type accepts, in words, where its constraints alone do not read well."""
+
+    text: str
+
+
+Auto: TypeAlias = Literal["auto"]
+Name: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
+    Wording("letters, digits, `.`, `_` and `-`, beginning with a letter or digit, at most 100"),
+]
+NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
+Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """A copy with other values, by the dotted paths of settings; they are not checked."""
+        changed: dict[str, Any] = {}
+        inside: dict[str, dict[str, object]] = {}
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                inside.setdefault(name, {})[rest] = value
+            else:
+                changed[name] = value
+        for name, inner in inside.items():
+            changed[name] = getattr(self, name).with_values(inner)
+        return self.model_copy(update=changed)
