@@ -15,7 +15,7 @@ ALLOWED = {
     "plan/rules/models.py: can_recompute_some": "the model implementation megatron",
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "backend.py: BACKENDS": "the registry",
-    "conflicts/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",
+    "targets/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",
     "doctor/needs.py: LAUNCHERS": "the launcher deepspeed",
     "doctor/needs.py: _packages": "the model implementation megatron",
     "doctor/toolchain.py: _INSTALLED_BY": "the program deepspeed",

@@ -21,7 +21,7 @@ LIGHT = (
     "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launchers",
     "toolkit.cli.main", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
-    "toolkit.conflicts", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
+    "toolkit.targets", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ LAYERS = (
     ("toolkit.data",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
-    ("toolkit.conflicts",),
+    ("toolkit.targets",),
     ("toolkit.run",),
     ("toolkit.track",),
     ("toolkit.launchers",),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.plan.making import recipe
-from toolkit.conflicts import environment
 from toolkit.engines import deterministic
 from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
 from toolkit.errors import BackendUnavailable, RecipeError
@@ -16,6 +15,7 @@ from toolkit.launchers.job import gpu_variables, job_of
 from toolkit.plan.planner import plan_recipe
 from toolkit.run.announce import ledger_of
 from toolkit.run.assignment import decide
+from toolkit.targets import environment
 
 GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 ASKED = {**GPU, "training__deterministic": True}

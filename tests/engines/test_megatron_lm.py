@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from toolkit.conflicts.megatron_arguments import OPTIONS
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.megatron.pretrain_gpt import ArgumentList
 from toolkit.engines.megatron.pretrain_gpt_run import schedule_arguments
@@ -19,6 +18,7 @@ from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import OptimizerSection, Recipe, ScheduleSection
+from toolkit.targets.megatron_arguments import OPTIONS
 from toolkit.train.schedule import learning_rate
 
 ROOT = Path(__file__).parents[2]

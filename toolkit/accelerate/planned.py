@@ -17,13 +17,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.accelerate.config import MIXED_PRECISION, in_accelerate
-from toolkit.conflicts.environment import accelerate_settings
 from toolkit.engines.distributed import join
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.targets.environment import accelerate_settings
 from toolkit.terminal import tell
 
 

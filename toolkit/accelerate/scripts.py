@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.accelerate.config import in_accelerate, in_scripts, refuse_kernels
 from toolkit.backend import BACKENDS, adopt_engine_config
-from toolkit.conflicts import preflight
-from toolkit.conflicts.accelerate import ENGINES
-from toolkit.conflicts.environment import SWITCHES
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_world
+from toolkit.targets import preflight
+from toolkit.targets.accelerate import ENGINES
+from toolkit.targets.environment import SWITCHES
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from toolkit.backend import adopt_engine_config
 from toolkit.cli.conflict_tables import record, show
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson
-from toolkit.conflicts import Report, against, places_in
 from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
@@ -29,6 +28,7 @@ from toolkit.intake.load import Examined, examine, placed
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
+from toolkit.targets import Report, against, places_in
 from toolkit.terminal import printable
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.conflicts.compare import Report, SettingComparison
+from toolkit.targets.compare import Report, SettingComparison
 
 _MOST_NAMES = 30
 """Settings of the other place alone: more are only counted."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
-from toolkit.conflicts import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
@@ -21,6 +20,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog, process_age_s
+from toolkit.targets import preflight
 from toolkit.terminal import lost_output, survive_lost_output, tell
 
 if TYPE_CHECKING:

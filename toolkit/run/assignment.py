@@ -11,7 +11,6 @@ from typing import Any
 from toolkit.backend import adopt_engine_config
 from toolkit.checkpoint.locate import locate
 from toolkit.compilers import missing_for_torch_compile
-from toolkit.conflicts import preflight
 from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems, with_embedding_rows
 from toolkit.errors import (
@@ -36,6 +35,7 @@ from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.environment import json_text
 from toolkit.run.recorded import PLAN, checked
+from toolkit.targets import preflight
 from toolkit.terminal import tell
 from toolkit.untrusted import read_json
 

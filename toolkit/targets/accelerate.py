@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.backend import BACKENDS
-from toolkit.conflicts import deepspeed_json
-from toolkit.conflicts.known_keys import ACCELERATE, SECTIONS
-from toolkit.conflicts.source import (
+from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
+from toolkit.targets import deepspeed_json
+from toolkit.targets.known_keys import ACCELERATE, SECTIONS
+from toolkit.targets.source import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
     COMPILED,
@@ -32,7 +33,6 @@ from toolkit.conflicts.source import (
     translated,
     unknown,
 )
-from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
 
 KIND = "Accelerate config"
 

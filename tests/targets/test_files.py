@@ -8,9 +8,9 @@ import pytest
 from accelerate import FullyShardedDataParallelPlugin
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from tests.conflicts.conftest import TINY, Planned
-from toolkit.conflicts.compare import Report
+from tests.targets.conftest import TINY, Planned
 from toolkit.errors import RecipeError
+from toolkit.targets.compare import Report
 
 
 def read(tiny: Planned, folder: Path, text: str, name: str) -> Report:

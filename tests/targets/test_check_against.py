@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conflicts.conftest import TINY
 from tests.processes import ROOT
+from tests.targets.conftest import TINY
 from toolkit.cli.main import main
 from toolkit.errors import PlanError
 from toolkit.run.assignment import assign

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.conflicts.conftest import TINY, Planned
 from tests.processes import ROOT
-from toolkit.conflicts import against, places_in
+from tests.targets.conftest import TINY, Planned
 from toolkit.engines.deepspeed.config import OWNED
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.errors import RecipeError
+from toolkit.targets import against, places_in
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.conflicts import accelerate, deepspeed_json
-from toolkit.conflicts.accelerate import AccelerateSetting
-from toolkit.conflicts.known_keys import (
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
+from toolkit.recipe.foreign import foreign
+from toolkit.targets import accelerate, deepspeed_json
+from toolkit.targets.accelerate import AccelerateSetting
+from toolkit.targets.known_keys import (
     OLD_TRAINING_ARGUMENTS,
     TRAINER_FSDP,
     TRAINING_ARGUMENTS,
 )
-from toolkit.conflicts.source import (
+from toolkit.targets.source import (
     ACCUMULATION,
     Collected,
     OneOf,
@@ -25,8 +27,6 @@ from toolkit.conflicts.source import (
     translated,
     unknown,
 )
-from toolkit.engines.deepspeed.json_file import JsonFile, read_json
-from toolkit.recipe.foreign import foreign
 
 KIND = "TrainingArguments"
 

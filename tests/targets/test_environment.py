@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conflicts.conftest import TINY, Planned
 from tests.models.small import FAMILIES, section
-from toolkit.conflicts import environment, environment_conflicts, preflight
-from toolkit.conflicts.compare import compare
-from toolkit.conflicts.environment import Starting
-from toolkit.conflicts.facts import facts
+from tests.targets.conftest import TINY, Planned
 from toolkit.errors import PlanError
+from toolkit.targets import environment, environment_conflicts, preflight
+from toolkit.targets.compare import compare
+from toolkit.targets.environment import Starting
+from toolkit.targets.facts import facts
 
 NOWHERE = {"HF_HOME": "/nonexistent"}
 FSDP = """\

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from toolkit.conflicts import Report, against
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
+from toolkit.targets import Report, against
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 

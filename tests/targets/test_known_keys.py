@@ -11,13 +11,13 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 from transformers import TrainingArguments
 
-from toolkit.conflicts import (
+from toolkit.targets import (
     accelerate,
     environment,
     megatron_arguments,
     training_arguments,
 )
-from toolkit.conflicts.known_keys import (
+from toolkit.targets.known_keys import (
     ACCELERATE,
     FILE,
     OLD_TRAINING_ARGUMENTS,
@@ -25,7 +25,7 @@ from toolkit.conflicts.known_keys import (
     TRAINER_FSDP,
     TRAINING_ARGUMENTS,
 )
-from toolkit.conflicts.megatron_arguments import TORCHRUN, megatron_options
+from toolkit.targets.megatron_arguments import TORCHRUN, megatron_options
 
 
 def expect(table: str, installed: set[str], listed: frozenset[str]) -> None:

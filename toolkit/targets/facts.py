@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.conflicts.source import (
+from toolkit.engines.megatron.config import render_model, trained_config
+from toolkit.errors import DmtError
+from toolkit.models.families import common, megatron_model, model_spec, unsupported
+from toolkit.plan.planner import Plan
+from toolkit.recipe.explain import node_at, place_of
+from toolkit.recipe.layers import read_layers
+from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
+from toolkit.targets.source import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
     AUTO,
@@ -17,13 +24,6 @@ from toolkit.conflicts.source import (
     SHARDS,
     WORLD,
 )
-from toolkit.engines.megatron.config import render_model, trained_config
-from toolkit.errors import DmtError
-from toolkit.models.families import common, megatron_model, model_spec, unsupported
-from toolkit.plan.planner import Plan
-from toolkit.recipe.explain import node_at, place_of
-from toolkit.recipe.layers import read_layers
-from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",

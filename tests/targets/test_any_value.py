@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.conflicts.conftest import Planned
-from toolkit.conflicts import environment_conflicts
-from toolkit.conflicts.known_keys import ACCELERATE, SECTIONS, TRAINER_FSDP, TRAINING_ARGUMENTS
+from tests.targets.conftest import Planned
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.errors import DmtError
+from toolkit.targets import environment_conflicts
+from toolkit.targets.known_keys import ACCELERATE, SECTIONS, TRAINER_FSDP, TRAINING_ARGUMENTS
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 10**400, 10**4000),

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.conflicts.source import (
+from toolkit.engines.deepspeed.config import OWNED, REQUIRED, open_config, unknown_keys
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.engines.deepspeed.keys import KNOWN_KEYS
+from toolkit.errors import Problem
+from toolkit.recipe.schema import Recipe
+from toolkit.targets.source import (
     ACCUMULATION,
     AUTO,
     Collected,
@@ -17,11 +22,6 @@ from toolkit.conflicts.source import (
     shown,
     translated,
 )
-from toolkit.engines.deepspeed.config import OWNED, REQUIRED, open_config, unknown_keys
-from toolkit.engines.deepspeed.json_file import JsonFile
-from toolkit.engines.deepspeed.keys import KNOWN_KEYS
-from toolkit.errors import Problem
-from toolkit.recipe.schema import Recipe
 
 KIND = "DeepSpeed config"
 

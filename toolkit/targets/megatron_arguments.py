@@ -9,17 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from toolkit.conflicts.shell_flags import Flag, read_flags
-from toolkit.conflicts.source import (
-    CONTEXT_PARALLEL,
-    Collected,
-    OneOf,
-    SettingSource,
-    Stated,
-    as_yaml,
-    number,
-    unknown,
-)
 from toolkit.engines.megatron import pretrain_gpt
 from toolkit.engines.megatron.pretrain_gpt import (
     GPT_SWITCHES,
@@ -29,6 +18,17 @@ from toolkit.engines.megatron.pretrain_gpt import (
 )
 from toolkit.engines.megatron.pretrain_gpt_run import WSD_DECAYS
 from toolkit.recipe.yaml_nodes import Value
+from toolkit.targets.shell_flags import Flag, read_flags
+from toolkit.targets.source import (
+    CONTEXT_PARALLEL,
+    Collected,
+    OneOf,
+    SettingSource,
+    Stated,
+    as_yaml,
+    number,
+    unknown,
+)
 
 KIND = "Megatron-LM arguments"
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.conflicts import accelerate, deepspeed_json, megatron_arguments, training_arguments
-from toolkit.conflicts.known_keys import ACCELERATE, OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.conflicts.source import SettingSource
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
+from toolkit.targets import accelerate, deepspeed_json, megatron_arguments, training_arguments
+from toolkit.targets.known_keys import ACCELERATE, OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from toolkit.targets.source import SettingSource
 
 KINDS = (
     "a DeepSpeed config (JSON), an Accelerate config (YAML or JSON), TrainingArguments (JSON "

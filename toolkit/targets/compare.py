@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from toolkit.conflicts.facts import DERIVED, Fact
-from toolkit.conflicts.source import (
+from toolkit.engines.deepspeed.config import same
+from toolkit.recipe.describe import choices, settings
+from toolkit.redact import redact
+from toolkit.targets.facts import DERIVED, Fact
+from toolkit.targets.source import (
     AUTO,
     DATA_PARALLEL,
     AtMost,
@@ -16,9 +19,6 @@ from toolkit.conflicts.source import (
     Unknown,
     shown,
 )
-from toolkit.engines.deepspeed.config import same
-from toolkit.recipe.describe import choices, settings
-from toolkit.redact import redact
 
 Verdict = Literal["agrees", "disagrees", "auto", "open"]
 """`auto`: takes the recipe's value. `open`: shows only when it runs."""

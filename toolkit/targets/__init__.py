@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolkit.conflicts import environment
-from toolkit.conflicts.compare import Report, SettingComparison, compare
-from toolkit.conflicts.detect import read_source
-from toolkit.conflicts.environment import Starting
-from toolkit.conflicts.facts import Places, facts, places_in
 from toolkit.errors import PlanError
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.targets import environment
+from toolkit.targets.compare import Report, SettingComparison, compare
+from toolkit.targets.detect import read_source
+from toolkit.targets.environment import Starting
+from toolkit.targets.facts import Places, facts, places_in
 
 __all__ = [
     "Report",

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.backend import BACKENDS
-from toolkit.conflicts import accelerate, detect
-from toolkit.conflicts.accelerate import AccelerateSetting
-from toolkit.conflicts.source import (
+from toolkit.engines import deterministic
+from toolkit.errors import RecipeError
+from toolkit.recipe.schema import Recipe, RowsSource
+from toolkit.recipe.yaml_nodes import Value
+from toolkit.targets import accelerate, detect
+from toolkit.targets.accelerate import AccelerateSetting
+from toolkit.targets.source import (
     WORLD,
     AtMost,
     Collected,
@@ -17,10 +21,6 @@ from toolkit.conflicts.source import (
     Unknown,
     as_yaml,
 )
-from toolkit.engines import deterministic
-from toolkit.errors import RecipeError
-from toolkit.recipe.schema import Recipe, RowsSource
-from toolkit.recipe.yaml_nodes import Value
 
 NAME = "env"
 KIND = "environment"
