@@ -13,10 +13,9 @@ from pathlib import Path
 
 import document  # next to this script
 
-from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout, recompute_text
+from toolkit.layout import Layout, Pair, recompute_text
 from toolkit.plan.rules import fusing
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage

@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from toolkit.layout import Placement, RecomputeWay
-from toolkit.registry import Registry
+from toolkit.layout import EngineName, ModelName, Placement, Precision, RecomputeWay, Stage
+from toolkit.registry import ENGINES, Registry
 
 if TYPE_CHECKING:
     from toolkit.engines.in_accelerate import InAccelerate
@@ -22,29 +22,11 @@ if TYPE_CHECKING:
     from toolkit.plan.rules.models import PlanRequest
     from toolkit.recipe.schema import Recipe, ZeroSection
 
-EngineName = str
-"""One of `BACKENDS.names`."""
-ModelName = Literal["hf", "megatron"]
-Precision = Literal["fp32", "bf16", "fp16"]
-CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
-"""What the cost model knows: published runs computed in fp8."""
-Stage = Literal[0, 1, 2, 3]
-
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
 
 _ON_DEVICE: frozenset[Placement] = frozenset(("none",))
 _PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
-
-
-class Pair(NamedTuple):
-    """An engine and the model implementation that it trains."""
-
-    engine: EngineName
-    model: ModelName
-
-    def __str__(self) -> str:
-        return f"engine {self.engine} with model {self.model}"
 
 
 @dataclass(frozen=True)
@@ -195,16 +177,8 @@ class Backend:
         return iter(())
 
 
-BACKENDS: Registry[Backend] = Registry(
-    "dmt.engines",
-    {
-        "deepspeed": "toolkit.engines.deepspeed.backend:BACKEND",
-        "megatron": "toolkit.engines.megatron.backend:BACKEND",
-        "fsdp": "toolkit.engines.fsdp.backend:BACKEND",
-        "ddp": "toolkit.engines.ddp.backend:BACKEND",
-    },
-)
-"""Every engine by its name; other packages add theirs as entry points."""
+BACKENDS: Registry[Backend] = ENGINES
+"""Every engine's backend by its name."""
 
 
 def adopt_engine_config(recipe: "Recipe") -> "Recipe":

@@ -3,8 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+EngineName = str
+"""One of `ENGINES.names`."""
+ModelName = Literal["hf", "megatron"]
+Precision = Literal["fp32", "bf16", "fp16"]
+CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""What the cost model knows: published runs computed in fp8."""
+Stage = Literal[0, 1, 2, 3]
 Placement = Literal["none", "cpu", "nvme"]
 RecomputeWay = Literal["none", "selective", "full"]
 Recompute = RecomputeWay | int
@@ -40,6 +47,16 @@ SETTINGS: Mapping[str, str] = {
 """Fields of a layout, and the recipe's setting that decides each; the others follow."""
 
 
+class Pair(NamedTuple):
+    """An engine and the model implementation that it trains."""
+
+    engine: EngineName
+    model: ModelName
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} with model {self.model}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism and batch split; `world = dp · tp · pp · cp`."""
@@ -51,7 +68,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Stage = 0
     replicate: int = 1
     """Number of replicas of the sharded model (FSDP2's hybrid sharding); it divides dp."""
     hpz: int = 1

@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from toolkit.errors import BackendUnavailable
 
@@ -69,3 +69,15 @@ def _installed(place: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a folder above it is missing
         return False
+
+
+ENGINES: Registry[Any] = Registry(
+    "dmt.engines",
+    {
+        "deepspeed": "toolkit.engines.deepspeed.backend:BACKEND",
+        "megatron": "toolkit.engines.megatron.backend:BACKEND",
+        "fsdp": "toolkit.engines.fsdp.backend:BACKEND",
+        "ddp": "toolkit.engines.ddp.backend:BACKEND",
+    },
+)
+"""Every engine by its name, for the recipe, which knows no `Backend`; others use `BACKENDS`."""

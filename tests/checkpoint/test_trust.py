@@ -31,7 +31,7 @@ from toolkit.errors import DataError, DmtError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.convert.torch_dist import Reader, Writer
-from toolkit.plan.planner import model_config as plan_model_config
+from toolkit.models.hub import model_config as plan_model_config
 from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide, read_assignment, write

@@ -32,7 +32,7 @@ from toolkit.errors import DataError, PlanError
 from toolkit.intake.checks import broken_rules
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
-from toolkit.plan.planner import model_config
+from toolkit.models.hub import model_config
 from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe, TextSource
 
 BYTES = byte_tokenizer()

@@ -17,12 +17,13 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
+from toolkit.models.hub import model_config
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.planner import model_config, plan_recipe
+from toolkit.plan.planner import plan_recipe
 from toolkit.run.announce import ledger_of
 
 SHARDED = {

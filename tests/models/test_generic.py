@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.configs import CONFIGS, config_of
 from tests.models.every_type import tiny, tried
-from toolkit.backend import Pair
 from toolkit.cli.main import main
-from toolkit.layout import Layout, Recompute
+from toolkit.layout import Layout, Pair, Recompute
 from toolkit.models import huggingface as hf
 from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, model_spec, published

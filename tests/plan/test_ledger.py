@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
-from toolkit.backend import Pair, Support, adopt_engine_config
+from toolkit.backend import Support, adopt_engine_config
 from toolkit.engines.deepspeed.presets import PRESETS
+from toolkit.layout import Pair
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import plan_recipe

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, intent, on, recipe
-from toolkit.backend import Pair
 from toolkit.intake.checks import broken_rules
+from toolkit.layout import Pair
 from toolkit.plan.rules.legality import (
     DEGREES,
     data_parallel,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from tests.plan.making import intent, optimizer_of
-from toolkit.backend import Pair
 from toolkit.errors import Problem
+from toolkit.layout import Pair
 from toolkit.models.config_check import check_config
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, able_pairs, problems

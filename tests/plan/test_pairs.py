@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.making import recipe
-from toolkit.backend import Pair
 from toolkit.hardware.cluster import parse_cluster
-from toolkit.layout import Layout
+from toolkit.layout import Layout, Pair
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time

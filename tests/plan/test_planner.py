@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
-from toolkit.backend import Pair
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import default_cluster, link
+from toolkit.layout import Pair
 from toolkit.models.families import model_spec
-from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
+from toolkit.models.hub import ShapeUnknown, model_config
+from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
 from toolkit.units import GIB

@@ -12,11 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from toolkit.backend import EngineName, Pair
 from toolkit.errors import EXIT_UNAVAILABLE, BackendUnavailable, PlanError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout
+from toolkit.layout import EngineName, Layout, Pair
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time

@@ -24,11 +24,10 @@ from tests.plan.making import (
     tiny,
 )
 from tests.work import calls
-from toolkit.backend import Pair
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, link, parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout, stage_layers
+from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload

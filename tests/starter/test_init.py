@@ -21,8 +21,8 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.checks import steps_with
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
+from toolkit.models.hub import download_file
 from toolkit.plan.estimate import estimate_plan
-from toolkit.plan.hub import download
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ParallelSection, Recipe
 from toolkit.starter.draft import Task, draft, shipped_sizes
@@ -138,7 +138,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: answer.wait())
     with pytest.raises(TimeoutError):
-        download("some/model", "config.json", None, limit_s=0.01)
+        download_file("some/model", "config.json", None, limit_s=0.01)
     answer.set()
 
 

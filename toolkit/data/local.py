@@ -39,8 +39,8 @@ from toolkit.data.tokenizers import (
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
 from toolkit.models.families import settings_of
+from toolkit.models.hub import model_config
 from toolkit.models.safetensors_folder import INDEX, SINGLE
-from toolkit.plan.planner import model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
     AdapterSection,

@@ -7,8 +7,8 @@ from pathlib import Path
 from toolkit.backend import BACKENDS
 from toolkit.data.remote.store import PACKAGES
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
+from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.failures.saving import checkpoint_bytes
-from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide

@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora, lora_of
-from toolkit.backend import BACKENDS, ModelName
+from toolkit.backend import BACKENDS
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
-from toolkit.layout import AttentionKernel, Layout
+from toolkit.layout import AttentionKernel, Layout, ModelName
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.parameter_groups import layer_count

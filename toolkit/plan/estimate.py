@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.layout import Pair
+from toolkit.models.hub import model_config
 from toolkit.plan.cost.derivation import Derivation
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import Memory, stage_memory
@@ -18,7 +19,7 @@ from toolkit.plan.cost.memory_derivation import memory_derivations
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
 from toolkit.plan.cost.time_derivation import time_derivations, utilization
-from toolkit.plan.planner import Plan, model_config
+from toolkit.plan.planner import Plan
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Room, demand, device_memory, room, shortage

@@ -10,9 +10,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from toolkit.backend import Pair
 from toolkit.errors import PlanError
-from toolkit.layout import SETTINGS, Layout, layout_text, stage_layers
+from toolkit.layout import SETTINGS, Layout, Pair, layout_text, stage_layers
 from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.legality import table

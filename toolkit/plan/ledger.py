@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.backend import ANY, Pair
-from toolkit.layout import padded_vocab
+from toolkit.backend import ANY
+from toolkit.layout import Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import Plan

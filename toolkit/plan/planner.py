@@ -6,35 +6,27 @@ restarts read it and never decide again. The decisions are the result of `toolki
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from toolkit.backend import BACKENDS, Backend, EngineName, ModelName
-from toolkit.errors import PlanError, RecipeError
+from toolkit.backend import BACKENDS, Backend
+from toolkit.errors import RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
-from toolkit.layout import AttentionKernel, Layout
-from toolkit.models.config_check import check_config
-from toolkit.models.families import published, settings_of
+from toolkit.layout import AttentionKernel, EngineName, Layout, ModelName
 from toolkit.models.families.base import Attention
+from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import SHOWN, choice, decisions
-from toolkit.plan.hub import download as download_file
 from toolkit.plan.remedies import Remedy, over, remedies
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, search
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
-from toolkit.untrusted import read_json
+from toolkit.recipe.schema import Recipe, TrainingSection
 
 _LOSS_SCALE = 2.0**16
-
-
-class ShapeUnknown(PlanError):
-    """The model's shape is only on the hub, which is not reachable now."""
 
 
 @dataclass(frozen=True)
@@ -285,83 +277,3 @@ def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
         notes.append(f"memory: fullest at {built}")
     return tuple(notes)
-
-
-def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
-    """The Hugging Face config of a recipe's model: stated, or read from `hub`, with the rows
-    of `resize_embeddings`.
-
-    Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
-    it cannot be read or has more rows, ShapeUnknown if the network is the reason.
-    """
-    config, rows = model.config, model.resize_embeddings
-    if config is None:
-        config = _config_of_hub(model, download)
-    if not isinstance(rows, int):
-        return config
-    if rows < (own := settings_of(config)["vocab_size"]):
-        raise PlanError(
-            f"model.resize_embeddings: {rows:,}; the model has {own:,} tokens, and rows are "
-            "only added",
-            fix=f"set it to auto, or to {own} or more",
-        )
-    return {**config, "vocab_size": rows}
-
-
-def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
-    assert model.hub is not None, "checked at load"
-    path = Path(model.hub) / "config.json"
-    if not Path(model.hub).is_dir():
-        path = _hub_config(model.hub, model.revision, download)
-    try:
-        stated: dict[str, Any] = read_json(path)
-        config = published(stated)
-        problems = check_config(config)
-    except (OSError, ValueError, AttributeError) as error:
-        raise PlanError(
-            f"model.hub: cannot read {path}: {error}",
-            fix="check the folder, or set model.config",
-        ) from error
-    if stated.get("quantization_config") is not None:
-        raise PlanError(
-            f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
-            fix="choose a copy in bf16 or fp32",
-        )
-    if problems:
-        raise PlanError(
-            f"model.hub: {path} says {problems[0].key}: {problems[0].found}; planned are "
-            f"{problems[0].allowed}",
-            fix="choose another model",
-        )
-    return config
-
-
-def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
-    """The cached or downloaded config.json of a hub id."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    fix = "state the shape in model.config to plan offline, or point at a local folder"
-    try:
-        if download:
-            return download_file(hub, "config.json", revision)
-        # hf_hub_download(local_files_only=True) still makes other network requests.
-        found = try_to_load_from_cache(hub, "config.json", revision=revision)
-        if not isinstance(found, str):
-            raise LocalEntryNotFoundError("not cached")
-        return Path(found)
-    except HFValidationError as error:
-        raise PlanError(
-            f"model.hub: {hub} is neither a folder nor a hub id", fix=fix
-        ) from error
-    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        missing = "reachable on the hub" if download else "in the hub's local cache"
-        raise ShapeUnknown(
-            f"model.hub: {hub!r} is neither a local folder nor {missing} "
-            f"({type(error).__name__})",
-            fix=fix,
-        ) from error

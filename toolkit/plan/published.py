@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from toolkit.backend import CostPrecision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
-from toolkit.layout import Layout, Placement, Recompute
+from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.formulas import EstimatorQuery
 from toolkit.plan.cost.memory import peak_memory

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, LinkKind
-from toolkit.layout import Layout, LossKernel, Recompute
+from toolkit.layout import Layout, LossKernel, Pair, Recompute
 from toolkit.plan.cost.memory import (
     Memory,
     building_gib,

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import gcd, isqrt
 
-from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
-from toolkit.layout import Layout, LossKernel, Placement, Recompute
+from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules.legality import divisors, table

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from toolkit.backend import BACKENDS
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
@@ -34,12 +33,13 @@ from toolkit.recipe.section import (
     Section,
     Wording,
 )
+from toolkit.registry import ENGINES
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
     ObjectiveName: TypeAlias = str
 else:
-    EngineChoice = Literal["auto", *BACKENDS.names]
+    EngineChoice = Literal["auto", *ENGINES.names]
     ObjectiveName = Literal[*OBJECTIVES.names]
 
 

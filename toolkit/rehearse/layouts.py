@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from toolkit.backend import BACKENDS, Backend, ModelName, Pair, Rehearsed
+from toolkit.backend import BACKENDS, Backend, Rehearsed
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, degrees_text
+from toolkit.layout import Layout, ModelName, Pair, degrees_text
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees

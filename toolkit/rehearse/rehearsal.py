@@ -9,8 +9,9 @@ from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
 from toolkit.intake.checks import broken_rules
+from toolkit.models.hub import model_config
 from toolkit.models.parameter_groups import in_small_model
-from toolkit.plan.planner import Plan, model_config, plan_recipe
+from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.schema import (
     CheckpointSection,
     ClusterSection,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.models.families import model_spec
+from toolkit.models.hub import model_config
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
-from toolkit.plan.planner import Plan, model_config
+from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory

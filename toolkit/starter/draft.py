@@ -12,8 +12,9 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.models.config_keys import GENERIC
 from toolkit.models.families import model_spec
+from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.planner import ShapeUnknown, model_config, placed_on
+from toolkit.plan.planner import placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.places import RECIPES

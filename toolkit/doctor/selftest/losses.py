@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.backend import Precision
 from toolkit.doctor.selftest.check import (
     ATTENTION_FILE,
     LIMIT_S,
@@ -16,6 +15,7 @@ from toolkit.doctor.selftest.check import (
     Workplace,
 )
 from toolkit.intake.load import load_recipe
+from toolkit.layout import Precision
 from toolkit.recipe.schema import Fp8Section, Recipe
 from toolkit.rehearse.comparison import TOLERANCE, Bounds, Comparison
 from toolkit.rehearse.layouts import RehearsedLayout

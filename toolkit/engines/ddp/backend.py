@@ -1,8 +1,8 @@
 """Backend of engine `ddp`: everything except training."""
 
-from toolkit.backend import Backend, Precision, Rehearsed, Support
+from toolkit.backend import Backend, Rehearsed, Support
 from toolkit.engines.ddp.accelerate import DdpInAccelerate
-from toolkit.layout import Layout
+from toolkit.layout import Layout, Precision
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, ModelName, Rehearsed, Stage, Support
+from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
@@ -18,7 +18,7 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, Placement
+from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan, first_loss_scale

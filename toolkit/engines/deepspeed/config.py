@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from toolkit.backend import Precision
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, Placement
+from toolkit.layout import Layout, Placement, Precision
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.suggest import did_you_mean
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.backend import ANY, Backend, ModelName, Rehearsed, Support
+from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
-from toolkit.layout import Layout
+from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.models import PlanRequest, known

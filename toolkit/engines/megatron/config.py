@@ -11,8 +11,9 @@ from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import MegatronModel, family_of, megatron_model
+from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-from toolkit.plan.planner import first_loss_scale, model_config
+from toolkit.plan.planner import first_loss_scale
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
 
 

@@ -2,8 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from toolkit.backend import ModelName
-from toolkit.layout import Layout
+from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.stages import StageShare
 
 FP32_BYTES = 4

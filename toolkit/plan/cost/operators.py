@@ -11,10 +11,9 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
-from toolkit.backend import CostPrecision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
-from toolkit.layout import LossKernel, Recompute, padded_vocab
+from toolkit.layout import CostPrecision, LossKernel, Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
-from toolkit.layout import Layout
+from toolkit.backend import BACKENDS
+from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import Fp8Section, TrainingSection, ZeroSection
 

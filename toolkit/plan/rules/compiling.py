@@ -7,10 +7,9 @@ the backward pass; torchtitan's published runs show both.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from toolkit.backend import Pair, Stage
 from toolkit.errors import Problem
 from toolkit.hardware.catalogue import accelerator
-from toolkit.layout import CompiledParts
+from toolkit.layout import CompiledParts, Pair, Stage
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
 

@@ -8,10 +8,9 @@ as fast where the products of each take longer than that.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from toolkit.backend import Pair
 from toolkit.errors import Problem
 from toolkit.hardware.catalogue import accelerator
-from toolkit.layout import ExpertProducts
+from toolkit.layout import ExpertProducts, Pair
 
 if TYPE_CHECKING:
     from toolkit.plan.rules.models import PlanRequest

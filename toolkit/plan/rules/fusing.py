@@ -10,10 +10,9 @@ chooses them.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from toolkit.backend import Pair
 from toolkit.errors import Problem
 from toolkit.hardware.catalogue import accelerator
-from toolkit.layout import FusedKernels
+from toolkit.layout import FusedKernels, Pair
 from toolkit.plan.rules import legality
 
 if TYPE_CHECKING:

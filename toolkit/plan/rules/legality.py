@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
-from toolkit.backend import ANY, BACKENDS, Pair, Precision, Stage, Support
+from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
+from toolkit.layout import Pair, Precision, Stage
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")

@@ -11,9 +11,9 @@ from functools import cached_property
 from math import gcd
 
 from toolkit.adapters import lora
-from toolkit.backend import BACKENDS, Pair
+from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
-from toolkit.layout import AttentionKernel
+from toolkit.layout import AttentionKernel, Pair
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec

@@ -1,0 +1,128 @@
+"""The config of a recipe's model: stated, in a folder, or on the Hugging Face hub."""
+
+import logging
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+from toolkit.errors import PlanError
+from toolkit.models.config_check import check_config
+from toolkit.models.families import published, settings_of
+from toolkit.recipe.schema import ModelSection
+from toolkit.untrusted import read_json
+
+LIMIT_S = 5.0
+"""For a file of a few KiB; a hub that takes longer counts as unreachable."""
+
+
+class ShapeUnknown(PlanError):
+    """The model's shape is only on the hub, which is not reachable now."""
+
+
+def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
+    """The Hugging Face config of a recipe's model: stated, or read from `hub`, with the rows
+    of `resize_embeddings`.
+
+    Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
+    it cannot be read or has more rows, ShapeUnknown if the network is the reason.
+    """
+    config, rows = model.config, model.resize_embeddings
+    if config is None:
+        config = _config_of_hub(model, download)
+    if not isinstance(rows, int):
+        return config
+    if rows < (own := settings_of(config)["vocab_size"]):
+        raise PlanError(
+            f"model.resize_embeddings: {rows:,}; the model has {own:,} tokens, and rows are "
+            "only added",
+            fix=f"set it to auto, or to {own} or more",
+        )
+    return {**config, "vocab_size": rows}
+
+
+def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
+    assert model.hub is not None, "checked at load"
+    path = Path(model.hub) / "config.json"
+    if not Path(model.hub).is_dir():
+        path = _hub_config(model.hub, model.revision, download)
+    try:
+        stated: dict[str, Any] = read_json(path)
+        config = published(stated)
+        problems = check_config(config)
+    except (OSError, ValueError, AttributeError) as error:
+        raise PlanError(
+            f"model.hub: cannot read {path}: {error}",
+            fix="check the folder, or set model.config",
+        ) from error
+    if stated.get("quantization_config") is not None:
+        raise PlanError(
+            f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
+            fix="choose a copy in bf16 or fp32",
+        )
+    if problems:
+        raise PlanError(
+            f"model.hub: {path} says {problems[0].key}: {problems[0].found}; planned are "
+            f"{problems[0].allowed}",
+            fix="choose another model",
+        )
+    return config
+
+
+def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
+    """The cached or downloaded config.json of a hub id."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    fix = "state the shape in model.config to plan offline, or point at a local folder"
+    try:
+        if download:
+            return download_file(hub, "config.json", revision)
+        # hf_hub_download(local_files_only=True) still makes other network requests.
+        found = try_to_load_from_cache(hub, "config.json", revision=revision)
+        if not isinstance(found, str):
+            raise LocalEntryNotFoundError("not cached")
+        return Path(found)
+    except HFValidationError as error:
+        raise PlanError(
+            f"model.hub: {hub} is neither a folder nor a hub id", fix=fix
+        ) from error
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        missing = "reachable on the hub" if download else "in the hub's local cache"
+        raise ShapeUnknown(
+            f"model.hub: {hub!r} is neither a local folder nor {missing} "
+            f"({type(error).__name__})",
+            fix=fix,
+        ) from error
+
+
+def download_file(hub: str, name: str, revision: str | None, limit_s: float = LIMIT_S) -> Path:
+    """A file of a model, from the hub or its cache; the hub's client alone would retry for half
+    a minute.
+
+    Raises what the hub's client raises, or TimeoutError after `limit_s`. A client that is still
+    trying then ends with this process.
+    """
+    from huggingface_hub import hf_hub_download
+
+    answers: Queue[str | Exception] = Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(hf_hub_download(hub, name, revision=revision))
+        except Exception as error:  # noqa: BLE001 - raised below
+            answers.put(error)
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
+    Thread(target=ask, daemon=True, name="hub").start()
+    try:
+        answer = answers.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return Path(answer)
