@@ -14,7 +14,7 @@ ALLOWED = {
     "plan/ledger.py: _approximated": "the model implementation megatron",
     "plan/rules/models.py: can_recompute_some": "the model implementation megatron",
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
-    "backend.py: BACKENDS": "the registry",
+    "registry.py: ENGINES": "the registry",
     "targets/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",
     "doctor/needs.py: LAUNCHERS": "the launcher deepspeed",
     "doctor/needs.py: _packages": "the model implementation megatron",
