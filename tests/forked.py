@@ -3,26 +3,29 @@
 Each is a process of its own, with its rank in the environment, as a launcher would start it.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver
+from fcntl import LOCK_EX, flock
+from multiprocessing import connection, forkserver
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 from toolkit.backend import BACKENDS
-from toolkit.engines.distributed import end_process
+from toolkit.engines.distributed import end_process, join, leave
 from toolkit.launchers.base import free_port
 
 Result = TypeVar("Result")
@@ -100,6 +103,11 @@ class ForkedRanks:
             self._processes.append(process)
 
     @property
+    def sentinels(self) -> list[int]:
+        """Descriptors that are ready when a rank has ended."""
+        return [process.sentinel for process in self._processes]
+
+    @property
     def has_ended(self) -> bool:
         return not any(process.is_alive() for process in self._processes)
 
@@ -150,7 +158,7 @@ def run_ranks(
 
     Fails with the output of the first rank that failed.
     """
-    with TemporaryDirectory(prefix="dmt-ranks-") as name:
+    with TemporaryDirectory(prefix="dmt-ranks-") as name, _room_for(world):
         folder = Path(name)
         ranks = ForkedRanks(_returned, (folder, target, arguments), world, folder, env)
         codes = ranks.end()
@@ -159,6 +167,98 @@ def run_ranks(
             tail = ranks.outputs[rank].read_text()[-6000:]
             assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{tail}"
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
+
+
+@contextmanager
+def _room_for(world: int) -> Iterator[None]:
+    """Let no two groups of four ranks or more compute at once, of all that test here."""
+    with Path(gettempdir(), f"dmt-four-ranks-{os.getuid()}").open("wb") as lock:
+        if world >= 4:
+            flock(lock, LOCK_EX)
+        yield
+
+
+class RankGroup:
+    """Ranks that have joined a process group, and call one function after the other.
+
+    What it costs to start them and to import what engines need is paid once.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._at_end = ExitStack()
+        self._at_end.enter_context(_room_for(world))
+        name = self._at_end.enter_context(TemporaryDirectory(prefix="dmt-ranks-"))
+        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(world)), strict=True)
+        self._pipes: tuple[connection.Connection, ...] = ours
+        self._ranks = ForkedRanks(_serve, (theirs,), world, Path(name))
+        for pipe in theirs:
+            pipe.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(ranks, *arguments)` on every rank; what each returned.
+
+        Fails with the output of a rank that failed; the group has then ended.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results: dict[Any, Any] = {}
+        sentinels = self._ranks.sentinels
+        while missing := [pipe for pipe in self._pipes if pipe not in results]:
+            ready = connection.wait([*missing, *sentinels], HANG_S)
+            answered = [pipe for pipe in missing if pipe in ready and pipe.poll()]
+            try:
+                results |= {pipe: pipe.recv() for pipe in answered}
+            except EOFError:
+                answered = []
+            if not answered:
+                self.end()
+                raise AssertionError(f"a rank failed or hung:\n{self._printed[-6000:]}")
+        return [results[pipe] for pipe in self._pipes]
+
+    def end(self) -> None:
+        """End all ranks."""
+        self._ranks.kill()
+        self._printed = self._ranks.printed()
+        GROUPS.pop(len(self._pipes), None)
+        self._at_end.close()
+
+
+GROUPS: dict[int, RankGroup] = {}
+"""Those of this process that wait for more to do, by their number of ranks."""
+
+
+@atexit.register
+def end_groups() -> None:
+    """End all groups."""
+    for group in list(GROUPS.values()):
+        group.end()
+
+
+def call_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """Call `function(ranks, *arguments)` on `world` ranks, which stay for the next call if
+    they are fewer than four; what each returned."""
+    if world not in GROUPS:
+        GROUPS[world] = RankGroup(world)
+    try:
+        return GROUPS[world].call(function, *arguments)
+    finally:
+        if world >= 4 and world in GROUPS:
+            GROUPS[world].end()
+
+
+def _serve(pipes: Sequence[connection.Connection]) -> int:
+    """Be one rank of a `RankGroup`, until the process that has it is gone."""
+    pipe = pipes[int(os.environ["RANK"])]
+    ranks = join()
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            break
+        pipe.send(function(ranks, *arguments))
+        gc.collect()  # process groups of closed engines, each with a thread that polls
+    leave()
+    return 0
 
 
 def _returned(folder: Path, target: Callable[..., Any], arguments: Sequence[Any]) -> int:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.engines.parity_worker import Case, each_case, train
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 
 TOLERANCE = 1e-5
 
@@ -13,7 +13,7 @@ OFFLOAD_TOLERANCE = 1e-4
 
 def run(cases: list[Case], world: int) -> dict[str, Any]:
     """Train `cases` one after the other in one group of `world` real processes."""
-    return run_ranks(each_case, world, train, cases)[0]
+    return call_ranks(each_case, world, train, cases)[0]
 
 
 LAYERS = {"num_hidden_layers": 5}

@@ -497,12 +497,20 @@ def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     ).item()
 
 
-def each_case(do: Callable[[Case, Ranks], Any], cases: Sequence[Case]) -> dict[str, Any]:
-    """The main program of a rank: join the others, and do it for one case after the other."""
-    ranks = join()
+def each_case(
+    ranks: Ranks, do: Callable[[Case, Ranks], Any], cases: Sequence[Case]
+) -> dict[str, Any]:
+    """What a rank does for one case after the other, by their names."""
     results = {}
     for case in cases:
         results[case.name] = do(case, ranks)
         gc.collect()  # process groups of closed engines, each with a thread that polls
+    return results
+
+
+def alone(do: Callable[[Case, Ranks], Any], cases: Sequence[Case]) -> dict[str, Any]:
+    """The main program of a rank of its own process group: see `each_case`."""
+    ranks = join()
+    results = each_case(ranks, do, cases)
     leave()
     return results

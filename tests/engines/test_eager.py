@@ -8,7 +8,7 @@ import pytest
 from tests.engines.cases import LAYERS, TOLERANCE, megatron
 from tests.engines.eager_worker import train_eagerly
 from tests.engines.parity_worker import Case, each_case, plain_loop, reference_model
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 from tests.models.configs import config_of
 
 STEPS = 5
@@ -34,6 +34,6 @@ def test_layouts(case: Case) -> None:
     model, optimizer = reference_model(replace(case, engine="ddp", parallel={}))
     model.set_attn_implementation("eager")  # type: ignore[operator]
     expected = plain_loop(model, optimizer, STEPS)
-    (result,) = run_ranks(each_case, 2, train_eagerly, [eager(case)])[0].values()
+    (result,) = call_ranks(each_case, 2, train_eagerly, [eager(case)])[0].values()
     for quantity in ("loss", "grad_norm"):
         assert result[quantity] == pytest.approx(expected[quantity], rel=TOLERANCE), quantity

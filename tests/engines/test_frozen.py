@@ -15,7 +15,7 @@ from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
 from tests.engines.frozen_worker import STEPS, look
 from tests.engines.parity_worker import Case, each_case, reference
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 
 UNTIED = LAYERS | {"tie_word_embeddings": False}
 PADDING = 256
@@ -106,7 +106,7 @@ def _reference(
 
 
 def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> None:
-    found = run_ranks(each_case, world, partial(look, str(folder)), list(cases))
+    found = call_ranks(each_case, world, partial(look, str(folder)), list(cases))
     for case in cases:
         print(case.name)
         ranks = [results[case.name] for results in found]

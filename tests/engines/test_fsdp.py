@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.fsdp_worker import look
 from tests.engines.parity_worker import CONFIG, Case, each_case, reference
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 from toolkit.engines.fsdp.config import render
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
@@ -72,7 +72,7 @@ def test_every_familys_layers_are_found(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return run_ranks(each_case, 2, look, CASES)[0]
+    return call_ranks(each_case, 2, look, CASES)[0]
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_embedding_and_head_are_gathered_by_themselves() -> None:
     be reduced after each of them."""
     whole = Case("fsdp", 1, stage=3, family=UNTIED, loss="whole")
     chunked = Case("fsdp", 1, stage=3, family=UNTIED, loss="chunked")
-    found = run_ranks(each_case, 2, look, [whole, chunked])[0]
+    found = call_ranks(each_case, 2, look, [whole, chunked])[0]
     for case, units in ((whole, LAYERS + 3), (chunked, LAYERS + 2)):
         assert found[case.name]["in_step"] == {
             "gathered": {"torch.float32": MICRO_BATCHES * (units + LAYERS)},
@@ -123,7 +123,7 @@ def test_embedding_and_head_are_gathered_by_themselves() -> None:
 def test_copies_of_shards_sum_their_gradients_once_a_step(tmp_path: Path) -> None:
     """Every shard is saved once, and the losses are those of other layouts."""
     case = Case("fsdp", 1, stage=3, parallel={"replicate": 2})
-    found = run_ranks(each_case, 4, look, [case])[0][case.name]
+    found = call_ranks(each_case, 4, look, [case])[0][case.name]
     micro_batches = MICRO_BATCHES // 2
     assert found["in_step"] == {
         "gathered": {"torch.float32": micro_batches * (UNITS + LAYERS)},

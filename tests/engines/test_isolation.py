@@ -9,7 +9,7 @@ import pytest
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, zero
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
-from tests.forked import run_ranks
+from tests.forked import call_ranks, run_ranks
 from tests.models.small import FAMILIES
 from toolkit.engines.distributed import join, leave
 from toolkit.models.families import unsupported
@@ -74,7 +74,7 @@ def _reference(family: tuple[tuple[str, Any], ...]) -> dict[str, list[float]]:
 
 def assert_isolated(cases: list[Case], world: int) -> None:
     cases = [replace(case, isolated=True) for case in cases]
-    results = run_ranks(each_case, world, look, cases)[0]
+    results = call_ranks(each_case, world, look, cases)[0]
     for case in cases:
         print(case.name)
         found = results[case.name]

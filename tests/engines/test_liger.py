@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engines.cases import MIXTRAL, TOLERANCE
-from tests.engines.parity_worker import Case, each_case, reference, train
+from tests.engines.parity_worker import Case, alone, reference, train
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.forked import run_ranks
 from tests.models.configs import CONFIGS
@@ -40,7 +40,7 @@ EXPERTS = [Case("fsdp", 4, 2, family=MIXTRAL | ONE)]
 def interpreted(cases: list[Case]) -> dict[str, Any]:
     """The main program of a rank."""
     interpret()
-    return each_case(train, cases)
+    return alone(train, cases)
 
 
 @pytest.mark.slow

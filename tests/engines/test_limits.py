@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.cases import MIXTRAL, megatron
 from tests.engines.limits_worker import limits, wait_for_a_rank_that_does_not_come
-from tests.engines.parity_worker import Case, each_case
+from tests.engines.parity_worker import Case, alone
 from tests.forked import run_ranks
 from tests.processes import HANG_S
 from toolkit.train.watchdog import collective_limit
@@ -24,7 +24,7 @@ CASES = [
 @pytest.mark.quick
 def test_every_group_of_every_engine_has_the_limit() -> None:
     """And a closed engine leaves no model: each has groups, whose threads poll."""
-    found = run_ranks(each_case, 2, limits, CASES)
+    found = run_ranks(alone, 2, limits, CASES)
     for rank in found:
         for case in CASES:
             assert rank[case.name]["patient"] == 24 * 3600, case.name

@@ -20,7 +20,7 @@ from tests.engines.lora_worker import (
     unmarked,
 )
 from tests.engines.parity_worker import Case, each_case
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 from tests.models.configs import config_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
@@ -121,7 +121,7 @@ def expected(case: Case) -> Any:
 def check(
     cases: Sequence[Case], world: int, folder: Path, tolerance: float = TOLERANCE
 ) -> dict[str, Any]:
-    results = run_ranks(each_case, world, partial(look, str(folder)), list(cases))[0]
+    results = call_ranks(each_case, world, partial(look, str(folder)), list(cases))[0]
     for case in cases:
         print(case.name)
         assert_equals(results[case.name], expected(case), tolerance)
@@ -171,7 +171,7 @@ def test_16_bits(tmp_path: Path) -> None:
 def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
     """Sequence parallel without the mark of the whole factors: the first loss is right."""
     case = adapted(megatron(tensor=2, sequence=True))
-    found = run_ranks(each_case, 2, partial(unmarked, str(tmp_path)), [case])[0][case.name]
+    found = call_ranks(each_case, 2, partial(unmarked, str(tmp_path)), [case])[0][case.name]
     wanted = expected(case)
     assert found["loss"][0] == pytest.approx(wanted["loss"][0], rel=TOLERANCE)
     assert found["grad_norm"][0] != pytest.approx(wanted["grad_norm"][0], rel=0.01)
@@ -213,7 +213,7 @@ def test_dropout_leaves_factors_equal_on_tensor_ranks(sequence: bool) -> None:
     """Ranks with the same inputs drop the same of them, and recompute drops them again."""
     case = adapted(megatron(tensor=2, sequence=sequence), adapter(dropout=0.3))
     again = replace(case, recompute="full")
-    ranks = run_ranks(each_case, 2, dropped, [case, again])
+    ranks = call_ranks(each_case, 2, dropped, [case, again])
     one, other = (rank[case.name] for rank in ranks)
     assert len(one["whole"]) == 5 * 4
     for name, factor in one["whole"].items():

@@ -24,7 +24,7 @@ from tests.engines.parity_worker import (
     global_batches,
     reference_model,
 )
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 
 STEPS = 6
 RATE = 3e-4
@@ -193,7 +193,7 @@ def test_adapters(tmp_path: Path) -> None:
             megatron(tensor=2),
         )
     ]  # fmt: skip
-    found = run_ranks(each_case, 2, partial(look, str(tmp_path)), cases)[0]
+    found = call_ranks(each_case, 2, partial(look, str(tmp_path)), cases)[0]
     expected = lora_reference(cases[0], rate_of_b=4e-3)
     for case in cases:
         for quantity in ("loss", "grad_norm"):

@@ -18,7 +18,7 @@ from tests.engines.skip_worker import (
     compare,
     spoiled_steps,
 )
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 
 WHY = {
     NAN_LOSS: "the loss is not finite",
@@ -41,7 +41,7 @@ TWO = [
 
 
 def check(cases: list[Case], world: int) -> None:
-    results = run_ranks(each_case, world, compare, cases)[0]
+    results = call_ranks(each_case, world, compare, cases)[0]
     for case in cases:
         print(case.name)
         result = results[case.name]

@@ -9,7 +9,7 @@ import pytest
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import Case, each_case, reference
 from tests.engines.zero_plus_worker import look
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 from tests.plan.making import LLAMA_8B, recipe
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.ops import required_ops
@@ -46,7 +46,7 @@ ON_GPUS = {
 def test_later_passes_gather_within_the_group() -> None:
     """All but the first of each step; the second copy is spread over as few ranks."""
     plain = replace(CASE, zero={**SHARDED, "hpz": 1})
-    found = run_ranks(each_case, 4, look, [CASE, plain])[0]
+    found = call_ranks(each_case, 4, look, [CASE, plain])[0]
     one, other = found[CASE.name], found[plain.name]
     print(one, other)
     assert one["micro_batches"] == 2

@@ -6,7 +6,7 @@ matches the batched messages in the wrong order: right losses, wrong gradients.
 
 from typing import Any
 
-from toolkit.rehearse import worker
+from toolkit.rehearse import small_run, worker
 
 
 def build_engine(name: str, setup: Any) -> Any:
@@ -19,6 +19,6 @@ def build_engine(name: str, setup: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _build_engine = worker.build_engine
-    worker.build_engine = build_engine
+    _build_engine = small_run.build_engine
+    small_run.build_engine = build_engine
     worker.main()

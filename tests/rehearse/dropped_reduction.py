@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from toolkit.engines.base import StepResult
-from toolkit.rehearse import worker
+from toolkit.rehearse import small_run, worker
 
 STEP = 2
 
@@ -57,6 +57,6 @@ def build_engine(name: str, setup: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _build_engine = worker.build_engine
-    worker.build_engine = build_engine
+    _build_engine = small_run.build_engine
+    small_run.build_engine = build_engine
     worker.main()

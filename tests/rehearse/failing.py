@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.rehearse import worker
+from toolkit.rehearse import small_run, worker
 from toolkit.rehearse.record import read_record
 
 
@@ -29,6 +29,6 @@ def build_engine(name: str, setup: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _build_engine = worker.build_engine
-    worker.build_engine = build_engine
+    _build_engine = small_run.build_engine
+    small_run.build_engine = build_engine
     worker.main()

@@ -1,6 +1,6 @@
 """The batches of a rehearsal: the same for every layout, with masks as uneven as possible."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.rows import documents
 from toolkit.layout import Layout
-from toolkit.recipe.schema import TrainingSection
+from toolkit.recipe.schema import Recipe, TrainingSection
 
 _STEPS_PER_SEED = 1_000_003
 
@@ -31,6 +31,21 @@ def global_batch(
     keep = torch.cat([torch.linspace(1, 0, rows - 1), torch.zeros(1)])[:, None]
     labels[torch.rand(labels.shape, generator=generator) >= keep] = IGNORE_INDEX
     return tokens[:, :-1], labels
+
+
+def global_batches(recipe: Recipe, vocabulary: int) -> list[MicroBatch]:
+    """The global batch of each step of a recipe, its documents isolated if the recipe's are."""
+    steps = recipe.training.steps
+    assert steps is not None, "a small run's length is stated in steps"
+    batches = [
+        MicroBatch(*global_batch(recipe.training, vocabulary, step)) for step in range(steps)
+    ]
+    if not recipe.data.isolates:
+        return batches
+    return [
+        isolated(batch, document_starts(recipe.training, step))
+        for step, batch in enumerate(batches)
+    ]
 
 
 def document_starts(training: TrainingSection, step: int) -> list[list[int]]:
@@ -60,12 +75,12 @@ def micro_batches(
     """The share of one data-parallel rank of a global batch, in micro batches."""
     share = len(batch.input_ids) // layout.dp
     first, size = data_rank * share, layout.micro_batch * rows_per_sample
+    tensors = {
+        one.name: value
+        for one in fields(batch)
+        if isinstance(value := getattr(batch, one.name), Tensor)
+    }
     return [
-        MicroBatch(
-            batch.input_ids[row : row + size],
-            batch.labels[row : row + size],
-            positions=None if batch.positions is None else batch.positions[row : row + size],
-            segments=None if batch.segments is None else batch.segments[row : row + size],
-        )
+        replace(batch, **{name: value[row : row + size] for name, value in tensors.items()})
         for row in range(first, first + share, size)
     ]

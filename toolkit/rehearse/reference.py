@@ -7,7 +7,7 @@ toolkit, because every layout starts from them.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from transformers.optimization import Adafactor
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import first_weights
+from toolkit.batch import MicroBatch
 from toolkit.intake.load import load_recipe
 from toolkit.models import fp8
 from toolkit.models import huggingface as hf
@@ -28,14 +29,19 @@ from toolkit.models.frozen import matching
 from toolkit.models.routers import SCORES, is_router, outcome
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import OptimizerSection, Recipe
-from toolkit.rehearse.batches import document_starts, global_batch
+from toolkit.rehearse.batches import document_starts, global_batches
 from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs, tokens_of
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
 
-def train(recipe: Recipe, folder: Path) -> None:
-    """Train the recipe's model and record each step under `folder`."""
+def plain_run(
+    recipe: Recipe, batches: Sequence[MicroBatch] | None = None
+) -> Iterator[tuple[float, float]]:
+    """Train the recipe's model; loss and gradient norm of each step.
+
+    `batches`: see `small_run`.
+    """
     config = hf.build_config(recipe.model)
     model = hf.empty_model(config, torch.device("cpu"))
     inject(model, lora_of(recipe.adapter, config.to_dict()))
@@ -46,23 +52,22 @@ def train(recipe: Recipe, folder: Path) -> None:
     fp8.convert(model, recipe.fp8)
     model.train()
     optimizers = _optimizers(model, recipe.optimizer)
-    steps = recipe.training.steps
-    assert steps is not None, "a rehearsal's length is stated in steps"
-    batches = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
+    batches = batches or global_batches(recipe, config.vocab_size)
     forward = partial(_logits, recipe)
-    routers = _watched_routers(model) if recipe.model.balance is not None else []
+    balance = recipe.model.balance
+    routers = _watched_routers(model) if balance is not None else []
     with torch.no_grad():
         first = [
-            row_log_probs(forward(step, model, inputs), labels)
-            for step, (inputs, labels) in enumerate(batches)
+            row_log_probs(forward(step, model, batch), batch.labels)
+            for step, batch in enumerate(batches)
         ]
-    for step, (inputs, labels) in enumerate(batches):
+    for step, batch in enumerate(batches):
         for seen in routers:
             seen.clear()
-        logits = forward(step, model, inputs)
-        loss = mean_loss(recipe, logits, labels, first[step])
+        logits = forward(step, model, batch)
+        loss = mean_loss(recipe, logits, batch.labels, first[step], batch.loss_weights)
         model.zero_grad()
-        whole = loss + _balance(recipe, config.model_type, routers, labels)
+        whole = loss + _balance(recipe, config.model_type, routers, batch.labels)
         whole.backward()  # type: ignore[no-untyped-call]
         norm = _gradient_norm(model)
         if recipe.optimizer.clip_grad_norm is not None:
@@ -70,18 +75,25 @@ def train(recipe: Recipe, folder: Path) -> None:
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
         for optimizer in optimizers:
             optimizer.step()
-        if recipe.model.balance is not None and recipe.model.balance.kind == "bias":
-            _move_biases(model, recipe.model.balance.bias_update, routers, labels)
-        write_step(folder, loss.item(), norm)
+        if balance is not None and balance.kind == "bias":
+            _move_biases(model, balance.bias_update, routers, batch.labels)
+        yield loss.item(), norm
 
 
-def _logits(recipe: Recipe, step: int, model: nn.Module, inputs: Tensor) -> Tensor:
+def _logits(recipe: Recipe, step: int, model: nn.Module, batch: MicroBatch) -> Tensor:
     """Logits [rows, sequence, vocabulary] of global batch `step`.
 
     If the recipe isolates documents, each has a separate forward pass.
     """
+    inputs = batch.input_ids
     if not recipe.data.isolates:
-        whole: Tensor = model(inputs, use_cache=False).logits
+        placed: dict[str, Tensor] = {}
+        if batch.positions is not None:  # without a mask, restarts would isolate documents
+            placed = {
+                "position_ids": batch.positions,
+                "attention_mask": torch.ones_like(inputs),
+            }
+        whole: Tensor = model(inputs, use_cache=False, **placed).logits
         return whole
     rows = [
         torch.cat([model(part[None], use_cache=False).logits[0] for part in documents])
@@ -248,7 +260,8 @@ def _gradient_norm(model: nn.Module) -> float:
 def main() -> None:
     """Train as the run directory states."""
     run = RunDirectory(Path(sys.argv[1]))
-    train(load_recipe(run.recipe), run.path)
+    for loss, norm in plain_run(load_recipe(run.recipe)):
+        write_step(run.path, loss, norm)
 
 
 if __name__ == "__main__":
