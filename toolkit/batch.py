@@ -55,6 +55,10 @@ class MicroBatch:
         """The batch in pinned memory, from which a GPU copies while the caller continues."""
         return self._with_each(lambda tensor: tensor.pin_memory())
 
+    def rows(self, first: int, end: int) -> "MicroBatch":
+        """Rows [first, end) of it."""
+        return self._with_each(lambda tensor: tensor[first:end])
+
     def _with_each(self, change: "Callable[[torch.Tensor], torch.Tensor]") -> "MicroBatch":
         def changed(tensor: "torch.Tensor | None") -> "torch.Tensor | None":
             return None if tensor is None else change(tensor)

@@ -1,6 +1,6 @@
 """The batches of a rehearsal: the same for every layout, with masks as uneven as possible."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -75,12 +75,4 @@ def micro_batches(
     """The share of one data-parallel rank of a global batch, in micro batches."""
     share = len(batch.input_ids) // layout.dp
     first, size = data_rank * share, layout.micro_batch * rows_per_sample
-    tensors = {
-        one.name: value
-        for one in fields(batch)
-        if isinstance(value := getattr(batch, one.name), Tensor)
-    }
-    return [
-        replace(batch, **{name: value[row : row + size] for name, value in tensors.items()})
-        for row in range(first, first + share, size)
-    ]
+    return [batch.rows(row, row + size) for row in range(first, first + share, size)]

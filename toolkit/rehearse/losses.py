@@ -52,8 +52,8 @@ def mean_loss(
         return torch.stack([_orpo(beta, *pair) for pair in pairs]).mean()
     if weights is not None:
         kept = labels != IGNORE_INDEX
-        losses = cross_entropy(logits[kept], labels[kept], reduction="none")
-        return (losses * weights[kept]).sum() / weights[kept].sum()
+        each = cross_entropy(logits[kept], labels[kept], reduction="none")
+        return (each * weights[kept]).sum() / weights[kept].sum()
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
