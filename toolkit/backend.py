@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from toolkit.errors import Problem
     from toolkit.layout import Layout
     from toolkit.plan.cost.engine import EngineCost
-    from toolkit.plan.planner import Plan
+    from toolkit.plan.plan import Plan
     from toolkit.plan.rules.models import PlanRequest
     from toolkit.recipe.schema import Recipe, ZeroSection
 

@@ -21,11 +21,12 @@ from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.config import COMMON, in_scripts, render, render_common
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.accelerate.scripts import planned_for_launcher
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import DataError, PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -86,7 +87,7 @@ def test_deepspeeds_whole_json_arrives(
     for variable in environment.keys() - os.environ.keys():
         monkeypatch.setenv(variable, environment[variable])
     plugin = DeepSpeedPlugin()
-    expected = dict(script_config(plan.backend.render(recipe, plan.layout)))
+    expected = dict(script_config(BACKENDS[plan.engine].render(recipe, plan.layout)))
     assert "optimizer" not in expected and "auto" not in json.dumps(expected)
     expected |= dict.fromkeys(BATCH, "auto")
     found: dict[str, Any] = plugin.deepspeed_config

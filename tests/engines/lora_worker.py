@@ -26,6 +26,7 @@ from tests.engines.parity_worker import (
 )
 from toolkit.adapters.lora import Lora
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights
+from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import Manifest
@@ -102,7 +103,7 @@ def build(case: Case, ranks: Ranks, saved: SavedState | None = None) -> tuple[En
     if saved is not None:
         first = SavedWeights(saved, lora.shapes)
     weights = AdaptedWeights(hf.weight_source(wanted.model, config, SEED), first)
-    rendered = plan.backend.render(wanted, plan.layout)
+    rendered = BACKENDS[plan.engine].render(wanted, plan.layout)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup), plan.layout
 

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from toolkit.adapters.weights import fingerprint
+from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.manifest import Manifest
@@ -361,7 +362,7 @@ def new_engine(
     weights: WeightSource = hf.weight_source(wanted.model, config, seed)
     if saved is not None:
         weights = SavedWeights(saved, hf.parameter_shapes(config))
-    rendered = plan.backend.render(wanted, plan.layout)
+    rendered = BACKENDS[plan.engine].render(wanted, plan.layout)
     if case.bucket is not None:
         rendered["ddp"]["bucket_size"] = case.bucket
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)

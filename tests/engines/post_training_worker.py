@@ -20,6 +20,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast
 
 from tests.engines import parity_worker as parity
+from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
 from toolkit.data.chat.dataset import ChatSamples, chat_samples
@@ -210,7 +211,7 @@ def new_engine(
     plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
     weights = hf.weight_source(wanted.model, config, parity.SEED)
-    rendered = plan.backend.render(wanted, plan.layout)
+    rendered = BACKENDS[plan.engine].render(wanted, plan.layout)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup), plan.layout, wanted
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.plan.making import recipe
+from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
 from toolkit.errors import BackendUnavailable, RecipeError
@@ -99,7 +100,9 @@ def test_the_plan_takes_no_attention_that_is_not() -> None:
 def test_megatron_and_the_ledger_are_told() -> None:
     wanted = recipe(**ASKED, parallel__engine="megatron")
     plan = plan_recipe(wanted)
-    assert plan.backend.render(wanted, plan.layout)["transformer"]["deterministic_mode"]
+    assert BACKENDS[plan.engine].render(wanted, plan.layout)["transformer"][
+        "deterministic_mode"
+    ]
     found = {entry.what: entry.kind for entry in ledger_of(wanted, plan)}
     assert found["repeated runs"] == "exact"
     assert "repeated runs" not in {entry.what for entry in ledger_of(recipe(**GPU), plan)}

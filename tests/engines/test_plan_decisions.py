@@ -17,7 +17,8 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families import attention, megatron_model, unsupported
 from toolkit.models.weights import WeightSource
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 
 GPU = {"cluster__gpus_per_node": 2, "cluster__gpu": "h100-80gb"}
 

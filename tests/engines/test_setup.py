@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engines.parity_worker import CONFIG, Case, recipe
+from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.config import loaded_model
 from toolkit.errors import PlanError
 from toolkit.plan.planner import plan_recipe
@@ -21,11 +22,11 @@ def test_one_queue_to_the_gpu_for_tensor_parallel_alone(
     monkeypatch.delenv(name, raising=False)
     split = plan_recipe(recipe(Case("megatron", 2, parallel={"tensor": 2}), world=2))
     whole = replace(split, layout=replace(split.layout, tp=1))
-    assert split.backend.environment(split.layout, "h100-80gb") == {name: "1"}
-    assert whole.backend.environment(whole.layout, "h100-80gb") == {}
-    assert split.backend.environment(split.layout, "cpu") == {}
+    assert BACKENDS[split.engine].environment(split.layout, "h100-80gb") == {name: "1"}
+    assert BACKENDS[whole.engine].environment(whole.layout, "h100-80gb") == {}
+    assert BACKENDS[split.engine].environment(split.layout, "cpu") == {}
     monkeypatch.setenv(name, "8")
-    assert split.backend.environment(split.layout, "h100-80gb") == {}, (
+    assert BACKENDS[split.engine].environment(split.layout, "h100-80gb") == {}, (
         "the user's own value stays"
     )
 

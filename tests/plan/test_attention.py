@@ -11,7 +11,8 @@ from toolkit.engines.setup import _try_first
 from toolkit.errors import RecipeError
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.ledger import ledger
-from toolkit.plan.planner import Plan, explore, plan_recipe, settled
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import explore, plan_recipe, settled
 
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 GEMMA2 = TINY | {"model_type": "gemma2", "head_dim": 32}

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.plan.making import RECIPES
+from toolkit.backend import BACKENDS
 from toolkit.doctor.needs import needs_of
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import ledger
-from toolkit.plan.planner import Plan, plan_recipe, settled
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe, settled
 
 LLAMA = "llama/llama-3.1-8b-pretrain"
 
@@ -103,9 +105,11 @@ def test_megatron_core_fuses_its_activation_function() -> None:
     for layout, named in ((plan.layout, True), (single, False)):
         entries = ledger(recipe, replace(plan, layout=layout), spec)
         assert any(one.what == "fused SwiGLU" for one in entries) == named
-    rendered = plan.backend.render(recipe, plan.layout)
+    rendered = BACKENDS[plan.engine].render(recipe, plan.layout)
     assert rendered["transformer"]["bias_activation_fusion"]
-    assert not plan.backend.render(recipe, single)["transformer"]["bias_activation_fusion"]
+    assert not BACKENDS[plan.engine].render(recipe, single)["transformer"][
+        "bias_activation_fusion"
+    ]
     experts = planned("mistral/mixtral-8x7b-pretrain", parallel__engine="megatron")
     assert experts.layout.fused == "none"
     assert "other numbers of tokens" in why(experts, "fused")
@@ -144,7 +148,7 @@ def test_small_experts_are_grouped() -> None:
     assert plan.layout.experts == "grouped"
     assert "experts grouped: auto; an expert's products take 0.059 ms" in why(plan, "experts")
     recipe = load_recipe(Path(RECIPES / f"{QWEN3}.yaml"), overrides(megatron))
-    assert plan.backend.render(recipe, plan.layout)["transformer"]["moe_grouped_gemm"]
+    assert BACKENDS[plan.engine].render(recipe, plan.layout)["transformer"]["moe_grouped_gemm"]
     assert plan_recipe(settled(recipe, plan)).layout == plan.layout
     single = planned(QWEN3, **megatron, kernels__experts="sequential")
     assert plan.step_time_s is not None and single.step_time_s is not None

@@ -8,7 +8,8 @@ import pytest
 from tests.plan.making import LLAMA_8B, intent, recipe
 from toolkit.cli.plan_tables import Run
 from toolkit.hardware.cluster import default_cluster
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import DataSection, Recipe
 
 LAYOUT = intent(

@@ -14,7 +14,8 @@ from toolkit.hardware.cluster import default_cluster, link
 from toolkit.layout import Pair
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
 from toolkit.units import GIB

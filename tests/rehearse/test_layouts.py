@@ -11,7 +11,8 @@ from tests.rehearse.recipes import INTERLEAVED
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.rehearse.layouts import STANDARD, candidates, degrees, own_layout, select
 from toolkit.rehearse.rehearsal import Options, _assignment, prepare, rehearsed_batch

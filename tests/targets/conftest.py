@@ -7,7 +7,7 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets import Report, against

@@ -9,6 +9,7 @@ import pytest
 
 from tests.processes import ROOT
 from tests.targets.conftest import TINY, Planned
+from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.config import OWNED
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.errors import RecipeError
@@ -18,7 +19,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 
 
 def engine_config(planned: Planned) -> dict[str, Any]:
-    return planned.plan.backend.render(planned.recipe, planned.plan.layout)
+    return BACKENDS[planned.plan.engine].render(planned.recipe, planned.plan.layout)
 
 
 def rendered(planned: Planned, folder: Path) -> Path | None:

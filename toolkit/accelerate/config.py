@@ -10,7 +10,8 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
 from toolkit.layout import recompute_text
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -46,7 +47,7 @@ def render(recipe: Recipe, plan: Plan) -> str:
     """
     words = in_accelerate(recipe, plan)
     precision = MIXED_PRECISION[recipe.training.precision]
-    config = plan.backend.render(recipe, plan.layout)
+    config = BACKENDS[plan.engine].render(recipe, plan.layout)
     body = words.section(plan.layout, precision, config)
     heading = [*_heading(recipe, words)]
     if '"auto"' in body:
@@ -136,7 +137,7 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
 
     Raises PlanError, with the nearest plan that works, if it cannot.
     """
-    words = plan.backend.accelerate
+    words = BACKENDS[plan.engine].accelerate
     if (copies := plan.layout.replicate) > 1:
         raise PlanError(
             f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",

@@ -17,11 +17,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.accelerate.config import MIXED_PRECISION, in_accelerate
+from toolkit.backend import BACKENDS
 from toolkit.engines.distributed import join
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.environment import accelerate_settings
 from toolkit.terminal import tell
@@ -34,7 +35,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         self.recipe, self.plan = recipe, plan
         self._words = in_accelerate(recipe, plan)
         prepare_process(self._words)
-        config = plan.backend.render(recipe, plan.layout)
+        config = BACKENDS[plan.engine].render(recipe, plan.layout)
         settings = self._words.accelerator(plan.layout, config)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
         super().__init__(
@@ -50,7 +51,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             **more,
         )
         with self.local_main_process_first():
-            plan.backend.prepare(config, tell)
+            BACKENDS[plan.engine].prepare(config, tell)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """`Accelerator.prepare`, with the plan's recompute, checked.

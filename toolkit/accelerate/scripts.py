@@ -9,7 +9,8 @@ from toolkit.accelerate.config import in_accelerate, in_scripts, refuse_kernels
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_world
 from toolkit.targets import preflight

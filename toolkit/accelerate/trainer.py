@@ -16,7 +16,7 @@ from toolkit.accelerate.samples import TrainingSamples
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.terminal import tell
 from toolkit.train.schedule import learning_rate
@@ -63,7 +63,7 @@ def arguments_of(
             )
     words = in_accelerate(recipe, plan)
     prepare_process(words)
-    config = plan.backend.render(recipe, plan.layout)
+    config = BACKENDS[plan.engine].render(recipe, plan.layout)
     said = {
         "use_cpu": not torch.cuda.is_available(),
         **words.training_arguments(plan.layout, config),
@@ -73,7 +73,7 @@ def arguments_of(
         said["max_length"] = recipe.training.sequence_length
     arguments = config_class(**{**said, **more})
     with arguments.main_process_first(local=True):
-        plan.backend.prepare(config, tell)
+        BACKENDS[plan.engine].prepare(config, tell)
     return arguments
 
 

@@ -26,7 +26,8 @@ from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.intake.load import Examined, examine, placed
 from toolkit.models.hub import ShapeUnknown, model_config
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets import Report, against, places_in

@@ -22,7 +22,7 @@ from toolkit.plan.estimate import (
     machine_output,
     time_parts,
 )
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.run.assignment import decide
 from toolkit.terminal import tell
 from toolkit.units import seconds

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli import plan_formulas, plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
@@ -28,7 +28,8 @@ from toolkit.plan.estimate import Estimate, derivations, estimate, machine_outpu
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
-from toolkit.plan.planner import Plan, explore, plan_of
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import explore, plan_of
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
@@ -281,7 +282,7 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
             yield label, str(degree)
     if layout.sequence_parallel:
         yield "sequence", "split inside the tensor group"
-    title = plan.backend.stage_titles.get(layout.zero_stage)
+    title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
     yield "ZeRO stage", f"{layout.zero_stage} ({title})" if title else str(layout.zero_stage)
     yield "offload", _offload(plan)
     yield (

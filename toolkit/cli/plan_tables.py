@@ -8,7 +8,7 @@ from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, recompute_text
 from toolkit.plan.explain import what_if
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.plan.search import Candidate, Search, room
 from toolkit.units import seconds
 

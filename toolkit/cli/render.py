@@ -14,7 +14,8 @@ from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.job import job_of
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.terminal import tell
@@ -77,7 +78,7 @@ def render(
 
 
 def _own_target(recipe: Path, plan: Plan) -> Target:
-    if plan.backend.configured:
+    if BACKENDS[plan.engine].configured:
         return plan.engine
     raise PlanError(
         f"{recipe} runs on the engine {plan.engine}, which reads no configuration",

@@ -180,7 +180,7 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
     by_op = {"cpu_adam": offload, "pin_memory": nvme, "async_io": nvme}
     return {
         op: by_op.get(op, f"parallel.engine: {plan.engine}")
-        for op in plan.backend.operators(assignment.engine_config)
+        for op in BACKENDS[plan.engine].operators(assignment.engine_config)
     }
 
 

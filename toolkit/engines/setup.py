@@ -16,7 +16,7 @@ from toolkit.models.frozen import frozen_names
 from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import BalanceSection, Fp8Section, OptimizerSection, Recipe
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
+from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.launchers.base import Job
 from toolkit.plan.planner import settled
@@ -64,7 +65,7 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
         recipe=dump_recipe(settled(recipe, plan) if settle else recipe),
         env={
             **gpu_variables(recipe),
-            **plan.backend.environment(plan.layout, str(recipe.cluster.gpu)),
+            **BACKENDS[plan.engine].environment(plan.layout, str(recipe.cluster.gpu)),
         },
         predicted_s=None if steps is None else plan.run_s(recipe.lengths, steps),
     )

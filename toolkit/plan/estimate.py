@@ -19,7 +19,7 @@ from toolkit.plan.cost.memory_derivation import memory_derivations
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
 from toolkit.plan.cost.time_derivation import time_derivations, utilization
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Room, demand, device_memory, room, shortage

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.backend import ANY
+from toolkit.backend import ANY, BACKENDS
 from toolkit.layout import Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.plan.rules.legality import DEGREES, table
 from toolkit.recipe.schema import ChatRowsSource, Fp8Section, Recipe
 
@@ -56,7 +56,9 @@ def ledger(
         "exact": _exact(recipe, plan, spec),
         "approximated": [
             *_approximated(recipe, plan, spec, random),
-            *plan.backend.approximations(plan, recipe.training.precision, engine_config or {}),
+            *BACKENDS[plan.engine].approximations(
+                plan, recipe.training.precision, engine_config or {}
+            ),
         ],
         "refused": _refused(Pair(plan.engine, plan.model)),
     }

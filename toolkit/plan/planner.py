@@ -4,127 +4,25 @@ The plan is made before anything runs and stored in the run directory; workers a
 restarts read it and never decide again. The decisions are the result of `toolkit.plan.search`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
-from toolkit.backend import BACKENDS, Backend
 from toolkit.errors import RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
-from toolkit.layout import AttentionKernel, EngineName, Layout, ModelName
-from toolkit.models.families.base import Attention
 from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import SHOWN, choice, decisions
-from toolkit.plan.remedies import Remedy, over, remedies
+from toolkit.plan.plan import LengthCost, Plan
+from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, search
-from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import Recipe, TrainingSection
 
 _LOSS_SCALE = 2.0**16
-
-
-@dataclass(frozen=True)
-class LengthCost:
-    """What steps of one sequence length cost."""
-
-    sequence_length: int
-    flops_per_token: float
-    """See `Plan.flops_per_token`."""
-    step_time_s: float
-    """Predicted seconds of one optimizer step."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a recipe runs, and why."""
-
-    engine: EngineName
-    model: ModelName
-    layout: Layout
-    parameters: int
-    """Parameters of the model."""
-    flops_per_token: float
-    """Training FLOPs per token, attention counted as masked; the numerator of MFU."""
-    peak_flops_per_gpu: float | None
-    """Peak of one device in the recipe's precision; None where it is unknown."""
-    model_states_gib: float
-    """Parameters, gradients and optimizer states on the fullest device, in GiB."""
-    reasons: tuple[str, ...]
-    """One line per decision."""
-    memory_gib: float | None = None
-    """Predicted peak of the fullest device; None in plans of releases before this one."""
-    fits: bool = True
-    """Whether device, host and disks hold it."""
-    step_time_s: float | None = None
-    """Predicted seconds of one optimizer step."""
-    tokens_per_s_per_gpu: float | None = None
-    mfu: float | None = None
-    """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
-    hfu: float | None = None
-    """The same with what recompute repeats."""
-    trainable_parameters: int | None = None
-    """Parameters that train; None in plans of releases before this one, where all do."""
-    attention: Attention | None = None
-    """What computes attention in every engine and model implementation; None in plans of
-    releases before this one."""
-    attention_kernel: AttentionKernel = "sdpa"
-    """Which of torch's kernels for `sdpa` is tried first."""
-    loss_scale: float | None = None
-    """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step; otherwise
-    None."""
-    remedies: tuple[Remedy, ...] = ()
-    """If nothing fits: the changes with which something does."""
-    lengths: tuple[LengthCost, ...] = ()
-    """If `data.stages` changes the sequence length: the step of each length, in ascending
-    order. The plan's other numbers are those of the longest."""
-
-    def flops_per_token_at(self, length: int) -> float:
-        """`flops_per_token` in sequences of this length."""
-        found = {one.sequence_length: one.flops_per_token for one in self.lengths}
-        return found.get(length, self.flops_per_token)
-
-    def run_s(self, lengths: SequenceLengths, steps: int) -> float | None:
-        """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
-        if self.step_time_s is None:
-            return None
-        found = {one.sequence_length: one.step_time_s for one in self.lengths}
-        by_length = lengths.steps_by_length(steps).items()
-        return sum(n * found.get(length, self.step_time_s) for length, n in by_length)
-
-    @property
-    def backend(self) -> Backend:
-        """The engine's backend: everything except training."""
-        return BACKENDS[self.engine]
-
-    @property
-    def frozen_parameters(self) -> int:
-        """Parameters that do not train."""
-        trained = self.trainable_parameters
-        return 0 if trained is None else self.parameters - trained
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for `plan.json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
-        """The plan that `to_dict` wrote."""
-        fields = dict(data)
-        return cls(
-            **{
-                **fields,
-                "layout": Layout(**fields["layout"]),
-                "reasons": tuple(fields["reasons"]),
-                "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
-                "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
-            }
-        )
 
 
 def plan_recipe(recipe: Recipe, cluster: Cluster | None = None) -> Plan:

@@ -1,7 +1,7 @@
 """If nothing fits: the changes with which something does, by what the user gives up."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -9,6 +9,7 @@ from toolkit.backend import ANY
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan.explain import described
+from toolkit.plan.plan import Remedy
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
@@ -45,23 +46,6 @@ SHORTEST = 1024
 """Sequences shorter than this are not proposed."""
 
 Changes = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change with which something fits."""
-
-    gives_up: str
-    """What the run would have been otherwise."""
-    options: str
-    """Of `dmt plan` and `dmt launch`."""
-    memory_gib: float
-    """Of the fullest GPU, with the best layout that fits then."""
-    host_gib: float
-    """Of a node's host memory."""
-    step_s: float
-    layout: str
-    """That layout."""
 
 
 def over(found: Search) -> str:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from toolkit.backend import BACKENDS, Backend, Rehearsed
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Pair, degrees_text
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees
 

@@ -11,7 +11,8 @@ from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, 
 from toolkit.intake.checks import broken_rules
 from toolkit.models.hub import model_config
 from toolkit.models.parameter_groups import in_small_model
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import (
     CheckpointSection,
     ClusterSection,

@@ -9,10 +9,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.backend import BACKENDS
 from toolkit.models.families import model_spec
 from toolkit.models.hub import model_config
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
     """What this plan keeps exactly, approximates and refuses."""
     config = model_config(recipe.model)
-    engine_config = plan.backend.render(recipe, plan.layout)
+    engine_config = BACKENDS[plan.engine].render(recipe, plan.layout)
     return ledger(recipe, plan, model_spec(config), config, engine_config)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.checkpoint.locate import locate
 from toolkit.compilers import missing_for_torch_compile
 from toolkit.data.amount import amount_problems
@@ -26,7 +26,8 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe, placed
 from toolkit.plan.cost.prediction import Prediction, predict
 from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
-from toolkit.plan.planner import Plan, placed_on, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import placed_on, plan_recipe
 from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -60,7 +61,7 @@ class Assignment:
 
         Raises BackendUnavailable naming what is missing and how to get it.
         """
-        self.plan.backend.prepare(self.engine_config, report)
+        BACKENDS[self.plan.engine].prepare(self.engine_config, report)
         layout = self.plan.layout
         if layout.compiles is None:
             return
@@ -94,7 +95,7 @@ def decide(
     return Assignment(
         recipe,
         plan,
-        plan.backend.render(recipe, plan.layout),
+        BACKENDS[plan.engine].render(recipe, plan.layout),
         run_dir,
         predict(found.memory, found.time, found.setup.cluster),
         {"memory_gib": memory_parts(found.memory), "step_time_s": time_parts(found.time)},
@@ -165,7 +166,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
         fields.pop("predicted_parts", None)
         prediction = None if stored is None else Prediction(**stored)
         plan = Plan.from_dict(fields)
-        configured = plan.backend.configured
+        configured = BACKENDS[plan.engine].configured
         config = read_json(run.engine_config(plan.engine)) if configured else {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(

@@ -10,7 +10,8 @@ from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, estimate_plan
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.starter.draft import Task, draft

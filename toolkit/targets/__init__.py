@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.errors import PlanError
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import environment
 from toolkit.targets.compare import Report, SettingComparison, compare

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.config import render_model, trained_config
 from toolkit.errors import DmtError
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
@@ -144,7 +145,7 @@ def _fixed(plan: Plan | None) -> dict[str, Fact]:
     if plan is None:
         return {}
     origin = "fixed: any other value changes or corrupts the loss"
-    settings = plan.backend.fixed.items()
+    settings = BACKENDS[plan.engine].fixed.items()
     return {f"{plan.engine}.{key}": Fact(value, origin) for key, value in settings}
 
 

@@ -14,7 +14,7 @@ from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.hub import model_config
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     LENGTH_SETTINGS,
     ModelSection,

@@ -15,7 +15,7 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, EvalResult, StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.cost.prediction import Prediction
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory

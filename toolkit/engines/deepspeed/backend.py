@@ -21,7 +21,8 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.planner import Plan, first_loss_scale
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe, ZeroSection

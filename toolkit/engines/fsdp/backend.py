@@ -9,7 +9,7 @@ from toolkit.engines.fsdp.accelerate import FsdpInAccelerate
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 
 GATHERED_LAYERS = 2

@@ -9,7 +9,7 @@ from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
-from toolkit.plan.planner import Plan
+from toolkit.plan.plan import Plan
 from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
 from toolkit.interpreter import python
@@ -224,5 +225,5 @@ def _shortened(planned: Assignment) -> Assignment:
         planned,
         recipe=recipe,
         plan=replace(plan, layout=layout),
-        engine_config=plan.backend.render(recipe, layout),
+        engine_config=BACKENDS[plan.engine].render(recipe, layout),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.backend import BACKENDS
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.shards import block_shape
@@ -71,7 +72,7 @@ def rehearse(
     """
     layout, recipe = assignment.plan.layout, assignment.recipe
     world = layout.world
-    if assignment.plan.backend.rehearsed_alone(recipe.training.precision):
+    if BACKENDS[assignment.plan.engine].rehearsed_alone(recipe.training.precision):
         rank, world = 0, 1
     device.join(rank, world)
     ranks = Ranks(rank, world, 0, 1, device.GPU)
@@ -81,7 +82,7 @@ def rehearse(
     spec = model_spec(config.to_dict())
     selects = spec.experts_per_token / spec.experts if spec.experts else 0.0
     watch = Watch(compute, _is_layer, selects)
-    others.before(assignment.plan.backend.engine)
+    others.before(BACKENDS[assignment.plan.engine].engine)
     with mode, watch.watching(), compiled.eager():
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights

@@ -1,0 +1,119 @@
+"""The plan of a recipe: how it runs, and why. `plan/planner.py` decides it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.layout import AttentionKernel, EngineName, Layout, ModelName
+from toolkit.models.families.base import Attention
+from toolkit.recipe.lengths import SequenceLengths
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which something fits."""
+
+    gives_up: str
+    """What the run would have been otherwise."""
+    options: str
+    """Of `dmt plan` and `dmt launch`."""
+    memory_gib: float
+    """Of the fullest GPU, with the best layout that fits then."""
+    host_gib: float
+    """Of a node's host memory."""
+    step_s: float
+    layout: str
+    """That layout."""
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """What steps of one sequence length cost."""
+
+    sequence_length: int
+    flops_per_token: float
+    """See `Plan.flops_per_token`."""
+    step_time_s: float
+    """Predicted seconds of one optimizer step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a recipe runs, and why."""
+
+    engine: EngineName
+    model: ModelName
+    layout: Layout
+    parameters: int
+    """Parameters of the model."""
+    flops_per_token: float
+    """Training FLOPs per token, attention counted as masked; the numerator of MFU."""
+    peak_flops_per_gpu: float | None
+    """Peak of one device in the recipe's precision; None where it is unknown."""
+    model_states_gib: float
+    """Parameters, gradients and optimizer states on the fullest device, in GiB."""
+    reasons: tuple[str, ...]
+    """One line per decision."""
+    memory_gib: float | None = None
+    """Predicted peak of the fullest device; None in plans of releases before this one."""
+    fits: bool = True
+    """Whether device, host and disks hold it."""
+    step_time_s: float | None = None
+    """Predicted seconds of one optimizer step."""
+    tokens_per_s_per_gpu: float | None = None
+    mfu: float | None = None
+    """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
+    hfu: float | None = None
+    """The same with what recompute repeats."""
+    trainable_parameters: int | None = None
+    """Parameters that train; None in plans of releases before this one, where all do."""
+    attention: Attention | None = None
+    """What computes attention in every engine and model implementation; None in plans of
+    releases before this one."""
+    attention_kernel: AttentionKernel = "sdpa"
+    """Which of torch's kernels for `sdpa` is tried first."""
+    loss_scale: float | None = None
+    """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step; otherwise
+    None."""
+    remedies: tuple[Remedy, ...] = ()
+    """If nothing fits: the changes with which something does."""
+    lengths: tuple[LengthCost, ...] = ()
+    """If `data.stages` changes the sequence length: the step of each length, in ascending
+    order. The plan's other numbers are those of the longest."""
+
+    def flops_per_token_at(self, length: int) -> float:
+        """`flops_per_token` in sequences of this length."""
+        found = {one.sequence_length: one.flops_per_token for one in self.lengths}
+        return found.get(length, self.flops_per_token)
+
+    def run_s(self, lengths: SequenceLengths, steps: int) -> float | None:
+        """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
+        if self.step_time_s is None:
+            return None
+        found = {one.sequence_length: one.step_time_s for one in self.lengths}
+        by_length = lengths.steps_by_length(steps).items()
+        return sum(n * found.get(length, self.step_time_s) for length, n in by_length)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that do not train."""
+        trained = self.trainable_parameters
+        return 0 if trained is None else self.parameters - trained
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `plan.json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_dict` wrote."""
+        fields = dict(data)
+        return cls(
+            **{
+                **fields,
+                "layout": Layout(**fields["layout"]),
+                "reasons": tuple(fields["reasons"]),
+                "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
+                "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
+            }
+        )
