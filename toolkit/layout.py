@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 EngineName = str
@@ -179,6 +180,7 @@ def loss_chunks(kernel: LossKernel, tokens: int, vocab: int, tp: int = 1) -> int
     return 1 if kernel == "whole" else max(2, -(-logits // _CHUNK_LOGITS))
 
 
+@lru_cache(maxsize=4096)
 def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Number of layers of each of the pp · vpp model chunks, in model order.
 
@@ -190,5 +192,7 @@ def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     count = pp * vpp
     assert 1 <= count <= layers, "refused at check"
     share, rest = divmod(layers, count)
-    longer = {*[*range(1, count - 1), 0][:rest]}
-    return tuple(share + (chunk in longer) for chunk in range(count))
+    sizes = [share] * count
+    for chunk in [*range(1, count - 1), 0][:rest]:
+        sizes[chunk] += 1
+    return tuple(sizes)

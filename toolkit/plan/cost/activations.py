@@ -88,11 +88,6 @@ class _Sizes:
     """Of one inner tensor of a dense MLP, or of the experts if all layers have them."""
 
 
-def compute_bytes(workload: Workload) -> int:
-    """Bytes of an activation element; fp8 layers pass bf16 to each other."""
-    return FP32_BYTES if workload.precision == "fp32" else 2
-
-
 def layer_activations(
     workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
 ) -> Activations:
@@ -141,7 +136,7 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
 
 def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
-    spec, width = workload.spec, compute_bytes(workload)
+    spec, width = workload.spec, workload.width
     norms = spec.norms_per_layer * _norm_bytes(workload) * sizes.stream
     # Attention and MLP keep what they read. megatron-core gathers a norm's split output again
     # in the backward pass; torch's tensor parallel keeps it gathered.
@@ -186,7 +181,7 @@ def _latents(workload: Workload, sizes: _Sizes) -> float:
     """Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) normalises the latent
     vectors and projects the result; in single operators a norm keeps its own copies of its
     input."""
-    width = compute_bytes(workload)
+    width = workload.width
     norm = EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
     return (norm + width) * workload.spec.latent * sizes.stream / workload.spec.hidden
 
@@ -196,7 +191,7 @@ def _norm_bytes(workload: Workload) -> int:
     copy of it and what the weight multiplies."""
     if workload.spec.wide_norms and not (workload.fused_elementwise or workload.fused_norms):
         return 2 * FP32_BYTES
-    width = compute_bytes(workload)
+    width = workload.width
     return EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
 
 
@@ -210,7 +205,7 @@ def _kernel(workload: Workload, sizes: _Sizes) -> float:
     """What attention itself keeps between the query-key product and its output."""
     if workload.attention == "fused":  # FlashAttention, arXiv:2205.14135: fp32 row sums
         return FP32_BYTES * sizes.rows
-    width = compute_bytes(workload)
+    width = workload.width
     if workload.attention == "eager":
         return eager(workload).kept.nbytes(width) * sizes.scores
     per_score = width  # the softmax's output
@@ -243,7 +238,7 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
     megatron-core's single operators scale the input of the last product by the probability, and
     also keep it unscaled.
     """
-    spec, width = workload.spec, compute_bytes(workload)
+    spec, width = workload.spec, workload.width
     if not spec.moe_layers:
         return 0.0
     tokens = sizes.stream / spec.hidden
@@ -261,7 +256,7 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    width = compute_bytes(workload)
+    width = workload.width
     return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -269,7 +264,7 @@ def _without_scores(
     workload: Workload, sizes: _Sizes, whole: LayerActivations
 ) -> LayerActivations:
     """megatron-core's selective recompute of core attention (Korthikanti et al., section 5)."""
-    width = compute_bytes(workload)
+    width = workload.width
     output, qkv = width * sizes.query, whole.qkv
     if workload.attention == "eager":  # keys and values are repeated again
         plain = sizes.query + 2 * sizes.key + _rotated(workload, sizes)
@@ -283,7 +278,7 @@ def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerAc
     Of query, key, value, output, gate, up and down (or in and out), the odd ones are kept,
     and the output of each reduce-scatter of the tensor group.
     """
-    spec, width = workload.spec, compute_bytes(workload)
+    spec, width = workload.spec, workload.width
     dense = 1 - spec.moe_layers / spec.layers
     scattered = 2 if tp > 1 else 0
     down = sizes.whole_stream if spec.gated_mlp else 0.0
@@ -299,7 +294,7 @@ def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerAc
 def _gradients(workload: Workload, sizes: _Sizes, whole: LayerActivations) -> float:
     """Gradients alive at once in a layer's backward: those of its largest part. What the MLP
     kept (of `whole`) is free when attention's are made."""
-    width = compute_bytes(workload)
+    width = workload.width
     products = 3 if workload.spec.gated_mlp else 2
     if workload.attention == "eager":
         scores = eager(workload).workspace.nbytes(width) * sizes.scores

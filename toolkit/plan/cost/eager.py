@@ -8,9 +8,8 @@ repeat keys and values for each query head, and add or fill in a mask; dropout i
 from typing import NamedTuple
 
 from toolkit.models.spec import Scores
+from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.workload import Workload
-
-FP32_BYTES = 4
 
 
 class ScoreTensors(NamedTuple):

@@ -6,7 +6,7 @@ of the current layer. The fullest stage counts.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from toolkit.layout import (
@@ -18,7 +18,7 @@ from toolkit.layout import (
     recomputed_layers,
 )
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
-from toolkit.plan.cost.activations import compute_bytes, layer_activations
+from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.owners import by_replicas, owned_bytes
 from toolkit.plan.cost.stages import (
@@ -75,7 +75,7 @@ class Memory:
         """Weights, gradients and optimizer states."""
         return self.parameters + self.gradients + self.optimizer
 
-    @property
+    @cached_property
     def allocated(self) -> float:
         """The peak of torch.cuda.max_memory_allocated."""
         return (
@@ -151,11 +151,9 @@ def _memory(
     chunk = stored / layout.vpp + document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * chunks_waiting(layout, share)
-    width = compute_bytes(workload)
-    pad = padding(workload, layout.dp * layout.cp // layout.replicate)
-    padded = share._replace(experts=share.experts * pad)
-    buffers = workload.cost.buffers(layout, width, padded) + stacked(workload, share)
-    at_loss = workload.cost.buffers_at_loss(layout, width, padded)
+    padded = padded_share(workload, layout, share)
+    buffers = workload.cost.buffers(layout, workload.width, padded) + stacked(workload, share)
+    at_loss = workload.cost.buffers_at_loss(layout, workload.width, padded)
     workspace, idle = step.gradients + is_whole_again(workload, layout) * step.again, 0.0
     if logits + at_loss > workspace + buffers:
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
@@ -177,10 +175,8 @@ def _memory(
     )
 
 
-def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> int:
+def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> float:
     """How many layers of a stage keep what their recompute says; the others keep everything."""
-    if isinstance(layout.recompute, str):
-        return share.layers
     layers = workload.spec.layers
     return recomputed_of_stages(layout.recompute, layers, layout.pp, layout.vpp)[share.stage]
 
@@ -232,7 +228,7 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     if not workload.cost.builds_whole(workload.model):
         return 0.0
     shares = _fullest_shares(workload, *degrees(layout))
-    return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
+    return max(share.parameters for share in shares) * workload.width / GIB
 
 
 class StateBytes(NamedTuple):
@@ -269,9 +265,13 @@ def _states(
     away = layout.offload_optimizer != "none"
     sharded = layout.zero_stage >= cost.sharded_weights_from
     reduced = not cost.whole_gradients(layout)
-    weights = _held(workload, layout, each.weight, sharded, share)
-    gradients = _held(workload, layout, each.gradient, reduced, trained)
-    optimizer = _held(workload, layout, each.optimizer, layout.zero_stage >= 1, trained)
+    held, updated = share.parameters, trained.parameters
+    shard = updated_shard = _shard(workload, layout, share)
+    if trained is not share:
+        updated_shard = _shard(workload, layout, trained)
+    weights = each.weight * (shard if sharded else held)
+    gradients = each.gradient * (updated_shard if reduced else updated)
+    optimizer = each.optimizer * (updated_shard if layout.zero_stage >= 1 else updated)
     return (
         0.0 if layout.offload_parameters != "none" else weights,
         # Those that are reduced go where the optimizer is.
@@ -280,16 +280,10 @@ def _states(
     )
 
 
-def _held(
-    workload: Workload, layout: Layout, per_parameter: float, spread: bool, share: StageShare
-) -> float:
-    """Bytes of a state on one rank, `spread` by ZeRO or not."""
-    if not spread:
-        return per_parameter * share.parameters
+def _shard(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Parameters of a share whose states one rank holds if ZeRO shards them."""
     ranks, expert_ranks = shards(workload, layout)
-    return per_parameter * (
-        (share.dense + share.vocabulary) / ranks + share.experts / expert_ranks
-    )
+    return (share.dense + share.vocabulary) / ranks + share.experts / expert_ranks
 
 
 def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
@@ -298,25 +292,36 @@ def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
     copies = layout.dp * layout.cp // layout.replicate
     if layout.ep > 1:
         return copies, max(1, copies * layout.tp // layout.ep)
-    return copies, copies / padding(workload, copies)
+    return copies, copies / _padding(workload, copies)
 
 
 def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Bytes of AdamW's states that another optimizer does not keep."""
-    trained, updates, spread = share.trained, workload.updates, layout.zero_stage >= 1
+    updates = workload.updates
     if updates is None:
         return 0.0
+    trained, spread = share.trained, layout.zero_stage >= 1
     if updates.optimizer == "muon":  # no second moment of the layers' matrices
         matrices = trained._replace(vocabulary=0.0)
-        return _held(workload, layout, FP32_BYTES, spread, matrices)
+        return FP32_BYTES * (
+            _shard(workload, layout, matrices) if spread else matrices.parameters
+        )
     if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
         untied = not workload.spec.tied_embeddings
         trained = trained._replace(vocabulary=trained.output if untied else 0.0)
-    moments = _held(workload, layout, 2 * FP32_BYTES, spread, trained)
-    return moments - owned_bytes(workload, layout, share.stage)
+    kept = _shard(workload, layout, trained) if spread else trained.parameters
+    return 2 * FP32_BYTES * kept - owned_bytes(workload, layout, share.stage)
 
 
-def padding(workload: Workload, ranks: int) -> float:
+def padded_share(workload: Workload, layout: Layout, share: StageShare) -> StageShare:
+    """A share with experts as ranks gather them."""
+    if not share.experts:
+        return share
+    copies = layout.dp * layout.cp // layout.replicate
+    return share._replace(experts=share.experts * _padding(workload, copies))
+
+
+def _padding(workload: Workload, ranks: int) -> float:
     """Ratio of a rank's shard of a layer's experts to its even share."""
     experts = workload.spec.experts
     if not (workload.cost.whole_experts and experts):
@@ -357,7 +362,7 @@ def stacked(workload: Workload, share: StageShare) -> float:
     if not (workload.grouped_experts and spec.moe_layers):
         return 0.0
     layers = share.layers * spec.moe_layers / spec.layers
-    return compute_bytes(workload) * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)
+    return workload.width * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)
 
 
 def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
@@ -371,7 +376,7 @@ def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
         return 0.0
     one = layout.micro_batch * workload.sequence_length**2
     kinds = 2 if workload.spec.sliding_layers else 1
-    width = compute_bytes(workload)
+    width = workload.width
     if workload.model == "hf":
         copies = max(1, layers - recomputed_layers(layout.recompute, int(layers)))
         return (kinds + width * copies) * one
@@ -381,9 +386,10 @@ def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
 def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Bytes that owners of whole tensors send and receive at once, each twice: the rectangles
     that a rank holds and the tensors that it owns, at most all of its stage's."""
-    trained, updates = share.trained, workload.updates
+    updates = workload.updates
     if updates is None:
         return 0.0
+    trained = share.trained
     if updates.optimizer != "muon":  # fp32, and embeddings may be larger than one exchange
         own = 2 * updates.largest
         if by_replicas(layout):
@@ -398,7 +404,7 @@ def micro_batch_memory(
     recompute: Recompute, loss: LossKernel,
 ) -> MicroBatchMemory:  # fmt: skip
     """See `micro_batch_of`."""
-    spec, width = workload.spec, compute_bytes(workload)
+    spec, width = workload.spec, workload.width
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
     tokens = micro * workload.sample_tokens / cp
     whole = width * tokens * spec.hidden
@@ -429,7 +435,7 @@ def bytes_per_logit(workload: Workload, tp: int) -> int:
 
     A fused kernel holds logits and gradients; otherwise the model or the engine decides.
     """
-    width = compute_bytes(workload)
+    width = workload.width
     if workload.fused_loss:
         return 2 * width
     capped = width if workload.spec.capped_logits else 0  # tanh keeps its result
@@ -451,7 +457,7 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
     """
     ranks = min(gpus_per_node, layout.world)
     each = state_bytes(workload)
-    copies = 0 if workload.cost.sends_fp32_weights else compute_bytes(workload)
+    copies = 0 if workload.cost.sends_fp32_weights else workload.width
     share, trained = _offloaded_parameters(workload, layout)
     held = 0.0
     if layout.offload_optimizer == "cpu":

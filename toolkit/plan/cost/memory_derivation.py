@@ -4,7 +4,7 @@ from dataclasses import asdict
 from inspect import cleandoc
 
 from toolkit.layout import Layout, loss_chunks, padded_vocab
-from toolkit.plan.cost.activations import compute_bytes, layer_activations
+from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.derivation import Derivation, Symbol, total
 from toolkit.plan.cost.memory import (
     COMMUNICATOR_BYTES,
@@ -21,7 +21,7 @@ from toolkit.plan.cost.memory import (
     micro_batch_memory,
     micro_batch_of,
     moments_saved,
-    padding,
+    padded_share,
     shards,
     stacked,
     state_bytes,
@@ -140,7 +140,7 @@ def _shape(layout: Layout) -> tuple[int, int, bool, int]:
 
 
 def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
-    spec, width, tp = workload.spec, compute_bytes(workload), layout.tp
+    spec, width, tp = workload.spec, workload.width, layout.tp
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
     rows = padded_vocab(spec.vocab, tp) / tp
     chunks = loss_chunks(layout.loss, int(tokens), spec.vocab, tp)
@@ -172,9 +172,8 @@ def _communication(
     workload: Workload, layout: Layout, share: StageShare, memory: Memory
 ) -> Derivation:
     """What the engine's buffers are is what its own cost says of them."""
-    cost, width = workload.cost, compute_bytes(workload)
-    copies = layout.dp * layout.cp // layout.replicate
-    padded = share._replace(experts=share.experts * padding(workload, copies))
+    cost, width = workload.cost, workload.width
+    padded = padded_share(workload, layout, share)
     engine, why = cost.buffers_at_loss(layout, width, padded), cost.buffers_at_loss.__doc__
     experts = 0.0
     if memory.workspace:

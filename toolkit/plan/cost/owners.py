@@ -111,7 +111,7 @@ def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
     ranks = layout.world // layout.pp
     if updates.optimizer != "muon" and by_replicas(layout):
         ranks = layout.ep
-    chunks = tuple(stage_layers(place.workload.spec.layers, layout.pp, layout.vpp))
+    chunks = stage_layers(place.workload.spec.layers, layout.pp, layout.vpp)
     return _owner_s(updates, chunks, layout.pp, stage, ranks, layout.ep, device)
 
 
@@ -125,7 +125,7 @@ def owned_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
     row and a column of every matrix, a whole vector. 8-bit AdamW: codes and their scales, for
     small tensors two moments."""
     assert workload.updates is not None
-    chunks = tuple(stage_layers(workload.spec.layers, layout.pp, layout.vpp))
+    chunks = stage_layers(workload.spec.layers, layout.pp, layout.vpp)
     tensors = workload.updates.of_stage(chunks, layout.pp, stage)
     each = _coded_bytes if workload.updates.optimizer == "adamw_8bit" else _factored_bytes
     held = sum(count * each(tensor.shape) for tensor, count in tensors.items())

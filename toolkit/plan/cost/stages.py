@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from toolkit.layout import Recompute, padded_vocab, recomputed_layers, stage_layers
+from toolkit.layout import Recompute, padded_vocab, stage_layers
 from toolkit.models.spec import FrozenParameters, ModelSpec
 
 
@@ -57,10 +57,13 @@ def layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def recomputed_of_stages(
-    recompute: Recompute, layers: int, pp: int, vpp: int
-) -> tuple[int, ...]:
-    """Layers on each pipeline rank that are recomputed as a whole."""
-    chunks = [recomputed_layers(recompute, one) for one in stage_layers(layers, pp, vpp)]
+    recompute: Recompute, layers: int, pp: int, vpp: int, share: float = 1.0
+) -> tuple[float, ...]:
+    """Layers on each pipeline rank that recompute covers: so many of each chunk, or this share
+    of all."""
+    if isinstance(recompute, str):
+        return tuple(share * count for count in layers_of_stages(layers, pp, vpp))
+    chunks = [min(recompute, size) for size in stage_layers(layers, pp, vpp)]
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 
 

@@ -70,8 +70,10 @@ class StepTime:
     """Transfers to and from host and NVMe that do not overlap with computation."""
     overhead_s: float
     """Host work per step, and waiting for the slowest node."""
-    stages: tuple[StageTime, ...]
-    """By pipeline rank."""
+    passes: list[tuple[float, float]]
+    """Forward and backward of one micro batch, by pipeline rank."""
+    message_s: float
+    """Sending one activation or gradient to the neighbour stage."""
     tokens: int
     """Of one step."""
     gpus: int
@@ -91,6 +93,11 @@ class StepTime:
             + self.offload_s
             + self.overhead_s
         )
+
+    @property
+    def stages(self) -> list[StageTime]:
+        """By pipeline rank."""
+        return [StageTime(*both, self.message_s) for both in self.passes]
 
     @property
     def tokens_per_s(self) -> float:
@@ -237,7 +244,8 @@ def step_time(
         optimizer_s=update,
         offload_s=sum(offload.values()),
         overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
-        stages=tuple(StageTime(*pair, message) for pair in busiest.passes),
+        passes=busiest.passes,
+        message_s=message,
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
@@ -256,19 +264,16 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
     return StageParts(
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
-        recomputed=_recomputed(workload, layout),
+        recomputed=recomputed_of_stages(
+            layout.recompute,
+            workload.spec.layers,
+            layout.pp,
+            layout.vpp,
+            workload.recomputed_layers,
+        ),
         ends=ends_time(workload, part, layout.loss, machine),
         ends_traffic_s=layer_tensor_s(place) / 2,
     )
-
-
-def _recomputed(workload: Workload, layout: Layout) -> tuple[float, ...]:
-    """See `StageParts.recomputed`."""
-    layers, recompute, pp, vpp = workload.spec.layers, layout.recompute, layout.pp, layout.vpp
-    if isinstance(recompute, int):
-        return recomputed_of_stages(recompute, layers, pp, vpp)
-    share = workload.recomputed_layers if recompute == "full" else 1.0
-    return tuple(share * count for count in layers_of_stages(layers, pp, vpp))
 
 
 def _compute(busiest: BusiestStage) -> dict[str, float]:

@@ -29,11 +29,6 @@ class PlacedLayout:
     network: Network
 
     @property
-    def width(self) -> int:
-        """Bytes of an activation element in communication."""
-        return 4 if self.workload.precision == "fp32" else 2
-
-    @property
     def tokens(self) -> float:
         """Of one micro batch on one rank of the context group."""
         return self.layout.micro_batch * self.workload.sample_tokens / self.layout.cp
@@ -92,7 +87,7 @@ def layer_collectives(place: PlacedLayout) -> list[Collectives]:
     if layout.tp == 1:
         return []
     ring = place.group(layout.tp, 1)
-    size = place.width * place.tokens * place.workload.spec.hidden
+    size = place.workload.width * place.tokens * place.workload.spec.hidden
     kinds: tuple[CollectiveKind, ...] = ("all_reduce",)
     if layout.sequence_parallel:
         kinds = ("all_gather", "reduce_scatter")
@@ -125,7 +120,9 @@ def _context_s(place: PlacedLayout, attention_s: float) -> float:
     if layout.cp == 1:
         return 0.0
     ring = place.group(layout.cp, layout.tp)
-    keys_values = 2 * place.width * place.tokens * spec.kv_heads * spec.head_dim / layout.tp
+    keys_values = (
+        2 * place.workload.width * place.tokens * spec.kv_heads * spec.head_dim / layout.tp
+    )
     steps = layout.cp - 1
     sent = steps * (keys_values / ring.bytes_per_s + ring.far_latency_s)
     compute = attention_s * steps / layout.cp
@@ -138,7 +135,9 @@ def _expert_s(place: PlacedLayout) -> float:
     if layout.ep == 1:
         return 0.0
     everyone = place.group(layout.ep, layout.tp if layout.cp * layout.dp >= layout.ep else 1)
-    size = place.width * place.tokens * spec.experts_per_token * spec.hidden / layout.tp
+    size = (
+        place.workload.width * place.tokens * spec.experts_per_token * spec.hidden / layout.tp
+    )
     return 2 * everyone.all_to_all_s(size) * spec.moe_layers / spec.layers
 
 
@@ -148,7 +147,7 @@ def pipeline_message_s(place: PlacedLayout) -> float:
     layout = place.layout
     if layout.pp == 1:
         return 0.0
-    size = place.width * place.tokens * place.workload.spec.hidden / layout.tp
+    size = place.workload.width * place.tokens * place.workload.spec.hidden / layout.tp
     return place.network.message_s(size, layout.world // layout.pp)
 
 
@@ -233,7 +232,7 @@ def _sharded(
     the first gather from it (ZeRO++, arXiv:2306.10209, section 3.2)."""
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
-    weights = (place.workload.gather_bytes or place.width) * share.parameters / layers
+    weights = (place.workload.gather_bytes or place.workload.width) * share.parameters / layers
     first = gather = Collectives("all_gather", ring, weights, layers)
     if layout.hpz > 1:
         gather = first._replace(group=place.group(layout.hpz, 1))
@@ -269,7 +268,9 @@ def _replicated(
     if layout.zero_stage == 0:
         kind = "all_reduce"
     else:
-        weights = Collectives("all_gather", ring, place.width * share.trained.parameters)
+        weights = Collectives(
+            "all_gather", ring, place.workload.width * share.trained.parameters
+        )
         beside = workload.reduce_overlap and workload.cost.gathers_beside_forward
         gathers["update"] = Overlapped((weights,), forward_s * beside, slowed * beside)
     reduce = Collectives(kind, ring, reduce_bytes(workload) * share.trained.parameters)

@@ -62,11 +62,11 @@ def offload_parts_s(
         times = steps if layout.zero_stage >= 2 else 1
         leave = reduce_bytes(place.workload) * shard / host
         added["gradients"] = times * max(0.0, leave - backward_s)
-        added["updated"] = 0.0 if fp32_weights else place.width * shard / host
+        added["updated"] = 0.0 if fp32_weights else place.workload.width * shard / host
     if layout.offload_optimizer == "nvme":
         added["states"] = max(0.0, 2 * STATE_BYTES * shard / disk - optimizer_s)
     if layout.offload_parameters != "none":
-        width = FP32_BYTES if fp32_weights else place.width
+        width = FP32_BYTES if fp32_weights else place.workload.width
         read = width * held / (disk if layout.offload_parameters == "nvme" else host)
         passes = max(0.0, read - forward_s) + max(0.0, read - backward_s)
         added["weights"] = steps * passes

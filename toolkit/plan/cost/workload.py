@@ -1,16 +1,16 @@
 """The workload: everything that memory and time depend on except the layout and the cluster."""
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.recipe.schema import Fp8Section, TrainingSection, ZeroSection
 
 if TYPE_CHECKING:
-    from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.cost.owners import OwnerUpdates
 
 Attention = Literal["fused", "unfused", "eager"]
@@ -83,18 +83,31 @@ class Workload:
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a search looks a workload up thousands of times."""
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    @cached_property
     def sample_tokens(self) -> int:
         """Tokens of a sample."""
         return self.rows_per_sample * self.sequence_length
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an activation element; fp8 layers pass bf16 to each other."""
+        return FP32_BYTES if self.precision == "fp32" else 2
 
     @property
     def megatron_layers(self) -> bool:
         """Whether its modules are megatron-core's."""
         return self.model == "megatron"
 
-    @property
-    def cost(self) -> "EngineCost":
+    @cached_property
+    def cost(self) -> EngineCost:
         """The engine-specific costs."""
         return BACKENDS[self.engine].cost
 
