@@ -16,10 +16,9 @@ ALLOWED = {
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "registry.py: ENGINES": "the registry",
     "targets/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",
-    "doctor/needs.py: LAUNCHERS": "the launcher deepspeed",
     "doctor/needs.py: _packages": "the model implementation megatron",
-    "doctor/toolchain.py: _INSTALLED_BY": "the program deepspeed",
-    "launchers/__init__.py: LAUNCHERS": "the launcher deepspeed",
+    "launcher.py: LAUNCHERS": "the launcher deepspeed",
+    "launchers/__init__.py: DEEPSPEED": "its package deepspeed",
 }
 """Place and reason; a place is a file and what it defines at its top level."""
 

@@ -19,13 +19,14 @@ LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
     "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
     "toolkit.models.families",
-    "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launchers",
-    "toolkit.cli.main", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
+    "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
+    "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
+    "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.targets", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 
-PROGRAMS = ("toolkit.launchers.ray_job",)
+PROGRAMS = ("toolkit.extras.launchers.ray_job",)
 """Started by a launcher as a process of its own, imported by nobody."""
 
 LAYERS = (
@@ -35,7 +36,7 @@ LAYERS = (
      "toolkit.suggest", "toolkit.interpreter", "toolkit.system", "toolkit.batch",
      "toolkit.layout"),
     ("toolkit.objectives",),
-    ("toolkit.recipe",),
+    ("toolkit.recipe", "toolkit.launcher"),
     ("toolkit.hardware",),
     ("toolkit.models",),
     ("toolkit.adapters",),

@@ -175,8 +175,6 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:
     overrides = (override, SFT) if "kind: chat" in override else (override,)
     assert not judge(recipe, overrides).problems
-    on_a_volume = "launch.launcher=kubernetes", "data.train={kind: text, files: [./no.txt]}"
-    assert not judge(recipe, (override, *on_a_volume)).problems
 
 
 def test_a_missing_adapter_folder(recipe: Path) -> None:

@@ -16,13 +16,12 @@ from tests.processes import HANG_S, wait_until
 _LAUNCH = """
 import sys
 from pathlib import Path
-from toolkit.launchers import LAUNCHERS
-from toolkit.launchers.base import Job
+from toolkit.launchers.base import Job, starter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 
 name, run_dir, ranks, grace_s, *worker = sys.argv[1:]
-chosen = LAUNCHERS[name]()
+chosen = starter(name)
 cluster = ClusterSection(gpus_per_node=int(ranks))
 launch = LaunchSection(grace_s=float(grace_s) or None)
 spec = chosen.spec(Job(Path(run_dir), cluster, launch, worker=tuple(worker)))

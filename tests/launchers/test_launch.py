@@ -200,7 +200,7 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 local.FAILED_GRACE_S = 0.5
-launcher = local.LocalLauncher()
+launcher = local.LocalStarter()
 run_dir, *worker = sys.argv[1:]
 with StopSignals() as signals:
     job = Job(Path(run_dir), ClusterSection(gpus_per_node=2), worker=tuple(worker))

@@ -10,14 +10,14 @@ import pytest
 
 import toolkit
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers import LAUNCHERS, base, deepspeed
-from toolkit.launchers.base import Job
-from toolkit.launchers.deepspeed import DeepSpeedLauncher
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers import SlurmSection, base, deepspeed
+from toolkit.launchers.base import Job, starter
+from toolkit.launchers.deepspeed import DeepSpeedStarter
+from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import Deadline
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.torchrun import TorchrunLauncher
-from toolkit.recipe.schema import ClusterSection, LaunchSection, SlurmSection
+from toolkit.launchers.slurm import SlurmStarter
+from toolkit.launchers.torchrun import TorchrunStarter
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 
 RUN = Path("/runs/a run")
 CPU = ClusterSection(gpus_per_node=2)
@@ -34,7 +34,7 @@ def plain_environment(monkeypatch):
 def test_local_starts_one_process_per_rank(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("GROUP_RANK", "7")
-    spec = LocalLauncher().spec(Job(RUN, CPU))
+    spec = LocalStarter().spec(Job(RUN, CPU))
     assert spec.argv == (sys.executable, "-u", *WORKER)
     for rank in range(2):
         env = spec.process_env(rank)
@@ -52,7 +52,7 @@ def test_the_working_directory_is_not_on_the_path(name, monkeypatch, tmp_path):
     (tmp_path / "toolkit").mkdir()
     (tmp_path / "toolkit" / "__init__.py").write_text("raise SystemExit('a stranger')")
     job = Job(RUN, CPU)
-    env = LAUNCHERS[name]().spec(job).process_env(0)
+    env = starter(name).spec(job).process_env(0)
     assert env["PYTHONSAFEPATH"] == "1"
     if name == "local":
         command = [sys.executable, "-m", "toolkit.units"]
@@ -61,11 +61,11 @@ def test_the_working_directory_is_not_on_the_path(name, monkeypatch, tmp_path):
         bare = {key: value for key, value in env.items() if key != "PYTHONSAFEPATH"}
         assert subprocess.run(command, env=bare, capture_output=True, check=False).returncode
     monkeypatch.chdir(Path(toolkit.__file__).parents[1])
-    assert "PYTHONSAFEPATH" not in LAUNCHERS[name]().spec(job).process_env(0)
+    assert "PYTHONSAFEPATH" not in starter(name).spec(job).process_env(0)
 
 
 def test_torchrun_command():
-    spec = TorchrunLauncher().spec(Job(RUN, CPU))
+    spec = TorchrunStarter().spec(Job(RUN, CPU))
     assert spec.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--standalone", "--nproc-per-node=2", *WORKER),
@@ -75,7 +75,7 @@ def test_torchrun_command():
 
 
 def test_deepspeed_command():
-    spec = DeepSpeedLauncher().spec(Job(RUN, CPU))
+    spec = DeepSpeedStarter().spec(Job(RUN, CPU))
     assert Path(spec.argv[0]).name == "deepspeed"
     assert spec.argv[1:3] == ("--hostfile=/dev/null", "--num_gpus=2")
     assert spec.argv[3].startswith("--master_port=")
@@ -85,7 +85,7 @@ def test_deepspeed_command():
 
 def test_deepspeed_keeps_the_visible_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    spec = DeepSpeedLauncher().spec(Job(RUN, GPU))
+    spec = DeepSpeedStarter().spec(Job(RUN, GPU))
     assert "--include=localhost:4,6" in spec.argv
     assert "DS_ACCELERATOR" not in spec.env
 
@@ -94,20 +94,20 @@ def test_deepspeed_keeps_the_visible_devices(monkeypatch):
 def test_deepspeed_refuses_visible_devices_it_cannot_express(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(PlanError, match="CUDA_VISIBLE_DEVICES"):
-        DeepSpeedLauncher().spec(Job(RUN, GPU))
+        DeepSpeedStarter().spec(Job(RUN, GPU))
 
 
 def test_deepspeed_command_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(deepspeed.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="pip install deepspeed"):
-        DeepSpeedLauncher().spec(Job(RUN, CPU))
+        DeepSpeedStarter().spec(Job(RUN, CPU))
 
 
 @pytest.mark.parametrize("name", ["local", "accelerate"])
 def test_several_machines_are_refused_with_a_way_out(name):
     with pytest.raises(PlanError, match=r"cluster\.nodes is 2\n  fix: .*cluster\.nodes: 1"):
-        LAUNCHERS[name]().spec(Job(RUN, ClusterSection(nodes=2)))
+        starter(name).spec(Job(RUN, ClusterSection(nodes=2)))
 
 
 def test_threads_are_divided_unless_set(monkeypatch):
@@ -167,7 +167,7 @@ def test_other_machines_get_the_settings_of_this_one(monkeypatch):
 
 def warned(**settings: object) -> list[str]:
     launch = LaunchSection(slurm=SlurmSection(**settings))
-    spec = SlurmLauncher().spec(Job(RUN, GPU, launch, predicted_s=90_000.0))
+    spec = SlurmStarter().spec(Job(RUN, GPU, launch, predicted_s=90_000.0))
     (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
     lines = [line for line in script.splitlines() if line.startswith("# WARNING")]
     assert script.index("#SBATCH --requeue") < script.index("set -u"), "still directives"

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers import TORCHRUN
 from toolkit.launchers.base import Job
-from toolkit.launchers.deepspeed import DeepSpeedLauncher
+from toolkit.launchers.deepspeed import DeepSpeedStarter
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.torchrun import TorchrunLauncher
+from toolkit.launchers.torchrun import TorchrunStarter
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 
 RUN = Path("/runs/one")
@@ -21,7 +22,7 @@ def job(run_dir: Path = RUN, **launch: object) -> Job:
 
 
 def test_torchrun_meets_at_the_rendezvous_and_plans_on_rank_0():
-    spec = TorchrunLauncher().spec(job(rendezvous="node-1:29400", max_restarts=3))
+    spec = TorchrunStarter().spec(job(rendezvous="node-1:29400", max_restarts=3))
     assert spec.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node-1:29400"),
@@ -34,12 +35,12 @@ def test_torchrun_meets_at_the_rendezvous_and_plans_on_rank_0():
         *("/runs/one/launch/recipe.yaml", "--run-dir", "/runs/one"),
     )
     assert spec.files == {Path("/runs/one/launch/recipe.yaml"): "name: tiny\n"}
-    assert not TorchrunLauncher().oversees(TWO)
+    assert not TORCHRUN.supervises(TWO.nodes)
 
 
 def test_torchrun_needs_a_meeting_point():
     with pytest.raises(PlanError, match=r"--set launch\.rendezvous=HOST:29400"):
-        TorchrunLauncher().spec(job())
+        TorchrunStarter().spec(job())
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
-    spec = DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
+    spec = DeepSpeedStarter().spec(job(hostfile=str(hosts)))
     assert spec.argv[1:4] == (
         f"--hostfile={hosts}",
         "--launcher=pdsh",
@@ -83,32 +84,32 @@ def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
 def test_a_hostfile_that_is_not_the_cluster_is_refused(hosts, text, found):
     hosts.write_text(text)
     with pytest.raises(PlanError, match=rf"{found}(.|\n)*2 lines of `HOST slots=4`"):
-        DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
+        DeepSpeedStarter().spec(job(hostfile=str(hosts)))
 
 
 def test_deepspeed_needs_a_hostfile_and_a_way_to_the_machines(hosts):
     with pytest.raises(PlanError, match=r"--set launch\.hostfile=FILE"):
-        DeepSpeedLauncher().spec(job())
+        DeepSpeedStarter().spec(job())
     with pytest.raises(PlanError, match="cannot be read"):
-        DeepSpeedLauncher().spec(job(hostfile=str(hosts.with_name("none"))))
+        DeepSpeedStarter().spec(job(hostfile=str(hosts.with_name("none"))))
     with pytest.raises(BackendUnavailable, match=r"no `mpirun`(.|\n)*openmpi-bin"):
-        DeepSpeedLauncher().spec(job(hostfile=str(hosts), remote_start="openmpi"))
+        DeepSpeedStarter().spec(job(hostfile=str(hosts), remote_start="openmpi"))
     (hosts.parent / "ssh").unlink()
     with pytest.raises(BackendUnavailable, match="no `ssh`"):
-        DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
+        DeepSpeedStarter().spec(job(hostfile=str(hosts)))
 
 
 @pytest.mark.parametrize("name", ["a b", "$(touch x)", "x;y", "`id`", "ü", "a'b"])
 def test_deepspeed_refuses_paths_that_a_shell_would_read(hosts, name):
     """DeepSpeed joins its command with spaces and hands it to ssh."""
     with pytest.raises(PlanError, match="to a shell unquoted"):
-        DeepSpeedLauncher().spec(job(RUN / name, hostfile=str(hosts)))
+        DeepSpeedStarter().spec(job(RUN / name, hostfile=str(hosts)))
 
 
 def test_a_machine_that_ssh_does_not_reach_is_named(hosts, monkeypatch):
     monkeypatch.setenv("PATH", f"/usr/bin:/bin:{hosts.parent}")
     hosts.write_text("localhost slots=4\nnode-2.invalid slots=4\n")
-    launcher = DeepSpeedLauncher()
+    launcher = DeepSpeedStarter()
     spec = launcher.spec(job(hostfile=str(hosts)))
     with pytest.raises(BackendUnavailable, match=r"node-2\.invalid: "):
         launcher.run(spec, StopSignals())

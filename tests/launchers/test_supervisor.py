@@ -24,11 +24,11 @@ import sys
 from pathlib import Path
 from toolkit.launchers import supervisor
 from toolkit.launchers.base import Job
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.local import LocalStarter
 from toolkit.recipe.schema import ClusterSection
 
 supervisor._LONGEST_PAUSE_S = float(sys.argv[4])
-launcher = LocalLauncher()
+launcher = LocalStarter()
 spec = lambda: launcher.spec(
     Job(Path(sys.argv[1]), ClusterSection(), worker=("-c", sys.argv[2]))
 )

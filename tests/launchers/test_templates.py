@@ -2,13 +2,12 @@
 
 import pytest
 
-from toolkit.launchers.templates import FILES, ROOT, text_of
+from toolkit.launcher import LAUNCHERS
+from toolkit.launchers.templates import ROOT, example
 
 
-@pytest.mark.parametrize("launcher", FILES)
+@pytest.mark.parametrize("launcher", [n for n in LAUNCHERS.names if LAUNCHERS[n].example])
 def test_the_file_is_current(launcher: str) -> None:
-    name, _ = FILES[launcher]
-    assert (ROOT / name).read_text() == text_of(launcher), (
-        "python -m toolkit.launchers.templates"
-    )
-    assert str(ROOT) not in text_of(launcher)
+    path, text = example(LAUNCHERS[launcher])
+    assert path.read_text() == text, "python -m toolkit.launchers.templates"
+    assert str(ROOT) not in text

@@ -11,8 +11,8 @@ import typer
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.launchers import LAUNCHERS
-from toolkit.launchers.base import Launcher, LaunchSpec
+from toolkit.launcher import LAUNCHERS, listed
+from toolkit.launchers.base import LaunchSpec, Starter, starter
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
 from toolkit.recipe.layers import stated_in
@@ -52,10 +52,7 @@ def launch(
     run_dir: RunDir = None,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            help="local, torchrun, deepspeed, accelerate, slurm, kubernetes or ray; "
-            "default: the recipe's launch.launcher"
-        ),
+        typer.Option(help=f"{listed(LAUNCHERS.names)}; default: the recipe's launch.launcher"),
     ] = None,
     max_restarts: MaxRestarts = None,
     change: Changes = [],  # noqa: B006
@@ -83,8 +80,8 @@ def launch(
     assignment = assignments.decide(loaded, run_dir, where)
     spec = _spec(assignment, where)
     show_plan(assignment)
-    chosen = LAUNCHERS[assignment.recipe.launch.launcher]()
-    oversees = chosen.oversees(assignment.recipe.cluster)
+    name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
+    oversees = LAUNCHERS[name].supervises(nodes)
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, assignment.plan, "launch", tell)
     if dry_run:
@@ -94,9 +91,9 @@ def launch(
     _request(change, assignment)
     if oversees:
         places = stated_in(recipe, overrides)
-        code = _oversee(chosen, assignment, spec, loaded, where, places)
+        code = _oversee(starter(name), assignment, spec, loaded, where, places)
     else:
-        code = _hand_over(chosen, assignment, spec)
+        code = _hand_over(starter(name), assignment, spec)
     raise typer.Exit(code)
 
 
@@ -108,7 +105,7 @@ def _request(change: Sequence[str], assignment: "Assignment") -> None:
 
 
 def _oversee(
-    launcher: Launcher,
+    launcher: Starter,
     assignment: "Assignment",
     spec: LaunchSpec,
     loaded: Recipe,
@@ -137,7 +134,7 @@ def _oversee(
     )
 
 
-def _hand_over(launcher: Launcher, assignment: "Assignment", spec: LaunchSpec) -> int:
+def _hand_over(launcher: Starter, assignment: "Assignment", spec: LaunchSpec) -> int:
     """Start this machine's part, or queue the job: others supervise the run."""
     refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
@@ -149,7 +146,7 @@ def _spec(assignment: "Assignment", where: Cluster | None) -> LaunchSpec:
     """What is started now: each time on a free port."""
     from toolkit.launchers.job import job_of
 
-    return LAUNCHERS[assignment.recipe.launch.launcher]().spec(
+    return starter(assignment.recipe.launch.launcher).spec(
         job_of(assignment, settle=where is not None)
     )
 

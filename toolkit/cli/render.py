@@ -12,7 +12,8 @@ from toolkit.cli.options import Overrides, RecipePath
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
-from toolkit.launchers import LAUNCHERS
+from toolkit.launcher import all_launchers
+from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -20,7 +21,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.terminal import tell
 
-_JOBS = ("slurm", "kubernetes")
+_JOBS = tuple(each.name for each in all_launchers() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
 _TOOLS = {tool: name for name in BACKENDS.names for tool in BACKENDS[name].tools}
 """Other programs that run an engine's plans, and that engine."""
@@ -106,7 +107,7 @@ def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> str:
 
 def _job(loaded: Recipe, launcher: str) -> str:
     """The batch script or manifest."""
-    spec = LAUNCHERS[launcher]().spec(job_of(decide(loaded, None)))
+    spec = starter(launcher).spec(job_of(decide(loaded, None)))
     *_, text = spec.files.values()
     return text
 

@@ -38,6 +38,7 @@ from toolkit.data.tokenizers import (
     load_tokenizer,
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
+from toolkit.launcher import LAUNCHERS
 from toolkit.models.families import settings_of
 from toolkit.models.hub import model_config
 from toolkit.models.safetensors_folder import INDEX, SINGLE
@@ -69,9 +70,9 @@ _PLACES = ("files", "path", "prefix")
 def local_problems(recipe: Recipe) -> Iterator[Problem]:
     """Missing or invalid local files that a recipe names; keys are dotted.
 
-    A Kubernetes job finds its files on a volume that this machine need not have.
+    None where the ranks have other files, e.g. a volume of a Kubernetes cluster.
     """
-    if recipe.launch.launcher == "kubernetes":
+    if not LAUNCHERS[recipe.launch.launcher].same_files:
         return
     data = recipe.data
     yield from _weights_problems(recipe.model)

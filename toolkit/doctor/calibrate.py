@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
 from toolkit.hardware.catalogue import GIGA, GPUS, TERA
 from toolkit.hardware.cluster import default_cluster
 from toolkit.launchers.base import Job
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.units import GIB
@@ -153,7 +153,7 @@ def measured(machine: Machine, module: str) -> Any:
         result = Path(folder) / "result.json"
         section = ClusterSection(gpus_per_node=machine.processes, gpu=machine.gpu)
         worker = ("-m", module, str(result))
-        launcher = LocalLauncher()
+        launcher = LocalStarter()
         with StopSignals() as signals:
             job = Job(Path(folder), section, worker=worker)
             outcome = launcher.run(launcher.spec(job), signals)

@@ -1,12 +1,14 @@
 """What a recipe requires of the machine that it is started on."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from toolkit.backend import BACKENDS
 from toolkit.data.remote.store import PACKAGES
-from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
+from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.failures.saving import checkpoint_bytes
 from toolkit.recipe.places import is_remote
@@ -15,32 +17,6 @@ from toolkit.run.assignment import Assignment, decide
 
 EVERY_RECIPE = "every recipe"
 SSH_PORT = 22
-
-
-@dataclass(frozen=True)
-class LauncherNeeds:
-    """What a launcher needs where `dmt launch` runs."""
-
-    packages: tuple[str, ...] = ()
-    programs: tuple[str, ...] = ()
-    remote: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Programs that start ranks on other machines, by `launch.remote_start`."""
-    elsewhere: bool = False
-    """The ranks run on machines that a scheduler chooses: this one only submits the job."""
-
-
-LAUNCHERS: Mapping[str, LauncherNeeds] = {
-    "local": LauncherNeeds(),
-    "torchrun": LauncherNeeds(),  # started as a module of torch, not as a program
-    "deepspeed": LauncherNeeds(
-        packages=("deepspeed",), programs=("deepspeed",), remote=REMOTE_PROGRAMS
-    ),
-    "accelerate": LauncherNeeds(packages=("accelerate",), programs=("accelerate",)),
-    "slurm": LauncherNeeds(programs=("sbatch", "srun"), elsewhere=True),
-    "kubernetes": LauncherNeeds(programs=("kubectl",), elsewhere=True),
-    "ray": LauncherNeeds(packages=("ray",), programs=("ray",), elsewhere=True),
-}
-"""By `launch.launcher`."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +60,10 @@ def needs_of(recipe: Recipe) -> Needs:
     """
     launcher = LAUNCHERS[recipe.launch.launcher]
     setting = f"launch.launcher: {recipe.launch.launcher}"
-    packages = dict.fromkeys(launcher.packages, setting)
-    programs = dict.fromkeys(launcher.programs, setting)
+    packages = dict.fromkeys((Requirement(name).name for name in launcher.packages), setting)
+    programs = {program.name: setting for program in launcher.programs if not program.use}
     assignment, note = _decided(recipe)
-    if launcher.elsewhere:
+    if launcher.oversees == "never":
         note = f"{setting} trains on other machines: run `dmt doctor` there, too"
         return Needs(packages=packages, programs=programs, run_dir=_run_dir(recipe), note=note)
     several = None
@@ -95,7 +71,8 @@ def needs_of(recipe: Recipe) -> Needs:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
         remote = recipe.launch.remote_start
         remote_setting = f"launch.remote_start: {remote}, {several}"
-        programs |= dict.fromkeys(launcher.remote.get(remote, ()), remote_setting)
+        for program in launcher.remote_programs.get(remote, ()):
+            programs[program.name] = remote_setting
     on_gpus = recipe.cluster.gpu != "cpu"
     hostfile, nvme = recipe.launch.hostfile, recipe.parallel.zero.nvme_path
     wandb = recipe.logging.wandb

@@ -19,6 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
+from toolkit.launcher import all_launchers
 from toolkit.system.install import plain, source
 
 GROUP = "packages"
@@ -40,7 +41,7 @@ class Package:
     """Of one that is used when installed, and not among DMT's own requirements: what for."""
 
 
-PACKAGES = (
+_REQUIRED = (
     Package("torch", "torch"),
     *dict.fromkeys(
         Package(package, module)
@@ -52,6 +53,21 @@ PACKAGES = (
     Package("datasets", "datasets"),
     Package("wandb", "wandb"),
     Package("safetensors", "safetensors"),
+)
+
+
+def _of_launchers() -> Iterator[Package]:
+    """What a launcher needs and DMT itself does not."""
+    for launcher in all_launchers():
+        for text, module in launcher.packages.items():
+            package = Requirement(text)
+            use = f"`launch.launcher: {launcher.name}` needs it"
+            if package.name not in {required.name for required in _REQUIRED}:
+                yield Package(package.name, module, extra="".join(package.extras), use=use)
+
+
+PACKAGES = (
+    *_REQUIRED,
     Package("tensorboard", "tensorboard", use="`logging.tensorboard` needs it"),
     Package("mlflow-skinny", "mlflow", use="`logging.mlflow` needs it"),
     Package(
@@ -59,7 +75,7 @@ PACKAGES = (
     ),
     Package("alembic", "alembic", use="`logging.mlflow` with a database of its own needs it"),
     Package("trackio", "trackio", use="`logging.trackio` needs it"),
-    Package("ray", "ray", extra="train", use="`launch.launcher: ray` needs it"),
+    *_of_launchers(),
     Package("bitsandbytes", "bitsandbytes", use="`optimizer.name: adamw_8bit` needs it"),
     Package("torchao", "torchao", use="`fp8` needs it"),
     Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),

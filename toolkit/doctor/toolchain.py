@@ -4,11 +4,12 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from toolkit.compilers import missing_for_torch_compile
 from toolkit.doctor.finding import Finding, lacking
-from toolkit.doctor.needs import LAUNCHERS, Needs
+from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask
 from toolkit.engines.deepspeed.ops import (
     ON_GPU,
@@ -22,37 +23,26 @@ from toolkit.engines.deepspeed.ops import (
     torch_accelerator,
 )
 from toolkit.errors import BackendUnavailable
+from toolkit.launcher import Program, all_launchers
 
 COMPILERS = "compilers"
 LAUNCHER_PROGRAMS = "launchers"
 
-_NEEDED_FOR: Mapping[str, str] = {
-    "numactl": "`deepspeed --bind_cores_to_rank`",
-    "pdsh": "`launch.remote_start: pdsh`",
-    "mpirun": "`launch.remote_start: openmpi`",
-    "ssh": "`deepspeed --hostfile`",
-    **{
-        program: f"`launch.launcher: {launcher}`"
-        for launcher, needs in LAUNCHERS.items()
-        for program in needs.programs
-    },
-    "torchrun": "`torchrun launch/train.py RECIPE`",
-}
-_INSTALLED_BY: Mapping[str, str] = {
-    "deepspeed": "pip install deepspeed",
-    "torchrun": "pip install torch",
-    "accelerate": "pip install accelerate",
-    "ray": "pip install 'ray[train]'",
-    "pdsh": "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
-    "mpirun": "apt-get install openmpi-bin (Debian, Ubuntu), dnf install openmpi "
-    "(Fedora, RHEL)",
-    "ssh": "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
-    "(Fedora, RHEL)",
-    "numactl": "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",
-    "kubectl": "install it as described in https://kubernetes.io/docs/tasks/tools",
-    "sbatch": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
-    "srun": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
-}
+NUMACTL = Program(
+    "numactl",
+    "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",
+    "`deepspeed --bind_cores_to_rank`",
+)
+
+
+def launcher_programs() -> Iterator[Program]:
+    """What the launchers need, each program once, with what needs it."""
+    programs: dict[str, Program] = {}
+    for launcher in all_launchers():
+        for program in chain(*launcher.remote_programs.values(), launcher.programs):
+            use = program.use or f"`launch.launcher: {launcher.name}`"
+            programs[program.name] = program._replace(use=use)
+    return iter(programs.values())
 
 
 def check(needs: Needs) -> Iterator[Finding]:
@@ -61,11 +51,10 @@ def check(needs: Needs) -> Iterator[Finding]:
     yield from _tools(needs)
     yield from _of_torch(needs)
     yield _nvcc(needs)
-    yield _program(COMPILERS, "numactl", needs)
+    yield _program(COMPILERS, NUMACTL, needs)
     yield from _locks(needs)
-    for program in _INSTALLED_BY:
-        if program != "numactl":
-            yield _program(LAUNCHER_PROGRAMS, program, needs)
+    for program in launcher_programs():
+        yield _program(LAUNCHER_PROGRAMS, program, needs)
 
 
 def _tools(needs: Needs) -> Iterator[Finding]:
@@ -172,16 +161,16 @@ def _locks(needs: Needs) -> Iterator[Finding]:
         )
 
 
-def _program(group: str, program: str, needs: Needs) -> Finding:
+def _program(group: str, program: Program, needs: Needs) -> Finding:
     # Programs of Python packages are next to this Python, even if that is not in PATH.
-    neighbour = Path(sys.executable).with_name(program)
-    found = str(neighbour) if neighbour.is_file() else shutil.which(program)
-    if found is not None:
-        return Finding(group, program, "ok", found)
+    neighbour = Path(sys.executable).with_name(program.name)
+    path = str(neighbour) if neighbour.is_file() else shutil.which(program.name)
+    if path is not None:
+        return Finding(group, program.name, "ok", path)
     return lacking(
         group,
-        program,
-        f"not on PATH; {_NEEDED_FOR[program]} needs it",
-        fix=_INSTALLED_BY[program],
-        needed_by=needs.programs.get(program),
+        program.name,
+        f"not on PATH; {program.use} needs it",
+        fix=program.install,
+        needed_by=needs.programs.get(program.name),
     )

@@ -1,22 +1,111 @@
-"""Launchers that start the workers: one class each, by its name in a recipe."""
+"""The launchers of the core: what each needs and reads. What starts ranks is next to this."""
 
-from collections.abc import Callable, Mapping
+from typing import Annotated, TypeAlias
 
-from toolkit.launchers.accelerate import AccelerateLauncher
-from toolkit.launchers.base import Launcher
-from toolkit.launchers.deepspeed import DeepSpeedLauncher
-from toolkit.launchers.kubernetes import KubernetesLauncher
-from toolkit.launchers.local import LocalLauncher
-from toolkit.launchers.ray import RayLauncher
-from toolkit.launchers.slurm import SlurmLauncher
-from toolkit.launchers.torchrun import TorchrunLauncher
+from pydantic import Field
 
-LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
-    "local": LocalLauncher,
-    "torchrun": TorchrunLauncher,
-    "deepspeed": DeepSpeedLauncher,
-    "accelerate": AccelerateLauncher,
-    "slurm": SlurmLauncher,
-    "kubernetes": KubernetesLauncher,
-    "ray": RayLauncher,
-}
+from toolkit.launcher import Launcher, Program
+from toolkit.recipe.section import NonEmpty, Positive, Section, Wording
+
+_SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
+_SSH = Program(
+    "ssh",
+    "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
+    "(Fedora, RHEL)",
+    "`deepspeed --hostfile`",
+)
+
+SlurmValue: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
+    Wording("letters, digits and `_.,:@+-`"),
+]
+SlurmTime: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}$"),
+    Wording("HH:MM:SS or DAYS-HH:MM:SS"),
+]
+SlurmOption: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
+    Wording("--name or --name=value, without spaces and quotes"),
+]
+
+
+class SlurmSection(Section):
+    """The batch job that `launcher: slurm` submits."""
+
+    partition: SlurmValue | None = None
+    """`sbatch --partition`."""
+    account: SlurmValue | None = None
+    """`sbatch --account`."""
+    qos: SlurmValue | None = None
+    """`sbatch --qos`."""
+    time_limit: SlurmTime | None = None
+    """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
+    cpus_per_node: Positive | None = None
+    """`sbatch --cpus-per-task`: CPU cores for all ranks of a machine together."""
+    stop_before_s: Positive = 300
+    """Seconds before the time limit at which the run saves and stops."""
+    requeue: bool = True
+    """Requeue the job if it stopped before its end, or if a machine failed."""
+    options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
+    """Additional options of sbatch, e.g. `[--exclusive, --mem=0, --constraint=a100]`. The
+    script names what it leaves to the cluster's defaults: cores, memory, time, other jobs."""
+    setup: NonEmpty | None = None
+    """A shell file that the job sources first, e.g. one that loads modules."""
+
+
+LOCAL = Launcher("local", "toolkit.launchers.local:LocalStarter")
+TORCHRUN = Launcher(
+    "torchrun",
+    "toolkit.launchers.torchrun:TorchrunStarter",
+    oversees="one machine",
+    several_machines=True,
+    flags_from="PET_",
+    # Started as a module of torch, not as a program.
+    programs=(Program("torchrun", "pip install torch", "`torchrun launch/train.py RECIPE`"),),
+)
+DEEPSPEED = Launcher(
+    "deepspeed",
+    "toolkit.launchers.deepspeed:DeepSpeedStarter",
+    several_machines=True,
+    packages={"deepspeed": "deepspeed"},
+    programs=(Program("deepspeed", "pip install deepspeed"),),
+    remote_programs={
+        "pdsh": (
+            Program(
+                "pdsh",
+                "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
+                "`launch.remote_start: pdsh`",
+            ),
+            _SSH,
+        ),
+        "openmpi": (
+            Program(
+                "mpirun",
+                "apt-get install openmpi-bin (Debian, Ubuntu), dnf install openmpi "
+                "(Fedora, RHEL)",
+                "`launch.remote_start: openmpi`",
+            ),
+            _SSH,
+        ),
+        "slurm": (Program("srun", _SLURM_CLIENT),),
+    },
+)
+ACCELERATE = Launcher(
+    "accelerate",
+    "toolkit.launchers.accelerate:AccelerateStarter",
+    packages={"accelerate": "accelerate"},
+    programs=(Program("accelerate", "pip install accelerate"),),
+)
+SLURM = Launcher(
+    "slurm",
+    "toolkit.launchers.slurm:SlurmStarter",
+    section=SlurmSection,
+    oversees="never",
+    several_machines=True,
+    renders=True,
+    example=("launch.slurm.time_limit=24:00:00",),
+    programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),
+)

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from toolkit.errors import BackendUnavailable
 from toolkit.launchers.base import (
-    SEVERAL_MACHINES,
     Job,
-    Launcher,
     LaunchSpec,
     Outcome,
     free_port,
+    on_several_machines,
     one_machine,
     worker_env,
 )
@@ -25,17 +24,17 @@ _LONE_RANK = (
 )
 
 
-class AccelerateLauncher(Launcher):
+class AccelerateStarter:
     """`accelerate launch`, which only starts processes here: the engine is the recipe's."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the command; raises PlanError for more than one machine. See Launcher."""
+        """Return the command; raises PlanError for more than one machine. See Starter."""
         one_machine(
             job,
             "accelerate",
             "on every machine: accelerate launch --config_file FILE --machine_rank K "
             f"launch/train.py RECIPE, with FILE of `dmt render --to accelerate`; or "
-            f"{SEVERAL_MACHINES}",
+            f"{on_several_machines()}",
         )
         if importlib.util.find_spec("accelerate") is None:
             raise BackendUnavailable(
@@ -60,7 +59,7 @@ class AccelerateLauncher(Launcher):
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start it, without its traceback, and wait; see Launcher."""
+        """Start it, without its traceback, and wait; see Starter."""
         python, _, _, _, *arguments = spec.argv
         # Accelerate's own --quiet is for the single process, which has no agent.
         quiet = ("-m", "toolkit.launchers.quiet_agent", "accelerate", "--quiet")

@@ -1,7 +1,7 @@
 """Common parts of all launchers: the job, the launch specification, its outcome.
 
-A launcher defines who supervises the run (`oversees`), what would be started (`spec`,
-printable, without side effects), and how it ended (`run`).
+A launcher's `Starter` defines what would be started (`spec`, printable, without side effects),
+and how it ended (`run`).
 """
 
 import math
@@ -11,12 +11,14 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.interpreter import safe_path
+from toolkit.launcher import LAUNCHERS, all_launchers, listed
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.redact import redact, secret_variable
@@ -33,9 +35,6 @@ RENDEZVOUS_VARIABLES = (
     "MASTER_PORT",
 )
 """Set by an outer launcher, they would connect the workers to another run."""
-
-SEVERAL_MACHINES = "--launcher torchrun, deepspeed, slurm, kubernetes or ray"
-"""What can start processes on other machines, too."""
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 10.0
@@ -146,16 +145,8 @@ class Outcome:
     """Why it failed, in one line."""
 
 
-class Launcher(Protocol):
+class Starter(Protocol):
     """Starts the workers of a run on the machines of a cluster."""
-
-    def oversees(self, cluster: ClusterSection) -> bool:  # noqa: ARG002 - others look
-        """Whether this process supervises the whole run.
-
-        Then it writes the run directory first, and restarts a failed run. Otherwise machines or
-        a scheduler start it from `Job.recipe`, and restart failures.
-        """
-        return True
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return what `run` starts.
@@ -173,6 +164,13 @@ class Launcher(Protocol):
         reaches every worker once, as SIGTERM; the third SIGINT kills.
         """
         ...
+
+
+def starter(launcher: str) -> Starter:
+    """What starts the ranks of a launcher, by its name."""
+    module, _, attribute = LAUNCHERS[launcher].starter.partition(":")
+    made: Starter = getattr(import_module(module), attribute)()
+    return made
 
 
 DMT = ("-m", "toolkit.cli.main")
@@ -217,6 +215,12 @@ def worker_env(job: Job) -> dict[str, str]:
     if job.cluster.gpu == "cpu":
         env |= ON_PROCESSORS
     return env
+
+
+def on_several_machines() -> str:
+    """The option with the launchers that can start processes on other machines, too."""
+    names = [launcher.name for launcher in all_launchers() if launcher.several_machines]
+    return f"--launcher {listed(names)}"
 
 
 def one_machine(job: Job, name: str, otherwise: str) -> None:

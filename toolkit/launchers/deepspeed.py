@@ -12,9 +12,9 @@ from pathlib import Path
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError
+from toolkit.launchers import DEEPSPEED
 from toolkit.launchers.base import (
     Job,
-    Launcher,
     LaunchSpec,
     Outcome,
     free_port,
@@ -27,12 +27,6 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import secret_variable
 
-REMOTE_PROGRAMS: Mapping[str, Mapping[str, str]] = {
-    "pdsh": {"pdsh": "pdsh", "ssh": "openssh-client"},
-    "openmpi": {"mpirun": "openmpi-bin", "ssh": "openssh-client"},
-    "slurm": {"srun": "slurm-client"},
-}
-"""By `launch.remote_start`: the programs that it needs here, each with Debian's package."""
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """Characters that need no quoting in a shell: DeepSpeed passes its command to shells
 unquoted."""
@@ -42,11 +36,11 @@ _SSH = (
 """By default, ssh waits indefinitely for an unreachable machine."""
 
 
-class DeepSpeedLauncher(Launcher):
+class DeepSpeedStarter:
     """The `deepspeed` command, with explicit values for surprising defaults."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the command; see Launcher."""
+        """Return the command; see Starter."""
         if job.cluster.nodes > 1:
             return _on_several(job)
         module = ("--module", *job.train[1:]) if job.train[0] == "-m" else job.train
@@ -67,7 +61,7 @@ class DeepSpeedLauncher(Launcher):
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start it and wait; see Launcher."""
+        """Start it and wait; see Starter."""
         if not spec.remote:
             return run_guarded(spec, signals)
         if "--launcher=pdsh" not in spec.argv:
@@ -133,11 +127,12 @@ def _on_several(job: Job) -> LaunchSpec:
 def _check_programs(runner: str) -> None:
     """Raises BackendUnavailable if the program that starts processes on other machines is
     missing."""
-    for program, package in REMOTE_PROGRAMS[runner].items():
-        if which(program) is None:
+    for program in DEEPSPEED.remote_programs[runner]:
+        if which(program.name) is None:
+            on_debian, _, _ = program.install.partition("),")
             raise BackendUnavailable(
-                f"launch.remote_start is {runner}, but there is no `{program}` here",
-                fix=f"apt-get install {package} (Debian, Ubuntu), or another remote_start",
+                f"launch.remote_start is {runner}, but there is no `{program.name}` here",
+                fix=f"{on_debian}), or another remote_start",
             )
 
 

@@ -31,7 +31,7 @@ _LOOK_S = 2.0
 
 
 def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
-    """Run `spec` under `toolkit.launchers.guard`; see Launcher."""
+    """Run `spec` under `toolkit.launchers.guard`; see Starter."""
     offset = events_offset(spec.run_dir)
     guard = subprocess.Popen(
         [*python(), "-m", _GUARD, str(spec.grace_s), str(spec.run_dir), *spec.argv],
@@ -59,7 +59,7 @@ def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
 
 
 def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -> Outcome:
-    """Run a launcher whose ranks are on other machines; see Launcher.
+    """Run a launcher whose ranks are on other machines; see Starter.
 
     No signal reaches them: a stop is requested by a file in the run directory, which rank 0
     polls. After a rank reports a failure, the others have ORPHAN_GRACE_S, unless the launcher

@@ -12,13 +12,12 @@ from signal import SIGKILL
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.base import (
     LOOPBACK,
-    SEVERAL_MACHINES,
     Job,
-    Launcher,
     LaunchSpec,
     Outcome,
     check_loopback,
     free_port,
+    on_several_machines,
     one_machine,
     worker_env,
 )
@@ -39,7 +38,7 @@ from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
 
 
-class LocalLauncher(Launcher):
+class LocalStarter:
     """One process per rank, each with its rank in the environment.
 
     Rank 0 has the terminal; the output of other ranks goes to logs/rank-N.log. If one rank
@@ -49,7 +48,7 @@ class LocalLauncher(Launcher):
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return one process per rank; raises PlanError for more than one machine."""
-        one_machine(job, "local", SEVERAL_MACHINES)
+        one_machine(job, "local", on_several_machines())
         world = job.cluster.gpus_per_node
         rendezvous = {
             "MASTER_ADDR": LOOPBACK,
@@ -66,7 +65,7 @@ class LocalLauncher(Launcher):
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start all ranks and wait for them; see Launcher. Raises as `check_loopback` does."""
+        """Start all ranks and wait for them; see Starter. Raises as `check_loopback` does."""
         check_loopback()
         ranks = _Ranks(spec)
         try:

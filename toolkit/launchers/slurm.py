@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.interpreter import python
+from toolkit.launchers import SlurmSection
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
 _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
@@ -37,16 +37,11 @@ _UNQUOTABLE = frozenset('"\\%\n')
 """Characters with a special meaning for Slurm in a quoted path of a directive."""
 
 
-class SlurmLauncher:
+class SlurmStarter:
     """`sbatch`; returns when the job is queued."""
 
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher."""
-        del cluster
-        return False
-
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the submission, with script and recipe as its files; see Launcher."""
+        """Return the submission, with script and recipe as its files; see Starter."""
         if bad := sorted(_UNQUOTABLE & set(str(job.run_dir))):
             raise PlanError(
                 f"the run directory {str(job.run_dir)!r} has {bad[0]!r} in its name, which "
@@ -76,7 +71,7 @@ class SlurmLauncher:
 
 def _directives(job: Job) -> Iterator[str]:
     """The `#SBATCH` lines, which Slurm reads and the shell does not."""
-    cluster, slurm = job.cluster, job.launch.slurm
+    cluster, slurm = job.cluster, job.launch.own(SlurmSection)
     yield "#!/bin/bash"
     options = {
         "job-name": job.name,
@@ -119,7 +114,7 @@ def _longer(name: str, job: Job) -> str:
 
 def _script(job: Job) -> Iterator[str]:
     """What the shell runs, every value of the recipe quoted."""
-    slurm = job.launch.slurm
+    slurm = job.launch.own(SlurmSection)
     if slurm.setup is not None:
         yield f"source {shlex.quote(slurm.setup)}"
     command = shlex.join(

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import Launcher, LaunchSpec
+from toolkit.launchers.base import LaunchSpec, Starter
 from toolkit.launchers.process import POLL_S, StopSignals
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, events_offset
@@ -26,7 +26,7 @@ _PROBE = "import torch; torch.ones(8, device='cuda').sum().item()"
 
 
 def supervise(
-    launcher: Launcher, spec: LaunchSpec, again: Callable[[], LaunchSpec], max_restarts: int
+    launcher: Starter, spec: LaunchSpec, again: Callable[[], LaunchSpec], max_restarts: int
 ) -> int:
     """Run `spec`; if it fails, run `again()`. Returns an exit code of errors.py.
 

@@ -10,29 +10,25 @@ import sys
 from dataclasses import replace
 
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers import TORCHRUN
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, worker_env
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
 
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
 
 
-class TorchrunLauncher:
+class TorchrunStarter:
     """`python -m torch.distributed.run`."""
 
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher."""
-        return cluster.nodes == 1
-
     def spec(self, job: Job) -> LaunchSpec:
-        """Return this machine's agent; see Launcher."""
+        """Return this machine's agent; see Starter."""
         if importlib.util.find_spec("torch") is None:
             raise BackendUnavailable("torchrun: torch is missing", fix="pip install torch")
         agent = (sys.executable, "-m", "torch.distributed.run")
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
-        alone = self.oversees(job.cluster)
+        alone = TORCHRUN.supervises(job.cluster.nodes)
         return LaunchSpec(
             argv=(
                 (*agent, "--standalone", processes, *job.train)
@@ -46,7 +42,7 @@ class TorchrunLauncher:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start the agent, without its traceback, and wait; see Launcher."""
+        """Start the agent, without its traceback, and wait; see Starter."""
         python, _, _, *arguments = spec.argv
         quiet = (python, "-m", "toolkit.launchers.quiet_agent", "torchrun", *arguments)
         return run_guarded(replace(spec, argv=quiet), signals)

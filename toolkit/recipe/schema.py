@@ -7,10 +7,11 @@ two settings in `checks.py`, file reading and error texts in `load.py`.
 
 import math
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
+from toolkit.launcher import LAUNCHERS, all_launchers
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
@@ -37,10 +38,14 @@ from toolkit.registry import ENGINES
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
+    LauncherName: TypeAlias = str
     ObjectiveName: TypeAlias = str
 else:
     EngineChoice = Literal["auto", *ENGINES.names]
+    LauncherName = Literal[*LAUNCHERS.names]
     ObjectiveName = Literal[*OBJECTIVES.names]
+
+OwnSection = TypeVar("OwnSection", bound=Section)
 
 
 def _whole_float(value: object) -> object:
@@ -68,36 +73,6 @@ HostPort: TypeAlias = Annotated[
     str,
     Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):[0-9]{1,5}$"),
     Wording("HOST:PORT, e.g. node-1:29400"),
-]
-SlurmValue: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
-    Wording("letters, digits and `_.,:@+-`"),
-]
-SlurmTime: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}$"),
-    Wording("HH:MM:SS or DAYS-HH:MM:SS"),
-]
-SlurmOption: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
-    Wording("--name or --name=value, without spaces and quotes"),
-]
-KubernetesName: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"),
-    Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
-]
-KubernetesResource: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
-    Wording("DOMAIN/NAME, e.g. nvidia.com/gpu"),
-]
-ContainerPath: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^/[A-Za-z0-9_./-]*$", max_length=400),
-    Wording("an absolute path of letters, digits and `_./-`"),
 ]
 WandbName: TypeAlias = Annotated[
     str,
@@ -854,77 +829,10 @@ class LoggingSection(Section):
     `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
 
 
-class SlurmSection(Section):
-    """The batch job that `launcher: slurm` submits."""
-
-    partition: SlurmValue | None = None
-    """`sbatch --partition`."""
-    account: SlurmValue | None = None
-    """`sbatch --account`."""
-    qos: SlurmValue | None = None
-    """`sbatch --qos`."""
-    time_limit: SlurmTime | None = None
-    """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
-    cpus_per_node: Positive | None = None
-    """`sbatch --cpus-per-task`: CPU cores for all ranks of a machine together."""
-    stop_before_s: Positive = 300
-    """Seconds before the time limit at which the run saves and stops."""
-    requeue: bool = True
-    """Requeue the job if it stopped before its end, or if a machine failed."""
-    options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
-    """Additional options of sbatch, e.g. `[--exclusive, --mem=0, --constraint=a100]`. The
-    script names what it leaves to the cluster's defaults: cores, memory, time, other jobs."""
-    setup: NonEmpty | None = None
-    """A shell file that the job sources first, e.g. one that loads modules."""
-
-
-class KubernetesSection(Section):
-    """The job that `launcher: kubernetes` creates: Kubeflow's PyTorchJob or TrainJob."""
-
-    kind: Literal["pytorchjob", "trainjob"] = "pytorchjob"
-    """`pytorchjob`: of Kubeflow's training operator (v1). `trainjob`: of Kubeflow Trainer 2.2
-    or later."""
-    runtime: KubernetesName = "torch-distributed"
-    """With `kind: trainjob`: the ClusterTrainingRuntime that the job is built on."""
-    image: NonEmpty | None = None
-    """Container image with DMT installed; needed for this launcher."""
-    namespace: KubernetesName = "default"
-    """Where the job is created."""
-    volume_claim: KubernetesName | None = None
-    """A PersistentVolumeClaim that all machines can write to; needed for this launcher. It
-    holds the run directory and relative paths of `data`."""
-    mount_path: ContainerPath = "/dmt"
-    """Where that volume is mounted in the containers."""
-    env_from: KubernetesName | None = None
-    """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
-    gpu_resource: KubernetesResource = "nvidia.com/gpu"
-    """The name under which the cluster offers GPUs."""
-    labels: dict[str, str] | None = None
-    """Labels of the job, e.g. `{kueue.x-k8s.io/queue-name: research}`."""
-    resources: dict[Literal["requests", "limits"], dict[str, str]] | None = None
-    """Other resources of each pod, e.g. `{requests: {cpu: "64", memory: 900Gi},
-    limits: {rdma/ib: "8"}}`."""
-    container: dict[str, Any] | None = None
-    """Other fields of the container, as Kubernetes spells them, e.g. `{securityContext:
-    {capabilities: {add: [IPC_LOCK]}}}`. Maps are merged; lists are appended."""
-    pod: dict[str, Any] | None = None
-    """Other fields of each pod's spec, e.g. `{nodeSelector: {…}, tolerations: […],
-    imagePullSecrets: [{name: …}]}`, merged in the same way."""
-
-
-class RaySection(Section):
-    """The cluster that `launcher: ray` uses."""
-
-    address: NonEmpty | None = None
-    """`auto`, or the address of a running cluster; null starts Ray on this machine."""
-
-
-class LaunchSection(Section):
+class _EveryLaunch(Section):
     """How `dmt launch` starts the workers."""
 
-    launcher: Literal[
-        "local", "torchrun", "deepspeed", "accelerate", "slurm", "kubernetes", "ray"
-    ] = "local"
+    launcher: LauncherName = "local"
     """`local`: DMT starts one process per rank on this machine. `slurm` and `kubernetes`
     hand a job to a scheduler and return."""
     max_restarts: Count = 0
@@ -945,12 +853,31 @@ class LaunchSection(Section):
     line. Run `dmt launch` once, on the first machine."""
     remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
     """With `hostfile`: the program that starts processes on the other machines."""
-    slurm: SlurmSection = SlurmSection()
-    """For `launcher: slurm`."""
-    kubernetes: KubernetesSection = KubernetesSection()
-    """For `launcher: kubernetes`."""
-    ray: RaySection = RaySection()
-    """For `launcher: ray`."""
+
+    def own(self, kind: type[OwnSection]) -> OwnSection:
+        """The settings of one launcher, by the class of its section."""
+        return next(value for _, value in self if isinstance(value, kind))
+
+
+def _launcher_sections() -> dict[str, Any]:
+    """The fields of launchers that have settings of their own."""
+    return {
+        name: (section, Field(section(), description=f"For `launcher: {name}`."))
+        for name, section in ((each.name, each.section) for each in all_launchers())
+        if section is not None
+    }
+
+
+if TYPE_CHECKING:
+    LaunchSection: TypeAlias = _EveryLaunch
+else:
+    LaunchSection = create_model(
+        "LaunchSection",
+        __base__=_EveryLaunch,
+        __doc__=_EveryLaunch.__doc__,
+        __module__=__name__,
+        **_launcher_sections(),
+    )
 
 
 OBJECTIVE_SECTIONS = "dpo", "orpo"

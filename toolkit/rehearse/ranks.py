@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.launchers.base import Job, LaunchSpec
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import RankExit
 from toolkit.launchers.process import POLL_S, StopSignals, die_with_parent
 from toolkit.recipe.schema import ClusterSection
@@ -40,7 +40,7 @@ def launch_spec(
     `worker` is what Python runs: `-m`, a module and its arguments.
     """
     cluster = ClusterSection(gpus_per_node=processes, gpu=gpu)
-    return LocalLauncher().spec(Job(run_dir, cluster, worker=tuple(worker)))
+    return LocalStarter().spec(Job(run_dir, cluster, worker=tuple(worker)))
 
 
 class RankProcesses:

@@ -24,6 +24,7 @@ from toolkit.errors import (
 )
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe, placed
+from toolkit.launcher import LAUNCHERS
 from toolkit.plan.cost.prediction import Prediction, predict
 from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
 from toolkit.plan.plan import Plan
@@ -109,7 +110,7 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
     Raises RecipeError when there is none.
     """
     model = recipe.model
-    if model.checkpoint is None or recipe.launch.launcher == "kubernetes":
+    if model.checkpoint is None or not LAUNCHERS[recipe.launch.launcher].same_files:
         return recipe
     stated, chosen = Path(model.checkpoint), None
     with suppress(DmtError):

@@ -7,6 +7,7 @@ from typing import Literal
 from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.errors import RecipeError
+from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.recipe.yaml_nodes import Value
 from toolkit.targets import accelerate, detect
@@ -274,10 +275,12 @@ class _Reader:
                 yield self._stated(name, key, value, winner="launcher", advice=advice)
 
     def _torchrun(self) -> Iterator[Stated]:
-        ours = self.starting == "launch" and self.recipe.launch.launcher == "torchrun"
+        flags = LAUNCHERS[self.recipe.launch.launcher].flags_from
         for name, key in _TORCHRUN.items():
             value = self._value(name) if name in self.environ else None
             if isinstance(value, int):
+                reads = bool(flags) and name.startswith(flags)
+                ours = self.starting == "launch" and reads
                 asked = ours and name != "PET_NPROC_PER_NODE"
                 winner = "torchrun" if asked or self.starting is None else "recipe"
                 # DMT starts one agent: with more, it would wait for the others indefinitely.

@@ -13,11 +13,14 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from kubernetes.client import ApiClient
 from ruamel.yaml import YAML
 
+from tests.processes import ROOT
+from toolkit.cli.check import judge
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.extras.launchers.kubernetes import KubernetesSection
+from toolkit.extras.launchers.kubernetes_job import KubernetesStarter
 from toolkit.launchers.base import Job
-from toolkit.launchers.kubernetes import KubernetesLauncher
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 
 SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
 CLUSTERS_OWN = {
@@ -43,7 +46,7 @@ def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[
         recipe="name: Tiny_llama.v2\n",
         env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
-    spec = KubernetesLauncher().spec(job)
+    spec = KubernetesStarter().spec(job)
     (text,) = spec.files.values()
     assert spec.argv == ("kubectl", "create", "-f", str(next(iter(spec.files))))
     return list(YAML(typ="safe").load_all(text))
@@ -176,6 +179,12 @@ def test_without_kubectl_the_command_is_told(monkeypatch, tmp_path):
     job = Job(
         tmp_path, ClusterSection(), LaunchSection(kubernetes=KubernetesSection(**SETTINGS))
     )
-    launcher = KubernetesLauncher()
+    launcher = KubernetesStarter()
     with pytest.raises(BackendUnavailable, match="kubectl create -f"):
         launcher.run(launcher.spec(job), StopSignals())
+
+
+def test_files_on_its_volume_are_not_looked_for() -> None:
+    recipe, missing = ROOT / "recipes/tiny/llama-bytes.yaml", "data.train.files=[./no.txt]"
+    assert judge(recipe, (missing,)).problems
+    assert not judge(recipe, (missing, "launch.launcher=kubernetes")).problems

@@ -3,23 +3,18 @@
 import importlib.util
 
 from toolkit.errors import BackendUnavailable
+from toolkit.extras.launchers.ray import RaySection
 from toolkit.interpreter import python
 from toolkit.launchers.base import Job, LaunchSpec, Outcome, worker_env
 from toolkit.launchers.foreign import run_remote
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
 
 
-class RayLauncher:
-    """The driver `toolkit.launchers.ray_job`, on this machine."""
-
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher: Ray does, and rank 0 may be on any machine."""
-        del cluster
-        return False
+class RayStarter:
+    """The driver `toolkit.extras.launchers.ray_job`, on this machine."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the driver's command; see Launcher."""
+        """Return the driver's command; see Starter."""
         if importlib.util.find_spec("ray") is None:
             raise BackendUnavailable(
                 "launch.launcher is ray, which is not installed", fix="pip install 'ray[train]'"
@@ -33,10 +28,11 @@ class RayLauncher:
         words = [word for pair in options.items() for word in pair]
         if job.cluster.gpu != "cpu":
             words.append("--gpu")
-        if job.launch.ray.address is not None:
-            words += ["--address", job.launch.ray.address]
+        address = job.launch.own(RaySection).address
+        if address is not None:
+            words += ["--address", address]
         return LaunchSpec(
-            argv=(*python(), "-m", "toolkit.launchers.ray_job", *words),
+            argv=(*python(), "-m", "toolkit.extras.launchers.ray_job", *words),
             run_dir=job.run_dir,
             env={**worker_env(job), "RAY_USAGE_STATS_ENABLED": "0"},
             grace_s=job.grace_s,
@@ -45,5 +41,5 @@ class RayLauncher:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start the driver and wait; see Launcher."""
+        """Start the driver and wait; see Starter."""
         return run_remote(spec, signals, restarts=True)

@@ -16,11 +16,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import PlanError
+from toolkit.extras.launchers.kubernetes import KubernetesSection
 from toolkit.interpreter import SAFE
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
 PORT = 29400
@@ -46,17 +46,12 @@ _PATCHED_POD = frozenset(
 Manifest = dict[str, Any]
 
 
-class KubernetesLauncher:
+class KubernetesStarter:
     """`kubectl create`; returns when the job is accepted."""
 
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher."""
-        del cluster
-        return False
-
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the submission, with the manifest as its file; see Launcher."""
-        settings = job.launch.kubernetes
+        """Return the submission, with the manifest as its file; see Starter."""
+        settings = _settings(job)
         for key in ("image", "volume_claim"):
             if getattr(settings, key) is None:
                 raise PlanError(
@@ -80,6 +75,10 @@ class KubernetesLauncher:
             again = shlex.join(("kubectl", "delete", *spec.argv[2:]))
             tell(f"  fix: if the job of an earlier start is in the way: {again}")
         return outcome
+
+
+def _settings(job: Job) -> KubernetesSection:
+    return job.launch.own(KubernetesSection)
 
 
 def pytorch_job(job: Job) -> Manifest:
@@ -106,7 +105,7 @@ def pytorch_job(job: Job) -> Manifest:
 
 
 def _pod(job: Job) -> Manifest:
-    settings = job.launch.kubernetes
+    settings = _settings(job)
     name = _name(job)
     container: Manifest = {
         "name": "pytorch",  # The operator looks for this name.
@@ -176,7 +175,7 @@ def train_job(job: Job) -> Manifest:
         "kind": "TrainJob",
         "metadata": _metadata(job),
         "spec": {
-            "runtimeRef": {"name": job.launch.kubernetes.runtime},
+            "runtimeRef": {"name": _settings(job).runtime},
             "trainer": trainer,
             "runtimePatches": [patch],
         },
@@ -185,7 +184,7 @@ def train_job(job: Job) -> Manifest:
 
 def _resources(job: Job) -> Manifest:
     """A pod's GPUs, and what the recipe asks for besides."""
-    settings = job.launch.kubernetes
+    settings = _settings(job)
     gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
     own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
     return _merged(own, settings.resources or {}, "resources")
@@ -220,12 +219,12 @@ def _arguments(job: Job) -> list[str]:
             "letters, digits, `.`, `_` and `-`",
             fix="--run-dir runs/NAME",
         )
-    run_dir = PurePosixPath(job.launch.kubernetes.mount_path) / "runs" / job.run_dir.name
+    run_dir = PurePosixPath(_settings(job).mount_path) / "runs" / job.run_dir.name
     arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
     if job.cluster.nodes == 1:
         return [*arguments, "--launcher", "local"]
     name = _name(job)
-    trains = job.launch.kubernetes.kind == "trainjob"
+    trains = _settings(job).kind == "trainjob"
     first = f"{name}-node-0-0.{name}" if trains else f"{name}-master-0"
     meeting = f"launch.rendezvous={first}:{PORT}"
     return [*arguments, "--launcher", "torchrun", "--set", meeting]
@@ -247,7 +246,7 @@ def _portable(recipe: str) -> str:
 
 
 def _metadata(job: Job) -> Manifest:
-    settings = job.launch.kubernetes
+    settings = _settings(job)
     labels = {} if settings.labels is None else {"labels": dict(settings.labels)}
     return {"name": _name(job), "namespace": settings.namespace, **labels}
 

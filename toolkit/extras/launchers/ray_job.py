@@ -1,4 +1,4 @@
-"""The driver of `launcher: ray`: `python -m toolkit.launchers.ray_job --recipe FILE …`.
+"""The driver of `launcher: ray`: `python -m toolkit.extras.launchers.ray_job --recipe FILE …`.
 
 Every Ray Train worker runs one rank in a separate process, so that signals, exit codes and
 termination work as under any launcher. A failed rank fails its worker, and Ray restarts all of

@@ -1,0 +1,90 @@
+"""The light half of each launcher: everything except starting ranks.
+
+Schema, checks, doctor and rendering use a `Launcher` and never compare launchers' names. The
+other half, a `Starter` (launchers/base.py), is imported when ranks are started. The recipe's
+schema imports the light half for its section: where it is defined, `toolkit.recipe.schema` and
+`toolkit.launchers` can be imported only inside of functions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from toolkit.errors import BackendUnavailable
+from toolkit.recipe.section import Section
+from toolkit.registry import Registry
+
+
+class Program(NamedTuple):
+    """A program that `dmt doctor` looks for."""
+
+    name: str
+    install: str
+    """How to get it."""
+    use: str = ""
+    """What needs it, if not every run that the launcher starts."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What a launcher needs and reads; the defaults are those of one that starts ranks on this
+    machine."""
+
+    name: str
+    starter: str
+    """`module:class` of its `Starter`."""
+    section: type[Section] | None = None
+    """Its own settings, a recipe's `launch.NAME`; each needs a default."""
+    oversees: Literal["always", "one machine", "never"] = "always"
+    """Whether `dmt launch` supervises the whole run: it writes the run directory first, and
+    restarts a failed run. Otherwise machines or a scheduler start it from `Job.recipe`, and
+    restart failures; with `never`, the ranks run on machines that a scheduler chooses."""
+    several_machines: bool = False
+    """Whether it can start processes on other machines, too."""
+    same_files: bool = True
+    """Whether the ranks have this machine's files, which can then be checked here."""
+    renders: bool = False
+    """Whether its last file is a job, which `dmt render --to NAME` prints."""
+    example: tuple[str, ...] = ()
+    """What is set for the example of such a job in `launch/`; empty: there is none."""
+    flags_from: str = ""
+    """Prefix of the variables that its program reads for flags that DMT does not give it."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distributions that it needs, as `pip install` takes them, and the module of each."""
+    programs: tuple[Program, ...] = ()
+    """Programs that it needs where `dmt launch` runs, or that its users may need."""
+    remote_programs: Mapping[str, tuple[Program, ...]] = field(default_factory=dict)
+    """With several machines: those that it needs in addition, by `launch.remote_start`."""
+
+    def supervises(self, nodes: int) -> bool:
+        """Whether `dmt launch` supervises a run on `nodes` machines; see `oversees`."""
+        return self.oversees == "always" or (self.oversees == "one machine" and nodes == 1)
+
+
+LAUNCHERS: Registry[Launcher] = Registry(
+    "dmt.launchers",
+    {
+        "local": "toolkit.launchers:LOCAL",
+        "torchrun": "toolkit.launchers:TORCHRUN",
+        "deepspeed": "toolkit.launchers:DEEPSPEED",
+        "accelerate": "toolkit.launchers:ACCELERATE",
+        "slurm": "toolkit.launchers:SLURM",
+        "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
+        "ray": "toolkit.extras.launchers.ray:RAY",
+    },
+)
+"""Every launcher by its name; other packages add theirs as entry points."""
+
+
+def all_launchers() -> Iterator[Launcher]:
+    """Every launcher that can be imported: one that cannot is an error once it is chosen."""
+    for name in LAUNCHERS.names:
+        with suppress(BackendUnavailable):
+            yield LAUNCHERS[name]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
