@@ -1,11 +1,13 @@
-"""Who compares engine names: the engines themselves, and the few places listed here."""
+"""Who compares names of engines and optimizers: these themselves, and the few places listed
+here."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import toolkit
 from toolkit.backend import BACKENDS
+from toolkit.optimizers.base import OPTIMIZERS
 
 ROOT = Path(toolkit.__file__).parent
 MOST = 10
@@ -43,12 +45,21 @@ def defined_by(statement: ast.stmt) -> str:
     return str(getattr(target, "name", None) or getattr(target, "id", "?"))
 
 
-def engine_names(text: str) -> Iterator[str]:
-    """What in a file compares with an engine's name or looks something up by it."""
+def comparing(text: str, names: Collection[str]) -> Iterator[str]:
+    """What in a file compares with one of these names or looks something up by it."""
     for statement in ast.parse(text).body:
         constants = (one for one in compared(statement) if isinstance(one, ast.Constant))
-        if any(one.value in BACKENDS.names for one in constants):
+        if any(one.value in names for one in constants):
             yield defined_by(statement)
+
+
+def places(room: str, names: Collection[str]) -> set[str]:
+    return {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] != room
+        for name in comparing(path.read_text(encoding="utf-8"), names)
+    }
 
 
 def test_what_counts() -> None:
@@ -64,15 +75,13 @@ six = [1 for name in names if name in ("a", "ddp")]
 kind: Literal["megatron"] = "megatron"
 seven = ["deepspeed"]
 """
-    assert [*engine_names(text)] == ["one", "two", "three", "four", "five", "six"]
+    assert [*comparing(text, BACKENDS.names)] == ["one", "two", "three", "four", "five", "six"]
 
 
 def test_engine_names_are_compared_in_listed_places_alone() -> None:
     assert len(ALLOWED) <= MOST
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in ROOT.rglob("*.py")
-        if path.relative_to(ROOT).parts[0] != "engines"
-        for name in engine_names(path.read_text(encoding="utf-8"))
-    }
-    assert found == ALLOWED.keys()
+    assert places("engines", BACKENDS.names) == ALLOWED.keys()
+
+
+def test_optimizer_names_are_compared_nowhere() -> None:
+    assert places("optimizers", OPTIMIZERS.names) == set()

@@ -16,7 +16,9 @@ HEAVY = {
     "transformers", "wandb",
 }  # fmt: skip
 LIGHT = (
-    "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
+    "toolkit.errors", "toolkit.redact", "toolkit.optimizers", "toolkit.recipe",
+    "toolkit.hardware", "toolkit.plan", "toolkit.extras.optimizers.adafactor",
+    "toolkit.extras.optimizers.adamw_8bit",
     "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
     "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
@@ -36,6 +38,8 @@ LAYERS = (
      "toolkit.suggest", "toolkit.interpreter", "toolkit.system", "toolkit.batch",
      "toolkit.layout"),
     ("toolkit.objectives",),
+    ("toolkit.recipe.section",),
+    ("toolkit.optimizers",),
     ("toolkit.recipe", "toolkit.launcher"),
     ("toolkit.hardware",),
     ("toolkit.models",),

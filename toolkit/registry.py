@@ -4,7 +4,8 @@ A package adds one by an entry point (`pyproject.toml`, `[project.entry-points."
 so every process of a run knows it, under any launcher.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -46,9 +47,8 @@ class Registry(Generic[Kind]):
         """
         if name not in self._loaded:
             place = self._places[name]
-            module, _, attribute = place.partition(":")
             try:
-                self._loaded[name] = getattr(import_module(module), attribute)
+                self._loaded[name] = load(place)
             except (ImportError, AttributeError) as error:
                 if name in self._own:
                     raise
@@ -58,6 +58,18 @@ class Registry(Generic[Kind]):
                     fix="repair or uninstall that package",
                 ) from error
         return self._loaded[name]
+
+    def items(self) -> Iterator[tuple[str, Kind]]:
+        """Every name with its object, if that can be imported: it is an error once chosen."""
+        for name in self.names:
+            with suppress(BackendUnavailable):
+                yield name, self[name]
+
+
+def load(place: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def _installed(place: str) -> bool:

@@ -7,7 +7,6 @@ import torch
 from toolkit.checkpoint.shards import stored_values
 from toolkit.engines import owners
 from toolkit.engines.distributed import join, leave
-from toolkit.engines.muon import Muon
 from toolkit.models.families.tensors import Block
 from toolkit.recipe.schema import OptimizerSection
 
@@ -44,8 +43,8 @@ def orthogonalized() -> dict[str, Any]:
         stored = block.stored
         held[stored] = stored_values(block, 0, flat[: _numel(block)])
         held[stored].copy_(_cut(wholes, stored))
-    rule = Muon(OptimizerSection(name="muon", learning_rate=1.0))
-    exchange = owners.Exchange([*held], rule, ranks.device)
+    settings = OptimizerSection(name="muon", learning_rate=1.0)
+    exchange = owners.Exchange([*held], settings, ranks.device)
     exchange.run(held, 1)
     found = dict.fromkeys(MATRICES, 0.0)
     expected = {name: by_torch(whole) for name, whole in wholes.items()}

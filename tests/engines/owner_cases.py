@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
 from tests.engines.parity_worker import Case, reference_model
+from toolkit.optimizers.base import OptimizerKind
 
 GPT2 = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128,
@@ -53,6 +55,15 @@ def in_16_bits(optimized: Callable[[Case], Case]) -> list[Case]:
             (small(stage=1), "bf16"),
         )
     ]
+
+
+def zeros(kind: OptimizerKind, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The states of a tensor's owner before the first step."""
+    assert kind.whole is not None
+    return {
+        name: torch.zeros(state.shape(shape), dtype=getattr(torch, state.dtype))
+        for name, state in kind.whole.states(shape).items()
+    }
 
 
 def plain_model(family: Any, freeze: tuple[str, ...]) -> nn.Module:

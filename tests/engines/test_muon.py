@@ -32,7 +32,8 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
 from toolkit.engines.muon import Muon, newton_schulz
-from toolkit.recipe.schema import MuonSection, OptimizerSection
+from toolkit.optimizers.muon import MuonSection
+from toolkit.recipe.schema import OptimizerSection
 
 RATE = 7e-5
 """The Newton-Schulz iteration rounds to bf16: another last digit of a gradient now and then
@@ -147,7 +148,8 @@ def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
     weight = nn.Parameter(torch.zeros(shape))
     weight.grad = gradient
     torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-    rate = Muon(OptimizerSection(learning_rate=1.0, muon=MuonSection(adjust_lr="original")))
+    own = MuonSection(adjust_lr="original")
+    rate = Muon(OptimizerSection(name="muon", learning_rate=1.0, muon=own))
     expected = torch.zeros(shape).add_(newton_schulz(gradient, 5), alpha=-rate.rate(shape))
     assert torch.equal(weight, expected)
 

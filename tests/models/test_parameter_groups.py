@@ -18,10 +18,11 @@ from toolkit.models.parameter_groups import (
     layer_multiplier,
     multipliers,
 )
+from toolkit.optimizers.adamw import ADAMW
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules.models import PlanRequest, problems
 from toolkit.recipe.schema import AdapterSection, OptimizerSection, ParameterGroup, Recipe
-from toolkit.rehearse.rehearsal import LARGEST_RATE, Options, prepare
+from toolkit.rehearse.rehearsal import Options, prepare
 
 MIXTRAL = TINY | {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
 
@@ -135,7 +136,8 @@ def test_a_small_model_has_the_groups_that_suit_it() -> None:
     (small,) = prepare(grouping(group("*.1.*", lr=4.0)), Options()).recipe.optimizer.groups
     assert small.lr_mult == 4.0
     assert (
-        prepare(grouping(small), Options()).recipe.optimizer.learning_rate <= LARGEST_RATE / 4
+        prepare(grouping(small), Options()).recipe.optimizer.learning_rate
+        <= ADAMW.largest_rate / 4
     )
 
 

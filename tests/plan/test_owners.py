@@ -12,10 +12,10 @@ from tests.plan.making import TINY, optimizer_of
 from toolkit.hardware.cluster import default_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.models.matrices import newton_schulz_flops
+from toolkit.optimizers.muon import MUON, MuonSection
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.operators import device, matmul_s
-from toolkit.plan.cost.owners import busiest, newton_schulz_s, owner_updates
+from toolkit.plan.cost.owners import busiest, owner_updates
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.recipe.schema import OptimizerName
@@ -58,8 +58,11 @@ def seconds(*matrices: tuple[int, int]) -> float:
 
 
 def test_flops() -> None:
-    assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 24 + 16 + 24
-    assert newton_schulz_flops((2, 3), 5) == 5 * 64
+    assert MUON.whole is not None
+    once, five = MuonSection(ns_steps=1), MuonSection()
+    flops = MUON.whole.operations
+    assert flops((2, 3), once) == flops((3, 2), once) == 24 + 16 + 24
+    assert flops((2, 3), five) == 5 * 64
 
 
 def test_one_rank_computes_all() -> None:
@@ -140,4 +143,3 @@ def test_frozen_matrices_cost_nothing() -> None:
     frozen = owner_updates(LLAMA, ("model.layers.*",), optimizer_of("muon"))
     assert frozen is not None
     assert frozen.tensors == ()
-    assert newton_schulz_s((8, 8), 0, device(CLUSTER.gpu, workload(LLAMA), DEFAULT)) == 0

@@ -37,7 +37,7 @@ def arguments_of(
     recipe: Recipe, plan: Plan, config_class: type[TrainingArguments], more: Mapping[str, Any]
 ) -> TrainingArguments:
     """See `toolkit.accelerate.training_arguments`."""
-    if recipe.optimizer.name != "adamw":
+    if "TrainingArguments" not in recipe.optimizer.kind.elsewhere:
         raise PlanError(
             f"optimizer.name is {recipe.optimizer.name}, which is not exported to Trainer",
             fix="set optimizer.name to adamw, or train with `dmt launch`",
@@ -87,7 +87,7 @@ def _of_recipe(
         "gradient_accumulation_steps": plan.layout.gradient_accumulation,
         **({} if {"max_steps", "num_train_epochs"} & more.keys() else _length(recipe)),
         **_schedule(recipe, more),
-        "optim": "adamw_torch",
+        "optim": optimizer.kind.elsewhere["TrainingArguments"],
         "learning_rate": optimizer.learning_rate,
         "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1],

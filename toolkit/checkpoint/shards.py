@@ -1,12 +1,11 @@
 """A rank's part of the training state, independently of the engine.
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
-weight and Adam's two moments. Muon's matrices have only the first moment, and Adafactor's have
-one vector for the rows and one for the columns instead; 8-bit moments are codes with fp32
-scales. A rank holds some of their elements, as its engine declares: a `StateShard` is a range
-of elements with the corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the
-rectangles under names that describe them; loading reads the rectangles that the new layout
-needs. So every checkpoint serves every layout and engine.
+weight and Adam's two moments, unless the optimizer keeps other states (`kept`). A rank holds
+some of their elements, as its engine declares: a `StateShard` is a range of elements with the
+corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the rectangles under
+names that describe them; loading reads the rectangles that the new layout needs. So
+every checkpoint serves every layout and engine.
 """
 
 import re
@@ -17,20 +16,23 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block, ends, overlaps
-from toolkit.models.matrices import has_codes, is_layer_matrix, scale_count
 from toolkit.models.weights import checkpoint_names, correction_biases
+from toolkit.optimizers.base import MOMENTS, OPTIMIZERS, Quantity
 
-QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
+QUANTITIES = ("weight", *MOMENTS)
 """The fp32 weight, and Adam's first and second moment; Muon's momentum is a first one."""
-
-FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
-"""Adafactor's averages of a matrix [rows, columns]: one per row, one per column."""
-CODES = ("exp_avg_code", "exp_avg_sq_code")
-"""8-bit moments: uint8, in the form of the tensor."""
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-"""Scales of the codes: one per block of the flattened tensor."""
-STORED = (*QUANTITIES, *FACTORS, *CODES, *SCALES)
+_KINDS = {
+    **dict.fromkeys(QUANTITIES, Quantity()),
+    **{
+        name: quantity
+        for _, kind in OPTIMIZERS.items()
+        if kind.whole is not None
+        for name, quantity in kind.whole.quantities.items()
+    },
+}
+STORED = tuple(_KINDS)
 """Every quantity."""
 
 _KEY = re.compile(rf"({'|'.join(STORED)})/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
@@ -109,31 +111,27 @@ def whole_block(tensor: str, shape: Sequence[int]) -> Block:
 
 
 def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """The quantities of a tensor that trains, with the optimizer of this name."""
-    if optimizer == "adamw_8bit" and has_codes(tensor, shape):
-        return ("weight", *CODES, *SCALES)
-    if optimizer == "adafactor":
-        return ("weight", *FACTORS) if len(shape) > 1 else ("weight", "exp_avg_sq")
-    return (
-        QUANTITIES[:2]
-        if optimizer == "muon" and is_layer_matrix(tensor, len(shape))
-        else QUANTITIES
-    )
+    """The quantities of a tensor that trains, with the optimizer of this name.
+
+    Raises CheckpointError if no package has this optimizer.
+    """
+    if optimizer not in OPTIMIZERS.names:
+        raise CheckpointError(f"its optimizer, {optimizer}, is not installed")
+    whole, stored = OPTIMIZERS[optimizer].whole, stored_shape(shape)
+    if whole is None or not whole.takes(tensor, len(stored)):
+        return QUANTITIES
+    return ("weight", *whole.moments, *whole.owned(stored))
 
 
 def dtype_of(quantity: str) -> torch.dtype:
     """The dtype in which a quantity is kept and stored."""
-    return torch.uint8 if quantity in CODES else torch.float32
+    dtype: torch.dtype = getattr(torch, _KINDS[quantity].dtype)
+    return dtype
 
 
 def whole_quantity(quantity: str, tensor: str, shape: Sequence[int]) -> Block:
     """All of a quantity of a checkpoint tensor of this shape."""
-    if quantity in FACTORS:
-        axis = FACTORS.index(quantity)
-        shape = stored_shape(shape)[axis : axis + 1]
-    elif quantity in SCALES:
-        shape = (scale_count(shape),)
-    return whole_block(tensor, shape)
+    return whole_block(tensor, _KINDS[quantity].shape(stored_shape(shape)))
 
 
 def block_numel(block: Block) -> int:

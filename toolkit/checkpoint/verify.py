@@ -4,18 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from toolkit.checkpoint.export import COMPANIONS, check_complete
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
-from toolkit.checkpoint.shards import CODES, block_numel, block_shape, kept, whole_quantity
+from toolkit.checkpoint.shards import block_numel, block_shape, dtype_of, kept, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
 from toolkit.models.weights import is_correction_bias
 
-_DTYPE, _CODE_DTYPE = "F32", "U8"
-"""safetensors' names of the types of weights and moments, and of 8-bit ones."""
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+"""safetensors' names of the types of weights and states."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def coverage_problems(
         for quantity in expected[: 1 if tensor in frozen else None]:
             whole = whole_quantity(quantity, tensor, shape)
             parts = state.parts(quantity, tensor)
-            dtype = _CODE_DTYPE if quantity in CODES else _DTYPE
+            dtype = _DTYPES[dtype_of(quantity)]
             for part in parts:
                 if (part.dtype, part.shape) != (dtype, block_shape(part.block)):
                     yield (

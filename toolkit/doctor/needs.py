@@ -122,8 +122,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "torchao", "fp8"
     if recipe.kernels.fused == "liger":
         yield "liger-kernel", "kernels.fused: liger"
-    if recipe.optimizer.name == "adamw_8bit":
-        yield "bitsandbytes", "optimizer.name: adamw_8bit"
+    for package in recipe.optimizer.kind.packages:
+        yield package, f"optimizer.name: {recipe.optimizer.name}"
     for _, source in recipe.data.named_sources:
         if isinstance(source, RowsSource):
             yield "datasets", f"data: kind: {source.kind}"

@@ -20,6 +20,7 @@ from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.launcher import all_launchers
+from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
 
 GROUP = "packages"
@@ -76,7 +77,11 @@ PACKAGES = (
     Package("alembic", "alembic", use="`logging.mlflow` with a database of its own needs it"),
     Package("trackio", "trackio", use="`logging.trackio` needs it"),
     *_of_launchers(),
-    Package("bitsandbytes", "bitsandbytes", use="`optimizer.name: adamw_8bit` needs it"),
+    *(
+        Package(package, module, use=f"`optimizer.name: {name}` needs it")
+        for name, kind in OPTIMIZERS.items()
+        for package, module in kind.packages.items()
+    ),
     Package("torchao", "torchao", use="`fp8` needs it"),
     Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),

@@ -19,7 +19,7 @@ from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, to_device
-from toolkit.engines.owners import RULES, OwnerOptimizer, bind, new_optimizer, owned_by
+from toolkit.engines.owners import OwnerOptimizer, bind, new_optimizer, owned_by
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -46,16 +46,16 @@ class DataParallelEngine:
     def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         """The recipe's optimizer, with fused AdamW: torch's default makes about ten passes over
         all states, and on GPUs allocates a temporary as large as the weights."""
-        wanted = self.setup.optimizer
-        groups = adam.parameter_groups(hf.tensors_of(model), wanted, self.setup.layers)
-        if wanted.name in RULES:
+        settings = self.setup.optimizer
+        groups = adam.parameter_groups(hf.tensors_of(model), settings, self.setup.layers)
+        if settings.kind.whole is not None:
             placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
-            return new_optimizer(groups, placed, wanted)
+            return new_optimizer(groups, placed, settings)
         return torch.optim.AdamW(
             groups,
-            lr=wanted.learning_rate,
-            betas=wanted.betas,
-            eps=wanted.eps,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
             fused=True,
         )
 

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised, as the update of every matrix inside a decoder layer.
+"""Muon's update: momentum, orthogonalised, of every matrix inside a decoder layer.
 
 With momentum M and gradient G of a matrix [m, n] of the Hugging Face checkpoint, a step does
 
@@ -9,61 +9,41 @@ Everything except the Newton-Schulz iteration NS is elementwise. NS starts by ro
 and ends in bf16, so sending bf16 is lossless.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.shards import block_shape
-from toolkit.models.families.tensors import Block
-from toolkit.models.matrices import is_layer_matrix, newton_schulz_flops
+from toolkit.engines.owners import UpdateRule
+from toolkit.optimizers.base import Trained
 from toolkit.recipe.schema import OptimizerSection
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """The iteration's coefficients: x ← A x + (B G + C G²) x with G = x xᵀ."""
 
 
-class Muon:
-    """See `UpdateRule`; AdamW updates embeddings, head, norms and biases."""
-
-    states: ClassVar[Mapping[str, Mapping[str, Tensor]]] = {}
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    sent: ClassVar[torch.dtype] = torch.bfloat16
-    by_replicas: ClassVar[bool] = False
-
-    def __init__(self, settings: OptimizerSection) -> None:
-        self.settings = settings.muon_settings
-
-    def takes(self, block: Block) -> bool:
-        """See `UpdateRule.takes`."""
-        return is_layer_matrix(block.tensor, len(block_shape(block)))
-
-    def cost(self, shape: tuple[int, ...]) -> int:
-        """See `UpdateRule.cost`."""
-        return newton_schulz_flops(shape, self.settings.ns_steps)
-
-    def own(self, tensor: str, shape: tuple[int, ...], device: torch.device) -> None:
-        """See `UpdateRule.own`: nothing."""
+class Muon(UpdateRule):
+    """AdamW updates embeddings, head, norms and biases."""
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """See `UpdateRule.accumulate`."""
         average = state["exp_avg"]
-        average.lerp_(gradient, 1 - self.settings.momentum)
-        if self.settings.nesterov:
-            gradient.lerp_(average, self.settings.momentum)
+        average.lerp_(gradient, 1 - self.own.momentum)
+        if self.own.nesterov:
+            gradient.lerp_(average, self.own.momentum)
         else:
             gradient.copy_(average)
 
-    def update(self, tensor: str, whole: Tensor, step: int) -> Tensor:  # noqa: ARG002
+    def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
         """See `UpdateRule.update`."""
-        return newton_schulz(whole, self.settings.ns_steps)
+        return newton_schulz(whole, self.own.ns_steps)
 
-    def rate(self, shape: tuple[int, ...]) -> float:
+    def rate(self, shape: Sequence[int]) -> float:
         """See `UpdateRule.rate`; depends on `adjust_lr`."""
         rows, columns = shape
-        if self.settings.adjust_lr == "original":
+        if self.own.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
 
@@ -78,3 +58,27 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x.T if tall else x
+
+
+def reference(
+    settings: OptimizerSection, parameters: Sequence[Trained]
+) -> list[torch.optim.Optimizer]:
+    """torch's own for the weights of linear layers inside the decoder layers, and AdamW."""
+    matrices: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for parameter in parameters:
+        inside = any(piece.isdecimal() for piece in parameter.name.split("."))
+        kept = parameter.vector or "norm" in parameter.name or "conv" in parameter.name
+        (matrices if inside and not kept else others).append(parameter.group)
+    adamw = torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps)
+    own = settings.own
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(
+        matrices,
+        momentum=own.momentum,
+        nesterov=own.nesterov,
+        ns_steps=own.ns_steps,
+        adjust_lr_fn=own.adjust_lr,
+    )
+    return [adamw, muon]

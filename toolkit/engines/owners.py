@@ -1,8 +1,8 @@
 """Optimizers whose updates need whole tensors: each is computed by one rank, its owner.
 
-A `UpdateRule` (`adafactor.py`, `adamw_8bit.py`, `muon.py`) states which tensors of the Hugging
-Face checkpoint it updates, and how. Its elementwise part runs on the elements that a rank
-holds, in any layout. The rest runs on the tensor's owner: the other holders send it their
+`WholeTensors` (`optimizers/base.py`) states which tensors of the Hugging Face checkpoint an
+optimizer updates, its `UpdateRule` how. The rule's elementwise part runs on the elements that a
+rank holds, in any layout. The rest runs on the tensor's owner: the other holders send it their
 rectangles of the gradient, and every holder gets back the same update. So the update of a
 weight depends neither on the sharding of its tensor nor on its replicas.
 """
@@ -11,8 +11,9 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,80 +23,56 @@ from torch.distributed.tensor import DTensor
 from toolkit.checkpoint.shards import (
     StateShard,
     block_numel,
+    block_shape,
     stored_values,
     whole_block,
     with_offsets,
 )
 from toolkit.engines import optimizer as adam
-from toolkit.engines.adafactor import Adafactor
-from toolkit.engines.adamw_8bit import AdamW8bit
-from toolkit.engines.muon import Muon
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families.tensors import Block
-from toolkit.models.matrices import EXCHANGED_AT_ONCE
+from toolkit.optimizers.base import EXCHANGED_AT_ONCE, WholeTensors
 from toolkit.recipe.schema import OptimizerSection
+from toolkit.registry import load
 
 
-class UpdateRule(Protocol):
+class UpdateRule:
     """How whole tensors are updated: W ← W - lr·λ W - lr·rate · update."""
 
-    moments: ClassVar[tuple[str, ...]]
-    """Elementwise states, which every holder keeps for its elements."""
-    sent: ClassVar[torch.dtype]
-    """The dtype in which gradients are sent to the owner, and updates back."""
-    by_replicas: ClassVar[bool]
-    """Holders of a whole tensor update it locally, which costs less than sending it."""
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The states of the tensors that this rank owns, by tensor and quantity."""
-        ...
-
-    def takes(self, block: Block) -> bool:
-        """Whether the rule updates the tensor of this block; AdamW updates all others."""
-        ...
-
-    def cost(self, shape: tuple[int, ...]) -> int:
-        """Operations of `update`, used to balance owners."""
-        ...
-
-    def own(self, tensor: str, shape: tuple[int, ...], device: torch.device) -> None:
-        """Allocate the states of a tensor that this rank owns."""
-        ...
+    def __init__(self, settings: OptimizerSection) -> None:
+        self.settings, self.own = settings, settings.own
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Convert a holder's elements of the gradient to the owner's input, in place; `state`
-        are the `moments`."""
-        ...
+        are the `WholeTensors.moments`."""
 
-    def update(self, tensor: str, whole: Tensor, step: int) -> Tensor:
-        """On the owner: the update of a whole tensor, in dtype `sent`; steps count from 1."""
-        ...
+    def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:
+        """On the owner: the update of a tensor with this gradient and these states, in dtype
+        `WholeTensors.sent`; steps count from 1."""
+        raise NotImplementedError
 
-    def rate(self, shape: tuple[int, ...]) -> float:
+    def rate(self, shape: Sequence[int]) -> float:  # noqa: ARG002
         """Multiplier of a tensor's learning rate."""
-        ...
+        return 1.0
 
 
-RULES: dict[str, Callable[[OptimizerSection], UpdateRule]] = {
-    "adafactor": Adafactor,
-    "adamw_8bit": AdamW8bit,
-    "muon": Muon,
-}
-"""By `optimizer.name`."""
+def whole_of(settings: OptimizerSection) -> WholeTensors:
+    """What the recipe's optimizer updates; not of AdamW."""
+    whole = settings.kind.whole
+    assert whole is not None, f"{settings.name} updates whole tensors"
+    return whole
 
 
-def takes(rule: UpdateRule, blocks: Iterable[Block]) -> bool:
+def takes(whole: WholeTensors, blocks: Iterable[Block]) -> bool:
     """Whether the rule updates the parameter that consists of `blocks`."""
-    return all(map(rule.takes, blocks))
+    return all(whole.takes(block.tensor, len(block_shape(block))) for block in blocks)
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A checkpoint tensor and the ranks that hold its rectangles."""
 
     shape: tuple[int, ...]
-    holders: tuple[tuple[int, Block], ...]
+    holders: list[tuple[int, Block]]
     """Every copy of every rectangle, with its rank."""
     owner: int
 
@@ -105,117 +82,118 @@ class _Tensor:
         return all(block_numel(block) == prod(self.shape) for _, block in self.holders)
 
     @property
-    def sources(self) -> Iterator[tuple[int, Block]]:
+    def sources(self) -> list[tuple[int, Block]]:
         """Each rectangle once, the owner's own copy before others'."""
-        found: dict[Block, int] = {}
+        ranks: dict[Block, int] = {}
         for rank, block in self.holders:
-            if block not in found or rank == self.owner:
-                found[block] = rank
-        return ((rank, block) for block, rank in found.items())
+            if block not in ranks or rank == self.owner:
+                ranks[block] = rank
+        return [(rank, block) for block, rank in ranks.items()]
 
 
-@dataclass(frozen=True)
-class _Round:
-    """This rank's part of one exchange: lists by rank, in the same order on both sides."""
+class _Transfer:
+    """Rectangles that this rank sends and receives, by rank, in the same order on both
+    sides."""
 
-    owned: Mapping[str, tuple[int, ...]]
-    """The tensors that this rank updates, with their shapes."""
-    sent: list[list[Block]]
-    """Its rectangles to send to each owner."""
-    gathered: list[list[Block]]
-    """The rectangles of its own tensors that it receives from each rank."""
-    returned: list[list[Block]]
-    """The rectangles of its own tensors that each rank holds."""
-    received: list[list[Block]]
-    """Its rectangles whose result it receives from each owner."""
+    def __init__(self, moves: Iterable[tuple[int, int, Block]]) -> None:
+        """`moves` are those of all ranks: source, target, rectangle."""
+        me, world = dist.get_rank(), dist.get_world_size()
+        self.sent: list[list[Block]] = [[] for _ in range(world)]
+        self.received: list[list[Block]] = [[] for _ in range(world)]
+        for source, target, block in moves:
+            if source == me:
+                self.sent[target].append(block)
+            if target == me:
+                self.received[source].append(block)
+
+    def run(
+        self, values: Callable[[Block], Tensor], into: Callable[[Block], Tensor], like: Tensor
+    ) -> None:
+        """Copy the rectangles, in the dtype of `like`; collective."""
+        outgoing = [values(b).reshape(-1).to(like.dtype) for b in chain(*self.sent)]
+        incoming = [sum(map(block_numel, blocks)) for blocks in self.received]
+        received = like.new_empty(sum(incoming))
+        sizes = [sum(map(block_numel, blocks)) for blocks in self.sent]
+        dist.all_to_all_single(received, torch.cat([like, *outgoing]), incoming, sizes)
+        for block, offset in with_offsets([*chain(*self.received)]):
+            into(block).copy_(stored_values(block, offset, received))
 
 
 class Exchange:
     """Updates of tensors that are sharded over ranks or replicated."""
 
-    def __init__(self, blocks: Sequence[Block], rule: UpdateRule, device: torch.device) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], settings: OptimizerSection, device: torch.device
+    ) -> None:
         """Plan the exchange for this rank's `blocks`, as stored; collective."""
-        self.rank, self.rule, self.device = dist.get_rank(), rule, device
+        self.whole, rank = whole_of(settings), dist.get_rank()
+        self.rule: UpdateRule = load(self.whole.rule)(settings)
         held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(blocks))
-        tensors = _owned(held, rule)
+        tensors = _owned(held, partial(self.whole.operations, own=settings.own))
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.owned = {name for name, one in tensors.items() if one.owner == self.rank}
-        replicated = {n for n, one in tensors.items() if rule.by_replicas and one.replicated}
+        self.owned = {name for name, one in tensors.items() if one.owner == rank}
+        by_replicas = self.whole.by_replicas
+        replicated = {name for name, one in tensors.items() if by_replicas and one.replicated}
         self.alone = [block for block in blocks if block.tensor in replicated]
         """Whole tensors that every holder, including this rank, updates."""
-        for name in self.owned | {block.tensor for block in self.alone}:
-            rule.own(name, self.shapes[name], device)
+        updated = sorted(self.owned | {block.tensor for block in self.alone})
+        self.states = {name: self._new_states(self.shapes[name], device) for name in updated}
+        """By tensor and quantity."""
+        self._empty = torch.empty(0, dtype=getattr(torch, self.whole.sent), device=device)
         sent = {name: one for name, one in tensors.items() if name not in replicated}
-        self.rounds = [self._round(part) for part in _rounds(sent, len(held))]
-
-    def _round(self, tensors: Mapping[str, _Tensor]) -> _Round:
-        me, ranks = self.rank, range(dist.get_world_size())
-        owned = {name: one for name, one in tensors.items() if one.owner == me}
-
-        def others(copies: Iterable[tuple[int, Block]], rank: int) -> list[Block]:
-            return [block for holder, block in copies if holder == rank]
-
-        def of(owner: int) -> list[_Tensor]:
-            return [one for one in tensors.values() if one.owner == owner]
-
-        return _Round(
-            {name: one.shape for name, one in owned.items()},
-            [[b for one in of(rank) for b in others(one.sources, me)] for rank in ranks],
-            [[b for one in owned.values() for b in others(one.sources, r)] for r in ranks],
-            [[b for one in owned.values() for b in others(one.holders, r)] for r in ranks],
-            [[b for one in of(rank) for b in others(one.holders, me)] for rank in ranks],
-        )
+        self.rounds = [
+            (
+                [name for name in part if name in self.owned],
+                _Transfer((r, t.owner, b) for t in part.values() for r, b in t.sources),
+                _Transfer((t.owner, r, b) for t in part.values() for r, b in t.holders),
+            )
+            for part in _rounds(sent, len(held))
+        ]
+        """The tensors that this rank updates, with the gradients for their owners and the
+        updates for their holders."""
 
     def run(self, held: Mapping[Block, Tensor], step: int) -> None:
         """Replace this rank's rectangles of the gradients, [rows, columns] or [rows], by those
         of the updates of step `step`; collective."""
         for block in self.alone:
-            held[block].copy_(self.rule.update(block.tensor, held[block], step))
-        for part in self.rounds:
-            wholes = {
-                name: torch.empty(shape, dtype=self.rule.sent, device=self.device)
-                for name, shape in part.owned.items()
-            }
-            sent = [[held[block] for block in blocks] for blocks in part.sent]
-            for block, values in self._all_to_all(sent, part.gathered):
-                _rectangle(wholes, block).copy_(values)
+            held[block].copy_(self._update(block.tensor, held[block], step))
+        for owned, gradients, updates in self.rounds:
+            wholes = {name: self._empty.new_empty(self.shapes[name]) for name in owned}
+            gradients.run(held.__getitem__, partial(_rectangle, wholes), self._empty)
             for name, whole in wholes.items():
-                wholes[name] = self.rule.update(name, whole, step)
-            results = [[_rectangle(wholes, b) for b in blocks] for blocks in part.returned]
-            for block, values in self._all_to_all(results, part.received):
-                held[block].copy_(values)
+                wholes[name] = self._update(name, whole, step)
+            updates.run(partial(_rectangle, wholes), held.__getitem__, self._empty)
 
-    def _all_to_all(
-        self, outgoing: list[list[Tensor]], incoming: list[list[Block]]
-    ) -> list[tuple[Block, Tensor]]:
-        """Send each rank its tensors; returns the received blocks with their values."""
-        parts = [part.reshape(-1).to(self.rule.sent) for parts in outgoing for part in parts]
-        empty = torch.empty(0, dtype=self.rule.sent, device=self.device)
-        sent = torch.cat([empty, *parts])
-        sizes = [sum(map(block_numel, blocks)) for blocks in incoming]
-        received = empty.new_empty(sum(sizes))
-        sent_sizes = [sum(part.numel() for part in parts) for parts in outgoing]
-        dist.all_to_all_single(received, sent, sizes, sent_sizes)
-        arrived = with_offsets([block for blocks in incoming for block in blocks])
-        return [(block, stored_values(block, offset, received)) for block, offset in arrived]
+    def _new_states(self, shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+        return {
+            quantity: torch.zeros(
+                kind.shape(shape), dtype=getattr(torch, kind.dtype), device=device
+            )
+            for quantity, kind in self.whole.states(shape).items()
+        }
+
+    def _update(self, name: str, whole: Tensor, step: int) -> Tensor:
+        return self.rule.update(whole, self.states[name], step)
 
 
-def _owned(held: Sequence[Sequence[Block]], rule: UpdateRule) -> dict[str, _Tensor]:
+def _owned(
+    held: Sequence[Sequence[Block]], cost: Callable[[tuple[int, ...]], int]
+) -> dict[str, _Tensor]:
     """The tensors whose rectangles are `held` by the ranks, the most expensive first. The owner
     is the holder with the least work so far."""
-    copies: dict[str, list[tuple[int, Block]]] = {}
+    holders: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(held):
         for block in blocks:
-            copies.setdefault(block.tensor, []).append((rank, block))
-    shapes = {name: _shape([block for _, block in found]) for name, found in copies.items()}
-    load = [0] * len(held)
+            holders.setdefault(block.tensor, []).append((rank, block))
+    shapes = {name: _shape([block for _, block in pairs]) for name, pairs in holders.items()}
+    costs = {name: cost(shape) for name, shape in shapes.items()}
+    work = [0] * len(held)
     tensors = {}
-    costs = {name: rule.cost(shape) for name, shape in shapes.items()}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
-        owner = min({rank for rank, _ in copies[name]}, key=lambda rank: (load[rank], rank))
-        load[owner] += costs[name]
-        tensors[name] = _Tensor(shapes[name], tuple(copies[name]), owner)
+        owner = min({rank for rank, _ in holders[name]}, key=lambda rank: (work[rank], rank))
+        work[owner] += costs[name]
+        tensors[name] = _Tensor(shapes[name], holders[name], owner)
     return tensors
 
 
@@ -232,16 +210,16 @@ def _shape(blocks: Sequence[Block]) -> tuple[int, ...]:
 def _rounds(tensors: Mapping[str, _Tensor], world: int) -> list[dict[str, _Tensor]]:
     """The tensors split into parts that need only small buffers on every rank."""
     parts: list[dict[str, _Tensor]] = []
-    load = [EXCHANGED_AT_ONCE] * world
+    buffered = [EXCHANGED_AT_ONCE] * world
     for name, tensor in tensors.items():
-        if max(load) >= EXCHANGED_AT_ONCE:
+        if max(buffered) >= EXCHANGED_AT_ONCE:
             parts.append({})
-            load = [0] * world
+            buffered = [0] * world
         parts[-1][name] = tensor
-        load[tensor.owner] += prod(tensor.shape)
+        buffered[tensor.owner] += prod(tensor.shape)
         for rank, block in tensor.holders:
-            load[rank] += block_numel(block)
-            load[tensor.owner] += block_numel(block)  # the copy of the result that it sends
+            buffered[rank] += block_numel(block)
+            buffered[tensor.owner] += block_numel(block)  # the copy of the result that it sends
     return parts
 
 
@@ -304,7 +282,7 @@ class OwnerOptimizer(torch.optim.AdamW):
         _local(parameter).mul_(1 - rate * group["weight_decay"])
         for held in unit.held[parameter]:
             shape = unit.exchange.shapes[held.block.tensor]
-            adjusted = rate * unit.rule.rate(shape)
+            adjusted = rate * unit.exchange.rule.rate(shape)
             held.of(parameter).add_(held.of(parameter.grad), alpha=-adjusted)
         self.state[parameter]["step"] += 1
 
@@ -316,14 +294,14 @@ def new_optimizer(
 ) -> OwnerOptimizer:
     """The recipe's optimizer, with the rule's parameters in separate groups; `placed` are the
     model's parameters with their checkpoint tensors."""
-    rule = RULES[settings.name](settings)
-    taken = {parameter for parameter, blocks in placed if takes(rule, blocks)}
-    found = []
+    whole = whole_of(settings)
+    taken = {parameter for parameter, blocks in placed if takes(whole, blocks)}
+    divided = []
     for group in groups:
         for owned in (True, False):
             params = [p for p in group["params"] if (p in taken) == owned]
-            found += [{**group, "params": params, "owned": owned}] if params else []
-    return OwnerOptimizer(found, settings)
+            divided += [{**group, "params": params, "owned": owned}] if params else []
+    return OwnerOptimizer(divided, settings)
 
 
 class Unit:
@@ -342,7 +320,6 @@ class Unit:
         """The parameters, with the optimizers that update them."""
         self.held = held
         self.exchange = exchange
-        self.rule = exchange.rule
         for parameter, optimizer in owners.items():
             optimizer.units[parameter] = self
 
@@ -354,8 +331,8 @@ class Unit:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient, state = parameter.grad, optimizer.state[parameter]
-            moments = {name: _local(state[name]) for name in self.rule.moments}
-            self.rule.accumulate(_local(gradient), moments)
+            moments = {name: _local(state[name]) for name in self.exchange.whole.moments}
+            self.exchange.rule.accumulate(_local(gradient), moments)
             step = step or int(state["step"]) + 1
             for one in self.held[parameter]:
                 rectangles[one.block.stored] = one.of(gradient)
@@ -364,12 +341,12 @@ class Unit:
 
 def owner_shards(optimizers: Iterable[object]) -> Iterator[StateShard]:
     """The states that this rank keeps of the tensors that it owns."""
-    found = [one for one in optimizers if isinstance(one, OwnerOptimizer)]
-    for unit in dict.fromkeys(unit for one in found for unit in one.units.values()):
-        for tensor, states in unit.rule.states.items():
+    ours = [one for one in optimizers if isinstance(one, OwnerOptimizer)]
+    for unit in dict.fromkeys(unit for one in ours for unit in one.units.values()):
+        for tensor, states in unit.exchange.states.items():
+            mine = tensor in unit.exchange.owned
             for quantity, values in states.items():
                 block = whole_block(tensor, values.shape)
-                mine = tensor in unit.exchange.owned
                 yield StateShard([block], {quantity: values}, saved_here=mine)
 
 
@@ -391,20 +368,20 @@ def bind(
     `state` is the engine's: its fp32 weights are parts of the parameters, or all of them.
     `apart`: each parameter has a separate step on all ranks, in the same order.
     """
-    new_rule = partial(RULES[setup.optimizer.name], setup.optimizer)
+    whole = whole_of(setup.optimizer)
     for parameter in owners:
-        adam.moments(owners[parameter], parameter, kept=new_rule().moments)
-    held = _held_in(owners, state(), new_rule())
+        adam.moments(owners[parameter], parameter, kept=whole.moments)
+    held = _held_in(owners, state(), whole)
     units = []
     for some in [{p: owners[p]} for p in owners] if apart else [owners]:
         blocks = [one.block.stored for parameter in some for one in held[parameter]]
-        exchange = Exchange(blocks, new_rule(), setup.ranks.device)
+        exchange = Exchange(blocks, setup.optimizer, setup.ranks.device)
         units.append(Unit(some, held, exchange))
     return units
 
 
 def _held_in(
-    parameters: Iterable[Tensor], state: Iterable[StateShard], rule: UpdateRule
+    parameters: Iterable[Tensor], state: Iterable[StateShard], whole: WholeTensors
 ) -> dict[Tensor, list[_Held]]:
     """The rectangles of the rule's tensors in this rank's memory of each parameter."""
     found: dict[Tensor, list[_Held]] = {parameter: [] for parameter in parameters}
@@ -413,7 +390,7 @@ def _held_in(
         key=lambda one: one[0],
     )
     for shard in state:
-        if not starts or not shard.blocks or not takes(rule, shard.blocks):
+        if not starts or not shard.blocks or not takes(whole, shard.blocks):
             continue
         address = shard.get("weight").data_ptr()
         start, parameter = starts[bisect(starts, address, key=lambda one: one[0]) - 1]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora, lora_of
@@ -18,6 +17,7 @@ from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import BalanceSection, Fp8Section, OptimizerSection, Recipe
+from toolkit.registry import load
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -139,8 +139,7 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
         from toolkit.models.megatron import cpu
 
         cpu.before_import()
-    module, _, attribute = BACKENDS[name].engine.partition(":")
-    engine: Engine = getattr(import_module(module), attribute)(setup)
+    engine: Engine = load(BACKENDS[name].engine)(setup)
     _try_first(setup.attention_kernel, engine)
     if setting := setup.layout.compiles:
         from toolkit.models.compiled import explain_failures

@@ -21,6 +21,7 @@ from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
+from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
@@ -146,30 +147,23 @@ def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     """Settings of another optimizer would change nothing."""
     optimizer = recipe.optimizer
-    name = optimizer.name
-    for other in {"adafactor", "muon"} - {name}:
-        if getattr(optimizer, other) is not None:
+    name, kind = optimizer.name, optimizer.kind
+    for other, another in OPTIMIZERS.items():
+        if other != name and another.section and getattr(optimizer, other) is not None:
             found, fix = f"settings with `name: {name}`", f"remove it, or set name to {other}"
             yield Problem(f"optimizer.{other}", found, f"null without `name: {other}`", fix)
-    for key in ("betas", "eps") if name == "adafactor" else ():
+    for key in kind.unused:
         value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
         if value != default:
-            found, allowed = f"{value} with `name: adafactor`", "nothing: Adafactor has none"
-            fix = f"remove it, or set it to {default}; optimizer.adafactor has its settings"
-            yield Problem(f"optimizer.{key}", found, allowed, fix)
-    if name in _NO_ADAPTER and recipe.adapter is not None:
-        allowed = f"adamw with adapter: {_NO_ADAPTER[name]}"
+            found, allowed = f"{value} with `name: {name}`", f"nothing: {kind.title} has none"
+            own = f"; optimizer.{name} has its settings" if kind.section else ""
+            yield Problem(
+                f"optimizer.{key}", found, allowed, f"remove it, or set it to {default}{own}"
+            )
+    if kind.no_adapter and recipe.adapter is not None:
+        allowed = f"adamw with adapter: {kind.no_adapter}"
         fix = "set optimizer.name to adamw"
         yield Problem("optimizer.name", f"{name} together with adapter", allowed, fix)
-
-
-_NO_ADAPTER = {
-    "adamw_8bit": "the states of so few parameters are small, there is nothing to save",
-    "adafactor": "the states of so few parameters are small, there is nothing to factor",
-    "muon": "what is trained is a product of two matrices, and to orthogonalise each factor is "
-    "not to orthogonalise the update",
-}
-"""Why these optimizers do not train adapters."""
 
 
 def _model_source(recipe: Recipe) -> Iterator[Problem]:

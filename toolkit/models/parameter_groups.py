@@ -4,17 +4,15 @@ Patterns are matched as those of `model.freeze` are (`toolkit.models.frozen`). N
 imports torch.
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.models.frozen import idle_problem, matching
+from toolkit.optimizers.tensors import LAYER, is_embedding
 from toolkit.recipe.schema import ParameterGroup
 
 KEY = "optimizer.groups"
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_EMBEDDING = re.compile(r"(^|[._])(\w*emb(ed(?!_out)\w*)?|wte|wpe|w)\b")
 
 
 class Multipliers(NamedTuple):
@@ -36,14 +34,14 @@ def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> M
 
 def layer_count(tensors: Iterable[str]) -> int:
     """Decoder layers of a model with these tensors, or of its part on this rank."""
-    found = (_LAYER.search(tensor) for tensor in tensors)
+    found = (LAYER.search(tensor) for tensor in tensors)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 def decay_problems(tensors: Iterable[str]) -> Iterator[Problem]:
     """Why `layer_decay` does not suit a model with these tensors: it needs one order of
     layers."""
-    found = ((tensor, _LAYER.search(tensor)) for tensor in tensors)
+    found = ((tensor, LAYER.search(tensor)) for tensor in tensors)
     stacks = sorted({tensor[: match.start()] for tensor, match in found if match})
     if len(stacks) > 1:
         yield Problem(
@@ -60,14 +58,9 @@ def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
     Depths are those of BEiT's and MAE's fine-tuning (arXiv:2106.08254, arXiv:2111.06377):
     embeddings 0, the first decoder layer 1, the last `layers`; final norm and head one more.
     """
-    match = _LAYER.search(tensor)
+    match = LAYER.search(tensor)
     depth = int(match[1]) + 1 if match else 0 if is_embedding(tensor) else layers + 1
     return float(decay ** (layers + 1 - depth))
-
-
-def is_embedding(tensor: str) -> bool:
-    """Whether this checkpoint tensor is an embedding, of tokens or positions."""
-    return _LAYER.search(tensor) is None and _EMBEDDING.search(tensor) is not None
 
 
 def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:

@@ -107,13 +107,9 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
     if optimizer.layer_decay is not None:
         yield "layer decay", f"{optimizer.layer_decay:g} per layer, by the names of tensors"
-    if optimizer.name == "muon":
-        yield "Muon", "whole matrices of the checkpoint are orthogonalised, each on one rank"
-    if optimizer.name == "adafactor":
-        yield "Adafactor", "whole tensors of the checkpoint are updated, each on one rank"
-    kinds = {"muon": "Muon and AdamW", "adafactor": "Adafactor"}.get(optimizer.name, "AdamW")
-    kept = "moments of 8 bits" if optimizer.name == "adamw_8bit" else "moments"
-    yield "optimizer states", f"{kinds} with fp32 weights and {kept}"
+    if optimizer.kind.ledger.exact:
+        yield optimizer.kind.ledger.exact
+    yield "optimizer states", optimizer.kind.ledger.states
     if plan.attention is not None:
         kernel = plan.attention_kernel
         first = "" if kernel in ("sdpa", "eager") else f", {kernel}'s kernel first,"
@@ -149,17 +145,11 @@ def _approximated(
         )
     if sums := _split_sums(plan):
         yield "order of sums", f"{sums}: the same terms, other last digits"
-    if recipe.optimizer.name == "muon" and (sums or precision != "fp32"):
-        yield (
-            "Newton-Schulz in bf16",
-            "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
-        )
-    if recipe.optimizer.name == "adamw_8bit":
-        yield (
-            "8-bit states",
-            "moments are rounded to 8 bits in every step, in blocks of whole tensors of the "
-            "checkpoint; another last digit of a gradient may flip a code",
-        )
+    ledger = recipe.optimizer.kind.ledger
+    if ledger.amplified and (sums or precision != "fp32"):
+        yield ledger.amplified
+    if ledger.approximated:
+        yield ledger.approximated
     if layout.compile != "none":
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if layout.fused == "megatron":

@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.backend import ANY
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
+from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.explain import described
 from toolkit.plan.plan import Remedy
 from toolkit.plan.rules import legality
@@ -92,12 +93,12 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
     """What a run may do without, the dearest last; of each list the first that fits counts."""
     if job.parallel.zero.nvme_path is None:
         yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
-    if job.optimizer.name == "adamw" and job.adapter is None:
-        yield [("AdamW's fp32 moments", {"optimizer.name": "adamw_8bit"})]
-        fields = OptimizerSection.model_fields
-        unused = {f"optimizer.{key}": fields[key].default for key in ("betas", "eps")}
-        given = {key: value for key, value in unused.items() if attrgetter(key)(job) != value}
-        yield [("AdamW", {"optimizer.name": "adafactor", **given})]
+    for name, kind in OPTIMIZERS.items() if job.adapter is None else ():
+        if kind.gives_up and job.optimizer.kind.whole is None:
+            fields = OptimizerSection.model_fields
+            unused = {f"optimizer.{key}": fields[key].default for key in kind.unused}
+            given = {key: new for key, new in unused.items() if attrgetter(key)(job) != new}
+            yield [(kind.gives_up, {"optimizer.name": name, **given})]
     length, shorter = job.training.sequence_length, []
     while not job.lengths and length % 2 == 0 and length // 2 >= SHORTEST:
         length //= 2

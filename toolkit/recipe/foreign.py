@@ -7,6 +7,8 @@ Axolotl, LLaMA-Factory and torchtitan.
 
 from dataclasses import dataclass
 
+from toolkit.optimizers.base import OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -157,11 +159,7 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "no": "fp32",
     },
     "optimizer.name": {
-        "adam": "adamw",
-        "adamw_torch": "adamw",
-        "adamw_torch_fused": "adamw",
-        "adamw_hf": "adamw",
-        "fusedadam": "adamw",
+        alias: name for name, kind in OPTIMIZERS.items() for alias in kind.aliases
     },
     "schedule.name": {
         "constant_with_warmup": "constant",

@@ -20,6 +20,7 @@ from toolkit.layout import (
     LossKernel,
 )
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
+from toolkit.optimizers.base import OPTIMIZERS, OptimizerKind
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.section import (
     Auto,
@@ -40,10 +41,12 @@ if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
     LauncherName: TypeAlias = str
     ObjectiveName: TypeAlias = str
+    OptimizerName: TypeAlias = str
 else:
     EngineChoice = Literal["auto", *ENGINES.names]
     LauncherName = Literal[*LAUNCHERS.names]
     ObjectiveName = Literal[*OBJECTIVES.names]
+    OptimizerName = Literal[*OPTIMIZERS.names]
 
 OwnSection = TypeVar("OwnSection", bound=Section)
 
@@ -532,51 +535,27 @@ class ParameterGroup(Section):
     """Multiplies `weight_decay`, which stays 0 for norms and biases."""
 
 
-class MuonSection(Section):
-    """Muon (https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it."""
-
-    momentum: Fraction = 0.95
-    """Decay rate of the momentum."""
-    nesterov: bool = True
-    """Nesterov momentum: the gradient is added to the momentum once more before
-    orthogonalisation."""
-    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
-    """Steps of the Newton-Schulz iteration that orthogonalises the momentum."""
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The learning rate of a matrix [m, n]: `match_rms_adamw` multiplies it by
-    0.2 √max(m, n), which makes updates as large as AdamW's, so that rates for AdamW can be
-    used; `original` by √max(1, m / n)."""
+def _not_with(key: str) -> str:
+    names = [name for name, kind in OPTIMIZERS.items() if key in kind.unused]
+    return f"; not with {' or '.join(f'`name: {name}`' for name in names)}" if names else ""
 
 
-class AdafactorSection(Section):
-    """Adafactor (arXiv:1804.04235), as transformers computes it with `scale_parameter=False`
-    and `relative_step=False`."""
-
-    decay: PositiveFloat = 0.8
-    """The averages of squares weigh the gradient of step t by t^-decay."""
-    eps: PositiveFloat = 1.0e-30
-    """Added to squared gradients."""
-    clip: PositiveFloat = 1.0
-    """Largest root mean square of the update of a tensor, before the learning rate."""
-
-
-OptimizerName: TypeAlias = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
-
-
-class OptimizerSection(Section):
+class _OptimizerSettings(Section):
     """Weight decay skips norms and biases on every engine."""
 
-    name: OptimizerName = "adamw"
-    """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
-    embeddings, head, norms and biases are updated by AdamW with the same learning rate.
-    `adafactor` keeps an average per row and per column of a matrix instead of two moments.
-    `adamw_8bit` is bitsandbytes' AdamW with 8-bit moments, except for embeddings."""
+    name: OptimizerName = Field(
+        "adamw",
+        description=" ".join(kind.about for _, kind in OPTIMIZERS.items() if kind.about),
+    )
     learning_rate: PositiveFloat
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the first and second moment; not with `name: adafactor`."""
-    eps: PositiveFloat = 1.0e-8
-    """Added to the denominator; not with `name: adafactor`."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        (0.9, 0.95),
+        description=f"Decay rates of the first and second moment{_not_with('betas')}.",
+    )
+    eps: PositiveFloat = Field(
+        1.0e-8, description=f"Added to the denominator{_not_with('eps')}."
+    )
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -587,20 +566,36 @@ class OptimizerSection(Section):
     """The learning rate of each decoder layer as a share of the next one's; embeddings have the
     lowest rate, final norm and head the full one (docs/optimizers.md). Multipliers of `groups`
     are applied in addition. null for one rate."""
-    adafactor: AdafactorSection | None = None
-    """With `name: adafactor` only; null for the defaults."""
-    muon: MuonSection | None = None
-    """With `name: muon` only; null for the defaults."""
 
     @property
-    def adafactor_settings(self) -> AdafactorSection:
-        """Adafactor's settings, as stated or by default."""
-        return self.adafactor or AdafactorSection()
+    def kind(self) -> OptimizerKind:
+        """The optimizer."""
+        return OPTIMIZERS[self.name]
 
     @property
-    def muon_settings(self) -> MuonSection:
-        """Muon's settings, as stated or by default."""
-        return self.muon or MuonSection()
+    def own(self) -> Any:
+        """The optimizer's own section, as stated or by default; None if it has none."""
+        section = self.kind.section
+        return section and (getattr(self, self.name) or section())
+
+
+if TYPE_CHECKING:
+    OptimizerSection: TypeAlias = _OptimizerSettings
+else:
+    OptimizerSection = create_model(
+        "OptimizerSection",
+        __base__=_OptimizerSettings,
+        __doc__=_OptimizerSettings.__doc__,
+        __module__=__name__,
+        **{
+            name: (
+                kind.section | None,
+                Field(None, description=f"With `name: {name}` only; null for the defaults."),
+            )
+            for name, kind in OPTIMIZERS.items()
+            if kind.section is not None
+        },
+    )
 
 
 class ScheduleSection(Section):

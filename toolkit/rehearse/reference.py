@@ -12,11 +12,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.optimization import Adafactor
 
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
@@ -28,7 +26,9 @@ from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.models.routers import SCORES, is_router, outcome
 from toolkit.models.weights import is_correction_bias
+from toolkit.optimizers.base import Trained
 from toolkit.recipe.schema import OptimizerSection, Recipe
+from toolkit.registry import load
 from toolkit.rehearse.batches import document_starts, global_batches
 from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs, tokens_of
 from toolkit.rehearse.record import write_step
@@ -152,14 +152,12 @@ def _depth(name: str, layers: int) -> int:
 
 
 def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
-    """torch's AdamW, with weight decay for matrices but not for norms and biases, and where the
-    recipe has it torch's Muon for the matrices inside of layers, transformers' Adafactor, or
-    bitsandbytes' AdamW with 8 bits for all but embeddings;
-    every parameter with the multipliers of the first group of `optimizer.groups` that names it,
-    and of `optimizer.layer_decay`."""
+    """The plain optimizers of `settings`, with weight decay for matrices but not for norms and
+    biases; every parameter has the multipliers of the first group of `optimizer.groups` that
+    names it, and of `optimizer.layer_decay`."""
     layers = len(hf.decoder_layers(model))
-    matrices: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
+    embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    trained = []
     for parameter, tensors in hf.tensors_of(model):
         rate, decay, name = settings.learning_rate, settings.weight_decay, min(tensors)
         for group in reversed(settings.groups):
@@ -170,62 +168,24 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
             below = range(layers + 1 - _depth(name, layers))
             rate *= prod(settings.layer_decay for _ in below)
         vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
-        decay = 0.0 if vector else decay
-        inside = any(part.isdecimal() for part in name.split("."))
-        linear = not vector and "norm" not in name and "conv" not in name
-        muon = settings.name == "muon" and inside and linear
-        parts = [parameter]
-        if parameter.ndim == 3 or (vector and parameter.ndim == 2):  # experts, or a convolution
+        pieces = [parameter]
+        stacked = parameter.ndim == 3 or (vector and parameter.ndim == 2)
+        if stacked and settings.kind.whole is not None:  # experts, or a convolution
             halves = 2 if any("gate_proj" in one for one in tensors) else 1
             split = partial(_flattened if "conv" in name else _experts, halves=halves)
-            parts = _parts(parameter, split) if settings.name != "adamw" else parts
-        found = {"params": parts, "lr": rate, "weight_decay": decay}
-        (matrices if muon else others).append(found)
-    if settings.name == "adamw_8bit":
-        return _in_8_bits(model, others, settings)
-    if settings.name == "adafactor":
-        factored = settings.adafactor_settings
-        return [
-            Adafactor(
-                others,
-                scale_parameter=False,
-                relative_step=False,
-                decay_rate=-factored.decay,
-                eps=(factored.eps, 0.0),
-                clip_threshold=factored.clip,
-            )
-        ]
-    adamw = torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps)
-    if not matrices:
-        return [adamw]
-    own = settings.muon_settings
-    return [
-        adamw,
-        torch.optim.Muon(
-            matrices,
-            momentum=own.momentum,
-            nesterov=own.nesterov,
-            ns_steps=own.ns_steps,
-            adjust_lr_fn=own.adjust_lr,
-        ),
-    ]
+            pieces = _parts(parameter, split)
+        member = {"params": pieces, "lr": rate, "weight_decay": 0.0 if vector else decay}
+        trained.append(Trained(name, member, vector, parameter in embeddings))
+    optimizers: list[torch.optim.Optimizer] = load(settings.kind.reference)(settings, trained)
+    return optimizers
 
 
-def _in_8_bits(
-    model: nn.Module, groups: list[dict[str, Any]], settings: OptimizerSection
+def adamw(
+    settings: OptimizerSection, parameters: Sequence[Trained]
 ) -> list[torch.optim.Optimizer]:
-    """bitsandbytes' AdamW, as transformers' Trainer has it: embeddings in 32 bits."""
-    from bitsandbytes.optim import AdamW8bit, AdamW32bit
-
-    tables = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
-    apart: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-    for group in groups:
-        apart[group["params"][0] in tables].append(group)
-    return [
-        kind(members, betas=settings.betas, eps=settings.eps)
-        for kind, members in zip((AdamW8bit, AdamW32bit), apart, strict=True)
-        if members
-    ]
+    """torch's own."""
+    groups = [parameter.group for parameter in parameters]
+    return [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
 
 
 def _experts(stack: Tensor, halves: int) -> list[Tensor]:

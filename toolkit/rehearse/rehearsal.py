@@ -23,6 +23,7 @@ from toolkit.recipe.schema import (
     Recipe,
     ScheduleSection,
 )
+from toolkit.registry import load
 from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
 from toolkit.rehearse.losses import rehearsed_objective
@@ -42,11 +43,6 @@ LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four
 micro batches for a pipeline. More only where a pipeline asks for it."""
 MICRO_BATCH = 2
-LARGEST_RATE = 3e-4
-"""Larger steps of AdamW amplify rounding: in ten steps, 3e-3 turned 1e-7 into 3e-5, and so did
-1e-3 with experts, whose routing jumps."""
-LARGEST_MUON_RATE = 5e-5
-"""Muon rounds to bf16 before it orthogonalises: 1e-3 turned 1e-7 into 4e-5 in 20 steps."""
 WORKER = "toolkit.rehearse.worker"
 REFERENCE = "toolkit.rehearse.reference"
 
@@ -142,8 +138,9 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     freeze = shrink_freeze(recipe.model.freeze, config)
     trained = trained_tensors(config, freeze, recipe.adapter)
     groups = in_small_model(recipe.optimizer.groups, trained)
-    largest = LARGEST_MUON_RATE if recipe.optimizer.name == "muon" else LARGEST_RATE
-    largest /= max([1.0, *(group.lr_mult for group in groups)])
+    largest = recipe.optimizer.kind.largest_rate / max(
+        [1.0, *(group.lr_mult for group in groups)]
+    )
     adapter = recipe.adapter
     if adapter is not None:
         adapter = adapter.with_values({"dropout": 0.0, "folder": None})
@@ -197,10 +194,9 @@ def run(
 
 def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
     """Train with transformers alone, in one process on the CPU. Raises as `run` does."""
-    if rehearsal.recipe.optimizer.name == "adamw_8bit":
-        from toolkit.engines.adamw_8bit import operators
-
-        operators()  # one clear error where it is missing
+    optimizer = rehearsal.recipe.optimizer
+    if optimizer.kind.packages and optimizer.kind.whole is not None:
+        load(optimizer.kind.whole.rule)(optimizer)  # one clear error where they are missing
     # A separate loop trains it: any engine without a configuration is a placeholder.
     plain = next(name for name in BACKENDS.names if not BACKENDS[name].configured)
     section = ParallelSection(engine=plain, model="hf")

@@ -27,6 +27,7 @@ from toolkit.targets.source import (
     Stated,
     as_yaml,
     number,
+    translated,
     unknown,
 )
 
@@ -198,8 +199,7 @@ Rule = Callable[[_Reader], Meaning]
 
 def _optimizer(reader: _Reader) -> Meaning:
     # Megatron-LM's adam decouples the weight decay unless an argument says not to.
-    name = reader.value("--optimizer")
-    yield "optimizer.name", "adamw" if name == "adam" else name
+    yield "optimizer.name", translated("optimizer.name", reader.value("--optimizer"))
 
 
 def _clipping(reader: _Reader) -> Meaning:

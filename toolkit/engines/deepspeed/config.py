@@ -19,6 +19,7 @@ from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement, Precision
+from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.suggest import did_you_mean
 
@@ -251,7 +252,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "gradient_clipping": optimizer.clip_grad_norm or 0.0,
         "bf16.enabled": request.precision == "bf16",
         "fp16.enabled": request.precision == "fp16",
-        "optimizer.type": "AdamW",
+        "optimizer.type": optimizer.kind.elsewhere.get("deepspeed.json"),
         "optimizer.params.lr": optimizer.learning_rate,
         "optimizer.params.betas": list(optimizer.betas),
         "optimizer.params.eps": optimizer.eps,
@@ -261,7 +262,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         f"{ZERO}.zero_quantized_weights": request.quantized_weights,
         f"{ZERO}.zero_quantized_gradients": request.quantized_gradients,
     }
-    if optimizer.name != "adamw":  # DeepSpeed gets the optimizer itself
+    if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
     for block, device, _ in _offloads(layout):
         folder = request.nvme_path if device == "nvme" else None
@@ -282,8 +283,8 @@ def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
 def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     """Settings that follow from the layout if the file does not state them."""
     settings: dict[str, object] = {}
-    adamw = request.optimizer.name == "adamw"
-    if adamw and request.layout.offload_optimizer == "none":
+    own = request.optimizer.kind.whole is not None
+    if not own and request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
         stated: Any = _get(file.values, "optimizer.params") or {}
@@ -358,7 +359,7 @@ def _disagreements(
 
 def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Problem]:
     """Blocks that would replace what the recipe decides."""
-    if file.values.get("optimizer") is not None and optimizer.name != "adamw":
+    if file.values.get("optimizer") is not None and optimizer.kind.whole is not None:
         yield file.problem(
             "optimizer",
             file.values["optimizer"],
@@ -412,6 +413,9 @@ def _stated(file: JsonFile, key: str) -> object:
     return None if value == "auto" else value
 
 
+_OPTIMIZER_TYPES = {kind.elsewhere.get("deepspeed.json") for _, kind in OPTIMIZERS.items()}
+
+
 def same(found: object, wanted: object) -> bool:
     """Whether two settings mean the same: 1e-4 is 0.0001, "adamw" is "AdamW", 1 is not true."""
     if isinstance(found, bool) or isinstance(wanted, bool):
@@ -422,8 +426,8 @@ def same(found: object, wanted: object) -> bool:
         )
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(found, str) and wanted == "AdamW":
-        return found.lower() == "adamw"
+    if isinstance(found, str) and isinstance(wanted, str) and wanted in _OPTIMIZER_TYPES:
+        return found.lower() == wanted.lower()
     return found == wanted
 
 

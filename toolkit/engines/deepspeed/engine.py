@@ -29,7 +29,6 @@ from toolkit.engines.deepspeed.state import (
 from toolkit.engines.deepspeed.veto import Veto, let_skip
 from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.owners import (
-    RULES,
     OwnerOptimizer,
     bind,
     new_optimizer,
@@ -86,7 +85,7 @@ class DeepSpeedEngine:
 
     def _new_optimizer(self, groups: list[dict[str, Any]]) -> OwnerOptimizer | None:
         """The optimizer that DeepSpeed wraps; None for the one in its configuration."""
-        if self.setup.optimizer.name not in RULES:
+        if self.setup.optimizer.kind.whole is None:
             return None
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 

@@ -109,7 +109,7 @@ class MegatronBackend(Backend):
                 "rest apart, and they drift after an overflow",
                 "set training.precision to bf16, or parallel.expert to 1",
             )
-        if job.training.precision == "fp16" and job.optimizer.name != "adamw":
+        if job.training.precision == "fp16" and job.optimizer.kind.whole is not None:
             yield Problem(
                 "training.precision",
                 f"fp16 with optimizer.name: {job.optimizer.name} on engine megatron",

@@ -35,7 +35,7 @@ from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
-from toolkit.engines.owners import RULES, OwnerOptimizer, bind, owned_by, owner_shards, takes
+from toolkit.engines.owners import OwnerOptimizer, bind, owned_by, owner_shards, takes
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (
@@ -110,7 +110,7 @@ class MegatronEngine:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if "fused" in group:  # torch's AdamW, without Transformer Engine and Apex
                 group["fused"] = True
-        if self.setup.optimizer.name in RULES:
+        if self.setup.optimizer.kind.whole is not None:
             self._use_own(optimizer)
         return optimizer
 
@@ -128,15 +128,15 @@ class MegatronEngine:
 
     def _owned_overrides(self) -> dict[ParamKey, Any]:
         """Marker that puts the parameters of an `UpdateRule` into separate groups."""
-        if self.setup.optimizer.name not in RULES:
+        whole = self.setup.optimizer.kind.whole
+        if whole is None:
             return {}
-        rule = RULES[self.setup.optimizer.name](self.setup.optimizer)
-        found = {
+        owned = {
             shard.parameter
             for shard in weights.shards(self.chunks, self.model)
-            if takes(rule, shard.blocks)
+            if takes(whole, shard.blocks)
         }
-        taken = ParamPredicate(name="owned", fn=lambda parameter: parameter in found)
+        taken = ParamPredicate(name="owned", fn=lambda parameter: parameter in owned)
         return {ParamKey(predicate=taken): {"owned": True}}
 
     def _use_own(self, optimizer: Any) -> None:

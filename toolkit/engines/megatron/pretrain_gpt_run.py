@@ -78,12 +78,12 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, nothing: it has no adapters",
             "remove adapter, or start the run with `dmt launch`",
         )
-    if recipe.optimizer.name != "adamw":
+    if "pretrain_gpt.py" not in (kind := recipe.optimizer.kind).elsewhere:
+        reason = kind.unlike.get("pretrain_gpt.py", f"it has no {kind.title}")
         yield Problem(
             "optimizer.name",
             recipe.optimizer.name,
-            "in Megatron-LM's pretrain_gpt.py, adamw: it has no Adafactor and no 8-bit "
-            "AdamW, and its own Muon keeps other matrices together and scales them differently",
+            f"in Megatron-LM's pretrain_gpt.py, adamw: {reason}",
             "set optimizer.name to adamw, or start the run with `dmt launch`",
         )
     yield from _data_problems(recipe.data)

@@ -17,10 +17,10 @@ from toolkit.layout import (
     padded_vocab,
     recomputed_layers,
 )
-from toolkit.models.matrices import EXCHANGED_AT_ONCE
+from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
-from toolkit.plan.cost.owners import by_replicas, owned_bytes
+from toolkit.plan.cost.owners import owned_bytes, replicated
 from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
@@ -301,16 +301,13 @@ def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> floa
     if updates is None:
         return 0.0
     trained, spread = share.trained, layout.zero_stage >= 1
-    if updates.optimizer == "muon":  # no second moment of the layers' matrices
-        matrices = trained._replace(vocabulary=0.0)
-        return FP32_BYTES * (
-            _shard(workload, layout, matrices) if spread else matrices.parameters
-        )
-    if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
-        untied = not workload.spec.tied_embeddings
-        trained = trained._replace(vocabulary=trained.output if untied else 0.0)
+    whole, untied = updates.whole, not workload.spec.tied_embeddings
+    if not whole.takes("embed_tokens.weight", 2):
+        head = untied and whole.takes("lm_head.weight", 2)
+        trained = trained._replace(vocabulary=trained.output if head else 0.0)
+    saved = FP32_BYTES * (len(MOMENTS) - len(whole.moments))
     kept = _shard(workload, layout, trained) if spread else trained.parameters
-    return 2 * FP32_BYTES * kept - owned_bytes(workload, layout, share.stage)
+    return saved * kept - owned_bytes(workload, layout, share.stage)
 
 
 def padded_share(workload: Workload, layout: Layout, share: StageShare) -> StageShare:
@@ -389,13 +386,13 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
     updates = workload.updates
     if updates is None:
         return 0.0
-    trained = share.trained
-    if updates.optimizer != "muon":  # fp32, and embeddings may be larger than one exchange
-        own = 2 * updates.largest
-        if by_replicas(layout):
-            return FP32_BYTES * own
-        return 2 * FP32_BYTES * min(max(EXCHANGED_AT_ONCE, own), own + 2 * trained.parameters)
-    return 2 * 2 * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
+    trained, width = share.trained, updates.whole.sent_bytes
+    if not updates.whole.by_replicas:
+        return 2 * width * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
+    own = 2 * updates.largest  # embeddings may be larger than one exchange
+    if replicated(layout):
+        return width * own
+    return 2 * width * min(max(EXCHANGED_AT_ONCE, own), own + 2 * trained.parameters)
 
 
 @lru_cache(maxsize=4096)

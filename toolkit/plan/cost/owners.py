@@ -8,27 +8,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import mapped
 from toolkit.models.frozen import matching
-from toolkit.models.matrices import MIN_8BIT_SIZE, is_layer_matrix, scale_count
-from toolkit.models.parameter_groups import is_embedding
-from toolkit.plan.cost.engine import FP32_BYTES
+from toolkit.optimizers.base import OPTIMIZERS, WholeTensors
 from toolkit.plan.cost.operators import Device, matmul_s
 from toolkit.plan.cost.traffic import PlacedLayout
-from toolkit.recipe.schema import OptimizerName, OptimizerSection
+from toolkit.recipe.schema import OptimizerSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.workload import Workload
-
-
-MOVED_BYTES = {"adafactor": 48, "adamw_8bit": 28}
-"""Bytes that an owner moves per element. Adafactor's: the gradient squared (8) and averaged
-over both axes (8), the factors' product (4) times the gradient (12), its norm (4), the division
-(8), the copy of the result (4). 8-bit AdamW's: the update cleared (4), read and written (8),
-gradient (4) and codes (4), the copy of the result (8)."""
 
 
 class OwnedTensor(NamedTuple):
@@ -44,13 +35,21 @@ class OwnedTensor(NamedTuple):
 class OwnerUpdates:
     """The tensors that an optimizer updates as wholes."""
 
-    optimizer: OptimizerName
-    steps: int
-    """Of the Newton-Schulz iteration."""
+    optimizer: str
+    """`optimizer.name`."""
+    own: Any
+    """Its section."""
     tensors: tuple[tuple[OwnedTensor, int], ...]
     """With how many there are of each."""
     largest: int
     """Elements of the largest one."""
+
+    @property
+    def whole(self) -> WholeTensors:
+        """How the optimizer updates them."""
+        whole = OPTIMIZERS[self.optimizer].whole
+        assert whole is not None, "`owner_updates`"
+        return whole
 
     def of_stage(self, chunks: Sequence[int], pp: int, stage: int) -> Counter[OwnedTensor]:
         """The tensors of a pipeline stage, over all of its ranks; `chunks` count layers."""
@@ -65,25 +64,18 @@ def owner_updates(
     config: Mapping[str, object], freeze: Sequence[str], optimizer: OptimizerSection
 ) -> OwnerUpdates | None:
     """The tensors of a model with this config; None with AdamW."""
-    if optimizer.name == "adamw":
+    whole = optimizer.kind.whole
+    if whole is None:
         return None
     shapes = _shapes(config)
     frozen = matching(freeze, shapes)
     counts = Counter(
         tensor
         for name, tensor in shapes.items()
-        if name not in frozen and _updated(optimizer.name, name, tensor)
+        if name not in frozen and whole.takes(name, len(tensor.shape))
     )
     largest = max((prod(tensor.shape) for tensor in counts), default=0)
-    return OwnerUpdates(
-        optimizer.name, optimizer.muon_settings.ns_steps, tuple(counts.items()), largest
-    )
-
-
-def _updated(optimizer: OptimizerName, name: str, tensor: OwnedTensor) -> bool:
-    if optimizer == "muon":
-        return is_layer_matrix(name, len(tensor.shape))
-    return optimizer == "adafactor" or not is_embedding(name)
+    return OwnerUpdates(optimizer.name, optimizer.own, tuple(counts.items()), largest)
 
 
 def _shapes(config: Mapping[str, object]) -> dict[str, OwnedTensor]:
@@ -109,37 +101,25 @@ def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
     if updates is None:
         return 0.0
     ranks = layout.world // layout.pp
-    if updates.optimizer != "muon" and by_replicas(layout):
+    if updates.whole.by_replicas and replicated(layout):
         ranks = layout.ep
     chunks = stage_layers(place.workload.spec.layers, layout.pp, layout.vpp)
     return _owner_s(updates, chunks, layout.pp, stage, ranks, layout.ep, device)
 
 
-def by_replicas(layout: Layout) -> bool:
-    """Whether every rank that holds a tensor holds all of it. Then only Muon communicates."""
+def replicated(layout: Layout) -> bool:
+    """Whether every rank that holds a tensor holds all of it."""
     return layout.zero_stage == 0 and layout.tp == 1
 
 
 def owned_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
-    """Bytes of owners' states on one rank of a stage, distributed over the ranks. Adafactor: a
-    row and a column of every matrix, a whole vector. 8-bit AdamW: codes and their scales, for
-    small tensors two moments."""
+    """Bytes of owners' states on one rank of a stage, distributed over the ranks."""
     assert workload.updates is not None
     chunks = stage_layers(workload.spec.layers, layout.pp, layout.vpp)
     tensors = workload.updates.of_stage(chunks, layout.pp, stage)
-    each = _coded_bytes if workload.updates.optimizer == "adamw_8bit" else _factored_bytes
+    each = workload.updates.whole.owner_bytes
     held = sum(count * each(tensor.shape) for tensor, count in tensors.items())
-    return held if by_replicas(layout) else held / (layout.world // layout.pp)
-
-
-def _factored_bytes(shape: tuple[int, ...]) -> int:
-    return FP32_BYTES * sum(shape)
-
-
-def _coded_bytes(shape: tuple[int, ...]) -> int:
-    if prod(shape) < MIN_8BIT_SIZE:
-        return 2 * FP32_BYTES * prod(shape)
-    return 2 * (prod(shape) + FP32_BYTES * scale_count(shape))
+    return held if replicated(layout) else held / (layout.world // layout.pp)
 
 
 @lru_cache(maxsize=4096)
@@ -167,16 +147,11 @@ def _owner_s(
 
 
 def _update_s(shape: tuple[int, ...], updates: OwnerUpdates, device: Device) -> float:
-    if moved := MOVED_BYTES.get(updates.optimizer):
-        return moved * prod(shape) / device.memory
-    return newton_schulz_s(shape, updates.steps, device)
-
-
-def newton_schulz_s(shape: Sequence[int], steps: int, device: Device) -> float:
-    """Seconds of the iteration's three products a step, `newton_schulz_flops` together."""
-    m, n = sorted(shape)
-    products: tuple[tuple[int, int, int], ...] = ((m, m, n), (m, m, m), (m, n, m))
-    return steps * sum(matmul_s(*sizes, device, plain=True) for sizes in products)
+    whole = updates.whole
+    times, products = whole.products(shape, updates.own)
+    return whole.moved_bytes * prod(shape) / device.memory + times * sum(
+        matmul_s(*sizes, device, plain=True) for sizes in products
+    )
 
 
 def busiest(costs: Mapping[float, int], ranks: int) -> float:

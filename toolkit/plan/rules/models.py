@@ -277,7 +277,7 @@ def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
     """Owners compute on the device, where their buffers and states are."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
-        if job.optimizer.name != "adamw" and place not in ("none", "auto"):
+        if job.optimizer.kind.whole is not None and place not in ("none", "auto"):
             yield Problem(
                 f"parallel.zero.{name}",
                 f"{place} with optimizer.name: {job.optimizer.name}",

@@ -29,6 +29,7 @@ from tests.engines.owner_cases import (
     in_four,
     plain_model,
     small,
+    zeros,
 )
 from tests.engines.parity_worker import Case, plain_loop
 from toolkit.checkpoint.convert import convert
@@ -36,8 +37,9 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
-from toolkit.engines.adamw_8bit import AdamW8bit
 from toolkit.errors import BackendUnavailable
+from toolkit.extras.optimizers.adamw_8bit import ADAMW_8BIT
+from toolkit.extras.optimizers.adamw_8bit_update import AdamW8bit
 from toolkit.recipe.schema import OptimizerSection
 
 RATE = 1e-4
@@ -108,8 +110,8 @@ HALF = in_16_bits(eight)
 @pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])
 def test_the_rule(shape: tuple[int, ...]) -> None:
     """Codes and scales to the bit; also of a last block that is shorter."""
-    rule = AdamW8bit(OptimizerSection(learning_rate=1.0))
-    rule.own("a", shape, torch.device("cpu"))
+    rule = AdamW8bit(OptimizerSection(name="adamw_8bit", learning_rate=1.0))
+    states = zeros(ADAMW_8BIT, shape)
     weight = nn.Parameter(torch.zeros(shape))
     theirs = Theirs([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -117,10 +119,10 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
         weight.data.zero_()
         weight.grad = torch.randn(shape, generator=generator) * step**3
         theirs.step()
-        assert torch.equal(rule.update("a", weight.grad, step), -weight)
+        assert torch.equal(rule.update(weight.grad, states, step), -weight)
     state = theirs.state[weight]
-    names = ["state1", "state2", "absmax1", "absmax2"][: len(rule.states["a"])]
-    for ours, name in zip(rule.states["a"].values(), names, strict=True):
+    names = ["state1", "state2", "absmax1", "absmax2"][: len(states)]
+    for ours, name in zip(states.values(), names, strict=True):
         assert ours.dtype == state[name].dtype
         assert torch.equal(ours, state[name]), name
     assert (len(names) == 4) == (len(torch.empty(shape).flatten()) >= 4096)

@@ -25,13 +25,15 @@ from tests.engines.owner_cases import (
     in_four,
     plain_model,
     small,
+    zeros,
 )
 from tests.engines.parity_worker import Case, plain_loop
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
-from toolkit.engines.adafactor import Adafactor
-from toolkit.recipe.schema import AdafactorSection, OptimizerSection
+from toolkit.extras.optimizers.adafactor import ADAFACTOR, AdafactorSection
+from toolkit.extras.optimizers.adafactor_update import Adafactor
+from toolkit.recipe.schema import OptimizerSection
 
 RATE = 1e-3
 OTHER = {"decay": 0.6, "eps": 1e-12, "clip": 2.0}
@@ -103,9 +105,9 @@ HALF = in_16_bits(adafactor)
 
 @pytest.mark.parametrize("shape", [(7, 5), (9,)])
 def test_the_rule(shape: tuple[int, ...]) -> None:
-    settings = OptimizerSection(learning_rate=1.0, adafactor=AdafactorSection(**OTHER))
-    rule = Adafactor(settings)
-    rule.own("a", shape, torch.device("cpu"))
+    own = AdafactorSection(**OTHER)
+    rule = Adafactor(OptimizerSection(name="adafactor", learning_rate=1.0, adafactor=own))
+    states = zeros(ADAFACTOR, shape)
     weight = nn.Parameter(torch.zeros(shape))
     theirs = Transformers(
         [weight], lr=1.0, scale_parameter=False, relative_step=False, decay_rate=-0.6,
@@ -116,10 +118,10 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
         weight.data.zero_()
         weight.grad = torch.randn(shape, generator=generator) * step**3
         theirs.step()
-        update = rule.update("a", weight.grad, step)
+        update = rule.update(weight.grad, states, step)
         assert torch.allclose(update, -weight, rtol=1e-5)
         assert update.square().mean().sqrt() <= 2.0 + 1e-5
-    for name, state in rule.states["a"].items():
+    for name, state in states.items():
         assert torch.allclose(state, theirs.state[weight][name], rtol=1e-6), name
 
 

@@ -1,0 +1,153 @@
+"""What an optimizer is: everything about it but its arithmetic, in one object without torch.
+
+The update rule and the plain reference of a rehearsal are named as `module:attribute` and
+imported where they run. Another package adds an optimizer by an entry point in the group
+`dmt.optimizers`; `tests/toy/toy_optimizer.py` is a complete one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from toolkit.recipe.section import Section
+from toolkit.registry import Registry
+
+Shape = tuple[int, ...]
+Product = tuple[int, int, int]
+"""A matrix product [m, k] x [k, n]: (m, k, n)."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's first and second moment: fp32, in the form of their tensor."""
+
+
+EXCHANGED_AT_ONCE = 1 << 28
+"""Elements of its shards, of whole tensors and of copies for their holders that a rank
+exchanges at once; those of a single tensor may be more."""
+
+
+class Quantity(NamedTuple):
+    """How a state of a checkpoint tensor is stored."""
+
+    dtype: str = "float32"
+    shape: Callable[[Shape], Shape] = lambda shape: shape
+    """Its shape, from that of the tensor."""
+
+    def nbytes(self, shape: Shape) -> int:
+        """Bytes of the state of a tensor of this shape."""
+        return prod(self.shape(shape)) * (1 if self.dtype == "uint8" else 4)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTensors:
+    """Updates of whole checkpoint tensors, each computed by one rank, its owner
+    (`engines/owners.py`). Shapes are [rows, columns] or [elements]."""
+
+    rule: str
+    """The class of its `UpdateRule`."""
+    takes: Callable[[str, int], bool] = lambda _tensor, _dimensions: True
+    """Whether it updates a tensor of this name; the engine's AdamW updates all others."""
+    moments: tuple[str, ...] = ()
+    """Those of `MOMENTS` that every holder of a tensor keeps for its elements."""
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)
+    """What else it stores, by its name in checkpoints."""
+    owned: Callable[[Shape], tuple[str, ...]] = lambda _shape: ()
+    """The states that the owner of a tensor keeps: `quantities`, or whole `MOMENTS`."""
+    sent: str = "float32"
+    """The dtype in which gradients are sent to the owner, and updates back."""
+    by_replicas: bool = True
+    """Ranks that hold a whole tensor all update it, which costs less than sending it."""
+    moved_bytes: int = 0
+    """Bytes that an owner moves per element."""
+    products: Callable[[Shape, Any], tuple[int, Sequence[Product]]] = lambda *_: (0, ())
+    """Matrix products of an update with the settings of `section`: how often which ones."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes per element that is sent."""
+        return 4 if self.sent == "float32" else 2
+
+    def states(self, shape: Shape) -> dict[str, Quantity]:
+        """The states of the owner of a tensor of this shape, by name."""
+        return {name: self.quantities.get(name, Quantity()) for name in self.owned(shape)}
+
+    def owner_bytes(self, shape: Shape) -> int:
+        """Bytes of these states."""
+        return sum(state.nbytes(shape) for state in self.states(shape).values())
+
+    def operations(self, shape: Shape, own: Section | None) -> int:
+        """Operations of an update, by which tensors are distributed over owners."""
+        times, products = self.products(shape, own)
+        return times * sum(2 * prod(product) for product in products) or prod(shape)
+
+
+class Trained(NamedTuple):
+    """A parameter of the plain reference of a rehearsal."""
+
+    name: str
+    """The first of its tensors in the checkpoint."""
+    group: dict[str, Any]
+    """`params`, `lr` and `weight_decay`, as torch's optimizers take them: the parameter, or its
+    checkpoint tensors, where `whole` and transformers stacks them."""
+    vector: bool
+    embedding: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Ledger:
+    """What a plan's ledger lists: (what, why)."""
+
+    states: str
+    """Of the optimizer: which, and in what precision."""
+    exact: tuple[str, str] | None = None
+    approximated: tuple[str, str] | None = None
+    amplified: tuple[str, str] | None = None
+    """Approximated where gradients are not equal to the last digit in all layouts."""
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerKind:
+    """An optimizer that `optimizer.name` chooses."""
+
+    title: str
+    """What its users call it."""
+    reference: str
+    """The function (settings, list of `Trained`) → list of torch's optimizers, for one process
+    and by other means than the `rule`."""
+    ledger: Ledger
+    about: str = ""
+    """What the recipe's documentation says of it."""
+    whole: WholeTensors | None = None
+    """None: every engine's own AdamW."""
+    section: type[Section] | None = None
+    """Its own section of `optimizer`, under its name."""
+    unused: tuple[str, ...] = ()
+    """Settings of `optimizer` that it does not read."""
+    aliases: tuple[str, ...] = ()
+    """Other tools' names of it, in lowercase letters: errors suggest it."""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Its name in other tools' configurations (`deepspeed.json`, `pretrain_gpt.py`,
+    `TrainingArguments`); one that is missing cannot state it."""
+    unlike: Mapping[str, str] = field(default_factory=dict)
+    """What is different in the optimizer of the same name of such a tool."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distributions that it needs, and the module of each."""
+    no_adapter: str = ""
+    """Why it does not train adapters; empty if it does."""
+    largest_rate: float = 3e-4
+    """`dmt rehearse` lowers the rate to this: larger steps amplify rounding. In ten steps of
+    AdamW, 3e-3 turned 1e-7 into 3e-5, and so did 1e-3 with experts, whose routing jumps."""
+    gives_up: str = ""
+    """What a run gives up that changes from AdamW to it in order to fit into memory."""
+
+
+OPTIMIZERS: Registry[OptimizerKind] = Registry(
+    "dmt.optimizers",
+    {
+        "adamw": "toolkit.optimizers.adamw:ADAMW",
+        "adamw_8bit": "toolkit.extras.optimizers.adamw_8bit:ADAMW_8BIT",
+        "adafactor": "toolkit.extras.optimizers.adafactor:ADAFACTOR",
+        "muon": "toolkit.optimizers.muon:MUON",
+    },
+)
+"""Every optimizer by its name; other packages add theirs as entry points."""
