@@ -16,7 +16,7 @@ from toolkit.errors import BackendUnavailable
 
 Kind = TypeVar("Kind")
 
-_EXTRAS = "toolkit.extras."
+_MAY_BE_MISSING = ("toolkit.extras.", "toolkit.features.")
 
 
 class Registry(Generic[Kind]):
@@ -73,9 +73,10 @@ def load(place: str) -> Any:
 
 
 def _installed(place: str) -> bool:
-    """Whether a place of this package is there: an installation may leave out `extras`."""
+    """Whether a place of this package is there: an installation may leave out extras and
+    features."""
     module = place.partition(":")[0]
-    if not module.startswith(_EXTRAS):
+    if not module.startswith(_MAY_BE_MISSING):
         return True
     try:
         return find_spec(module) is not None

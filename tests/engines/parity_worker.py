@@ -188,7 +188,7 @@ def recipe(case: Case, world: int) -> Recipe:
                 "experts": case.experts,
                 "attention": case.attention,
             },
-            "fp8": case.fp8,
+            **({"fp8": case.fp8} if case.fp8 else {}),
             "cluster": {"gpus_per_node": world, "gpu": case.gpu},
         }
     )

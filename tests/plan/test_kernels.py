@@ -81,20 +81,6 @@ def test_settled() -> None:
         assert plan_recipe(settled(wanted, plan)).layout == plan.layout
 
 
-def test_products_in_8_bits_pay_where_layers_are_compiled() -> None:
-    """Single operators spend more on rounding than 8 bits save."""
-    one = {"parallel__engine": "fsdp", "cluster__nodes": 1, "training__sequence_length": 8192}
-    times = {
-        (fp8, parts): planned(
-            LLAMA, **one, **({"fp8__recipe": "rowwise"} if fp8 else {}), kernels__compile=parts
-        ).step_time_s
-        for fp8 in (False, True)
-        for parts in ("none", "layers")
-    }
-    assert times[True, "layers"] < times[False, "layers"]
-    assert times[True, "none"] > times[False, "none"]
-
-
 def test_megatron_core_fuses_its_activation_function() -> None:
     plan = planned(LLAMA, parallel__engine="megatron")
     assert plan.layout.fused == "megatron"
@@ -196,7 +182,6 @@ def test_what_is_refused() -> None:
         ({"parallel__engine": "megatron"}, "for transformers' models"),
         ({"cluster__gpu": "cpu"}, "Triton, which needs a GPU"),
         (layers | {"parallel__engine": "fsdp"}, "layers fuses the same operators"),
-        ({"parallel__model": "hf", "fp8__recipe": "rowwise"}, "no test runs fp8"),
         ({"parallel__model": "hf", "model__config__hidden_act": "gelu"}, "computes silu"),
     ):
         assert why_not in refused(LLAMA, **liger, **settings)

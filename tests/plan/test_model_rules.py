@@ -13,7 +13,7 @@ from toolkit.models.config_check import check_config
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
 from toolkit.plan.space import fallbacks, partial_layouts
-from toolkit.recipe.schema import ClusterSection, Fp8Section, LayersInBf16, TrainingSection
+from toolkit.recipe.schema import ClusterSection, TrainingSection
 
 MUON = optimizer_of("muon")
 
@@ -259,24 +259,3 @@ def test_several_mistakes_are_all_reported() -> None:
     assert [problem.key for problem in found] == [
         "parallel.expert", "parallel.tensor", "parallel.sequence", "parallel.pipeline",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "asked", "key"),
-    [
-        (LLAMA, {"engine": "megatron"}, "fp8"),
-        (LLAMA, {"engine": "deepspeed", "zero": {"stage": 3}}, "parallel.zero.stage"),
-        (MIXTRAL, {"engine": "ddp"}, "fp8"),
-        (LLAMA | {"num_hidden_layers": 3}, {"engine": "fsdp"}, "fp8.layers_in_bf16"),
-    ],
-)
-def test_where_products_are_not_in_8_bits(
-    config: dict[str, Any], asked: dict[str, Any], key: str
-) -> None:
-    fp8 = Fp8Section(layers_in_bf16=LayersInBf16(first=2, last=1))
-    assert only(replace(job(config, 4, precision="bf16", **asked), fp8=fp8)).key == key
-
-
-def test_auto_finds_where_they_are() -> None:
-    wanted = replace(job(LLAMA, 4, precision="bf16"), fp8=Fp8Section())
-    assert {pair.engine for pair in able_pairs(wanted)} == {"deepspeed", "ddp"}

@@ -528,10 +528,6 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
-    "fp8": M("precision: fp32", "precision: fp8", "training.precision", "`fp8: {recipe: row"),
-    "torchao's name": M(
-        "precision: fp32", "precision: float8", "training.precision", "`fp8: {recipe: rowwise}`"
-    ),
     "context": M("engine: auto", "context: 2", "parallel.context", "not in this release"),
     "Megatron's context": M(
         "engine: auto",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
+from toolkit.features.base import excluding
 from toolkit.layout import recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -106,8 +107,8 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
         for name, value in stated.items()
         if value not in ("auto", known[name])
     }
-    if recipe.fp8 is not None:
-        found["fp8"] = recipe.fp8.recipe
+    features = recipe.features
+    found |= {name: str(features[name]) for name in excluding("scripts", features)}
     if recipe.model.resize_embeddings is not None:
         found["model.resize_embeddings"] = str(recipe.model.resize_embeddings)
     return found

@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from toolkit.backend import BACKENDS
 from toolkit.data.remote.store import PACKAGES
+from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.failures.saving import checkpoint_bytes
@@ -118,8 +119,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "megatron-core", f"parallel.model: {model}"
     if recipe.adapter is not None:
         yield "peft", "adapter"
-    if recipe.fp8 is not None:
-        yield "torchao", "fp8"
+    for name in recipe.features:
+        yield from ((package, name) for package in FEATURES[name].packages)
     if recipe.kernels.fused == "liger":
         yield "liger-kernel", "kernels.fused: liger"
     for package in recipe.optimizer.kind.packages:

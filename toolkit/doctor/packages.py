@@ -19,6 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
+from toolkit.features.base import all_features
 from toolkit.launcher import all_launchers
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
@@ -82,7 +83,11 @@ PACKAGES = (
         for name, kind in OPTIMIZERS.items()
         for package, module in kind.packages.items()
     ),
-    Package("torchao", "torchao", use="`fp8` needs it"),
+    *(
+        Package(package, module, use=f"`{feature.name}` needs it")
+        for feature in all_features()
+        for package, module in feature.packages.items()
+    ),
     Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),
     Package("gcsfs", "gcsfs", use="data on gs:// needs it"),

@@ -1,7 +1,7 @@
 """The inputs from which an engine is built."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora, lora_of
@@ -9,6 +9,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
+from toolkit.features.base import Settings, hooks
 from toolkit.layout import AttentionKernel, Layout, ModelName
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
@@ -16,7 +17,7 @@ from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import BalanceSection, Fp8Section, OptimizerSection, Recipe
+from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
 from toolkit.registry import load
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class EngineSetup:
     """The model's adapters, whose base is `frozen`."""
     balance: BalanceSection | None = None
     """The recipe's `model.balance`."""
-    fp8: Fp8Section | None = None
+    features: Settings = field(default_factory=dict)
+    """The settings of the features that are on."""
     attention_kernel: AttentionKernel = "sdpa"
     """See `Plan.attention_kernel`."""
     deterministic: bool = False
@@ -61,10 +63,11 @@ class EngineSetup:
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
         """Configure a transformers model as planned, before it is sharded or wrapped."""
-        from toolkit.models import compiled, fp8, liger
+        from toolkit.models import compiled, liger
         from toolkit.models import huggingface as hf
 
-        fp8.convert(model, self.fp8)
+        for apply, settings in hooks("apply", self.features):
+            apply(model, settings)
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
@@ -124,7 +127,7 @@ class EngineSetup:
             isolates=recipe.data.isolates,
             lora=lora,
             balance=recipe.model.balance,
-            fp8=recipe.fp8,
+            features=recipe.features,
             deterministic=recipe.training.deterministic,
             attention_kernel=plan.attention_kernel,
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.features.base import Feature, all_features, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
@@ -378,34 +379,20 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     yield Problem("training.precision", found, ", ".join(here), fix)
 
 
-def _fp8(recipe: Recipe) -> Iterator[Problem]:
-    """What products in 8 bits need; engines and models: `rules/models.py`."""
-    if recipe.fp8 is None:
-        return
-    try:
-        device = accelerator(recipe.cluster.gpu)
-    except PlanError:
-        return  # reported by `_accelerator`
-    precision = recipe.training.precision
-    on_cpu = device.generation == "cpu"
-    if precision != "bf16" and not (on_cpu and precision == "fp32"):
-        yield Problem(
-            "training.precision",
-            f"{precision} with fp8",
-            "bf16 with fp8 (on CPUs, where 8 bits are emulated, also fp32)",
-            "set training.precision to bf16, or remove fp8",
-        )
-    if not on_cpu and device.fp8 is None:
-        found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
-        yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
-    for key, length in stated_lengths(recipe).items():
-        if length % 16:
-            allowed = "a multiple of 16 with fp8, which GPUs multiply in blocks"
-            fix = f"set {key} to {-(-length // 16) * 16}, or remove fp8"
-            yield Problem(key, f"{length} with fp8", allowed, fix)
-    if recipe.adapter is not None:
-        found, fix = "settings with an adapter", "remove fp8, or adapter"
-        yield Problem("fp8", found, "null with an adapter", fix)
+def _without_adapter(recipe: Recipe) -> Iterator[Problem]:
+    for name in excluding("adapter", recipe.features) if recipe.adapter is not None else ():
+        found, fix = "settings with an adapter", f"remove {name}, or adapter"
+        yield Problem(name, found, "null with an adapter", fix)
+
+
+def _if_on(feature: Feature) -> Rule:
+    """The rule of a feature, which applies where the recipe turns it on."""
+
+    def check(recipe: Recipe) -> Iterable[Problem]:
+        if feature.name in recipe.features:
+            yield from feature.call("check", recipe)
+
+    return Rule((feature.inside or feature.name, *feature.reads), check)
 
 
 def _computes(device: Gpu, precision: str) -> bool:
@@ -529,6 +516,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
+_FEATURES = tuple(feature.inside or feature.name for feature in all_features())
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
@@ -572,7 +560,7 @@ RULES: tuple[Rule, ...] = (
             *_SEQUENCES,
             *LENGTH_SETTINGS,
             "training.precision",
-            "fp8",
+            *_FEATURES,
         ),
         _model_in_parallel,
         hidden=True,
@@ -583,10 +571,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
     ),
-    Rule(
-        ("fp8", "adapter", "cluster.gpu", "training.precision", *_SEQUENCES),
-        _fp8,
-    ),
+    *(_if_on(feature) for feature in all_features() if feature.check),
+    Rule((*_FEATURES, "adapter"), _without_adapter),
     Rule(
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,

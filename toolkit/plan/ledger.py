@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.backend import ANY, BACKENDS
+from toolkit.features.base import hooks
 from toolkit.layout import Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules.legality import DEGREES, table
-from toolkit.recipe.schema import ChatRowsSource, Fp8Section, Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
 SHOWN: Mapping[Kind, str] = {kind: kind for kind in KINDS} | {"refused": "not possible here"}
 """For people."""
+_Entries = Mapping[str, list[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ def ledger(
     random = {key: settings[key] for key in settings if is_dropout(key)}
     random["router_jitter_noise"] = jitter
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
+    own = _of_features(recipe, plan, spec, engine_config or {})
     found = {
-        "exact": _exact(recipe, plan, spec),
+        "exact": _exact(recipe, plan, spec, own),
         "approximated": [
-            *_approximated(recipe, plan, spec, random),
+            *_approximated(recipe, plan, spec, random, own),
             *BACKENDS[plan.engine].approximations(
                 plan, recipe.training.precision, engine_config or {}
             ),
@@ -74,7 +77,9 @@ def summary(entries: Sequence[LedgerEntry]) -> list[str]:
     return lines
 
 
-def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _exact(
+    recipe: Recipe, plan: Plan, spec: ModelSpec, own: _Entries
+) -> Iterator[tuple[str, str]]:
     layout, optimizer = plan.layout, recipe.optimizer
     if recipe.model.init == "random":
         yield "initial weights", "drawn from the seed and each parameter's name and indices"
@@ -116,6 +121,7 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "attention", f"{plan.attention}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    yield from own["exact"]
     if layout.hpz > 1:
         yield "second copy of the weights", f"the same numbers, spread over {layout.hpz} ranks"
     rows = padded_vocab(spec.vocab, layout.tp)
@@ -129,14 +135,24 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         )
 
 
+def _of_features(
+    recipe: Recipe, plan: Plan, spec: ModelSpec, engine_config: Mapping[str, Any]
+) -> _Entries:
+    """The entries of the features that are on, by kind."""
+    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
+    for entries, settings in hooks("ledger", recipe.features):
+        for kind, what, why in entries(settings, plan, spec, engine_config):
+            found[kind].append((what, why))
+    return found
+
+
 def _approximated(
-    recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object]
+    recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object], own: _Entries
 ) -> Iterator[tuple[str, str]]:
     layout, precision = plan.layout, recipe.training.precision
     if precision != "fp32":
         yield precision, f"computed in {precision}, weights updated in fp32"
-    if recipe.fp8 is not None:
-        yield "fp8", _fp8(recipe.fp8, spec.layers)
+    yield from own["approximated"]
     if plan.loss_scale is not None:
         yield (
             "loss scale",
@@ -165,17 +181,6 @@ def _approximated(
         for key, strength in random.items():
             if strength:
                 yield key, f"{strength}, but its random numbers differ between layouts"
-
-
-def _fp8(fp8: Fp8Section, layers: int) -> str:
-    kept = fp8.layers_in_bf16
-    products = (
-        f"matrix products of {layers - kept.first - kept.last} of {layers} layers round their "
-        f"operands to 8 bits, scaled {fp8.recipe}"
-    )
-    if fp8.recipe == "tensorwise":
-        return f"{products}: by one number per micro batch and rank, which the layout changes"
-    return f"{products}: alike in every layout, but another last digit may flip a code"
 
 
 def _split_sums(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.backend import ANY
 from toolkit.errors import PlanError
+from toolkit.features.base import excluding
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.explain import described
@@ -104,7 +105,7 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
         length //= 2
         shorter.append((f"sequences of {2 * length:,}", {"training.sequence_length": length}))
     yield shorter
-    if job.has_weights and job.adapter is None and job.fp8 is None:
+    if job.has_weights and job.adapter is None and not excluding("adapter", job.features):
         yield [("training all weights: LoRA", {"adapter": ADAPTER})]
 
 

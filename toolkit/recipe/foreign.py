@@ -7,6 +7,7 @@ Axolotl, LLaMA-Factory and torchtitan.
 
 from dataclasses import dataclass
 
+from toolkit.features.base import all_features
 from toolkit.optimizers.base import OPTIMIZERS
 
 
@@ -26,8 +27,6 @@ class Foreign:
             return self.note
         return f"write `{self.target}`" + (f" ({self.note})" if self.note else "")
 
-
-_FP8 = "write bf16, and `fp8: {recipe: rowwise}` beside `training`"
 
 _NAMES = {
     # batch
@@ -64,7 +63,6 @@ _NAMES = {
     # precision and seed
     Foreign("training.precision", "one of fp32, bf16, fp16"):
         "bf16 fp16 tf32 mixed_precision torch_dtype dtype",
-    Foreign("fp8.recipe"): "float8 fp8_recipe float8_recipe_name enable_fp8",
     Foreign("training.seed"): "random_seed",
     # parallelism
     Foreign("parallel.tensor"):
@@ -147,6 +145,8 @@ _NAMES = {
 }  # fmt: skip
 """Their names by what they are here."""
 
+for _feature in all_features():
+    _NAMES |= {Foreign(key): names for key, names in _feature.foreign.items()}
 FOREIGN = {name: one for one, names in _NAMES.items() for name in names.split()}
 
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
@@ -190,9 +190,11 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     },
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
-    "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
 """Values, lowercase, by our setting, that this release lacks or splits: what to write."""
+for _feature in all_features():
+    for _key, _values in _feature.foreign_values.items():
+        LATER_VALUES[_key] = LATER_VALUES.get(_key, {}) | dict(_values)
 
 
 def foreign(name: str) -> Foreign | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
+from toolkit.features.base import changed, features_of, with_features
 from toolkit.launcher import LAUNCHERS, all_launchers
 from toolkit.layout import (
     AttentionKernel,
@@ -906,27 +907,7 @@ class KernelsSection(Section):
     the GPU to compute it."""
 
 
-class LayersInBf16(Section):
-    """Decoder layers at the ends of the model."""
-
-    first: Count = 0
-    """Number of layers at the beginning."""
-    last: Count = 0
-    """Number of layers at the end."""
-
-
-class Fp8Section(Section):
-    """Matrix products of the decoder layers in 8-bit floats, on transformers' dense models
-    (docs/fp8.md)."""
-
-    recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
-    """torchao's scaling. `rowwise`: one power-of-two scale for each row of an operand;
-    `rowwise_with_gw_hp`: the same, but gradients of weights stay in 16 bits; `tensorwise`: one
-    scale per operand, which depends on micro batch and layout."""
-    layers_in_bf16: LayersInBf16 = LayersInBf16()
-    """Layers that stay in 16 bits."""
-
-
+@with_features("", after="kernels")
 class Recipe(Section):
     """One training run, from model to logging."""
 
@@ -945,12 +926,16 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     parallel: ParallelSection = ParallelSection()
     kernels: KernelsSection = KernelsSection()
-    fp8: Fp8Section | None = None
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()
+
+    @property
+    def features(self) -> dict[str, Section]:
+        """The settings of the features that are on, by the feature's name."""
+        return features_of(self)
 
     @property
     def objective_sections(self) -> dict[str, Section | None]:
@@ -985,4 +970,6 @@ class Recipe(Section):
         """What is minimised, with the settings of its section."""
         name = self.training.objective
         section = self.objective_sections.get(name)
-        return OBJECTIVES[name](**(section.model_dump() if section else {}))
+        plain: Objective = OBJECTIVES[name](**(section.model_dump() if section else {}))
+        objective: Objective = changed("objective", plain, self.features)
+        return objective

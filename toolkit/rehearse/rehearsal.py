@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
+from toolkit.features.base import rehearsed
 from toolkit.intake.checks import broken_rules
 from toolkit.models.hub import model_config
 from toolkit.models.parameter_groups import in_small_model
@@ -17,7 +18,6 @@ from toolkit.recipe.schema import (
     CheckpointSection,
     ClusterSection,
     EvaluationSection,
-    Fp8Section,
     LoggingSection,
     ParallelSection,
     Recipe,
@@ -144,11 +144,10 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     adapter = recipe.adapter
     if adapter is not None:
         adapter = adapter.with_values({"dropout": 0.0, "folder": None})
-    fp8 = recipe.fp8 and Fp8Section(recipe=recipe.fp8.recipe)  # in all of the few layers
     return recipe.with_values(
         {
             "adapter": adapter,
-            "fp8": fp8,
+            **rehearsed(recipe),
             "model.hub": None,
             "model.revision": None,
             "model.init": "random",

@@ -14,9 +14,10 @@ from toolkit.doctor.selftest.check import (
     CheckVerdict,
     Workplace,
 )
+from toolkit.features.base import Feature
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Precision
-from toolkit.recipe.schema import Fp8Section, Recipe
+from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import TOLERANCE, Bounds, Comparison
 from toolkit.rehearse.layouts import RehearsedLayout
 from toolkit.rehearse.record import Record, read_record
@@ -37,7 +38,6 @@ GPU_FP32 = Bounds(1e-4, 1e-4)
 """Against a CPU's fp32: exponentials and roots are other instructions. Ten times the CPU's
 bound, as for DeepSpeed's own Adam; no GPU has measured it."""
 BF16 = Bounds(5e-4, 2e-2)
-FP8 = Bounds(1e-3, 5e-2)
 """Five to ten times the largest difference of any layout on a processor (docs/gpu.md)."""
 UNMEASURED = 10.0
 """Up to so many times a bound that no GPU has measured, a difference there is no failure."""
@@ -52,12 +52,13 @@ class Losses:
     recipe: Path
     layouts: tuple[RehearsedLayout, ...]
     precision: Precision = "fp32"
-    fp8: bool = False
+    feature: Feature | None = None
+    """What is on, with its defaults."""
 
     def bounds(self, on_gpu: bool) -> Bounds:
         """How far loss and gradient norm may be from the reference."""
-        if self.fp8:
-            return FP8
+        if self.feature is not None and self.feature.bounds is not None:
+            return Bounds(*self.feature.bounds)
         if self.precision != "fp32":
             return BF16
         return GPU_FP32 if on_gpu else TOLERANCE
@@ -93,8 +94,9 @@ class Losses:
         return known if done else run_reference(rehearsal, options, folder)
 
     def _in_precision(self, recipe: Recipe) -> Recipe:
-        fp8 = Fp8Section(recipe="rowwise") if self.fp8 else None
-        return recipe.with_values({"training.precision": self.precision, "fp8": fp8})
+        feature = self.feature
+        on = {} if feature is None else feature.values(feature.section())
+        return recipe.with_values({"training.precision": self.precision, **on})
 
     def _check(self, result: LayoutResult, bounds: Bounds, at: Path, place: Workplace) -> Check:
         row = Check(

@@ -12,6 +12,7 @@ from toolkit.doctor.selftest import runs
 from toolkit.doctor.selftest.check import Check, LoggedFailure, Workplace
 from toolkit.doctor.selftest.losses import Losses
 from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.features.base import all_features
 from toolkit.recipe.places import RECIPES
 from toolkit.redact import redact
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
@@ -78,7 +79,11 @@ def steps(place: Workplace, cluster: Path | None) -> list[Step]:
     losses = [
         Losses("losses fp32", DENSE, layouts),
         Losses("losses bf16", DENSE, layouts, "bf16"),
-        Losses("losses fp8", DENSE, eight, "bf16", fp8=True),
+        *(
+            Losses(f"losses {one.name}", DENSE, eight, "bf16", one)
+            for one in all_features()
+            if one.bounds
+        ),
         Losses("experts bf16", EXPERTS, experts, "bf16"),
     ]
     found = [Step(one.title, partial(one.checks, place)) for one in losses if one.layouts]

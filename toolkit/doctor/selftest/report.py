@@ -10,18 +10,24 @@ from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.selftest.check import Check, Workplace
-from toolkit.doctor.selftest.losses import BF16, FP8, GPU_FP32, UNMEASURED
+from toolkit.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
 from toolkit.doctor.selftest.plan import CHECKS, MARK
 from toolkit.doctor.selftest.runs import LEAST_SHARE, SLOWEST
+from toolkit.features.base import all_features
 from toolkit.redact import redact
 from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl
 
+_FEATURES = "".join(
+    f"{one.name}: loss {one.bounds[0]:g}, norm {one.bounds[1]:g} "
+    for one in all_features()
+    if one.bounds
+)
 BOUNDS = f"""\
 Losses and norms: relative differences from plain transformers, fp32, one process. Bounds: fp32
 on a processor {TOLERANCE.loss:g} (other orders of summation), on GPUs {GPU_FP32.loss:g} (other
 exponentials and roots; no GPU has measured it); bf16: loss {BF16.loss:g}, norm
-{BF16.grad_norm:g}; fp8: loss {FP8.loss:g}, norm {FP8.grad_norm:g} (five to ten times the
+{BF16.grad_norm:g}; {_FEATURES}(five to ten times the
 largest difference on a processor). On GPUs, bandwidth: {LEAST_SHARE:.0%} of the link's peak
 (PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's. No GPU has measured
 a bound: what exceeds one there is `measured`, and `failed` if losses or norms exceed it

@@ -8,7 +8,7 @@ from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
-from toolkit.recipe.schema import Fp8Section, TrainingSection, ZeroSection
+from toolkit.recipe.schema import TrainingSection, ZeroSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.owners import OwnerUpdates
@@ -142,7 +142,6 @@ def planned_workload(
     *,
     isolates: bool = False,
     updates: "OwnerUpdates | None" = None,
-    fp8: Fp8Section | None = None,
     overlap: bool = True,
     keeps_sent: bool = False,
     attention: Attention = "fused",
@@ -160,13 +159,11 @@ def planned_workload(
     """
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
-    kept = fp8.layers_in_bf16.first + fp8.layers_in_bf16.last if fp8 else 0
     zero = zero or ZeroSection()
     return Workload(
         spec=spec,
         sequence_length=training.sequence_length,
-        precision="fp8" if fp8 else training.precision,
-        fp8_layers=1 - kept / spec.layers,
+        precision=training.precision,
         engine=pair.engine,
         rows_per_sample=training.rows_per_sample,
         model=pair.model,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
+from toolkit.features.base import excluding
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import FusedKernels, Pair
 from toolkit.plan.rules import legality
@@ -68,8 +69,8 @@ def _not_by_liger(job: "PlanRequest", pair: Pair) -> str:
         return f"Liger's MLP of {job.spec.family} computes {activation}"
     if job.kernels.compile == "layers":
         return "kernels.compile: layers fuses the same operators"
-    if job.fp8 is not None:
-        return "no test runs fp8 with Liger's kernels"
+    if untested := excluding("liger", job.features):
+        return f"no test runs {untested[0]} with Liger's kernels"
     return ""
 
 

@@ -13,6 +13,7 @@ from math import gcd
 from toolkit.adapters import lora
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
+from toolkit.features.base import Settings, changed, hooks
 from toolkit.layout import AttentionKernel, Pair
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
@@ -24,7 +25,6 @@ from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
-    Fp8Section,
     KernelsSection,
     OptimizerSection,
     ParallelSection,
@@ -51,7 +51,8 @@ class PlanRequest:
         default_factory=lambda: OptimizerSection(learning_rate=1.0)
     )
     kernels: KernelsSection = field(default_factory=KernelsSection)
-    fp8: Fp8Section | None = None
+    features: Settings = field(default_factory=dict)
+    """The settings of the features that are on."""
     lengths: tuple[int, ...] = ()
     """Of sequences, where `data.stages` changes it; `training` has the longest."""
     has_weights: bool = False
@@ -73,7 +74,7 @@ class PlanRequest:
             recipe.adapter,
             recipe.optimizer,
             recipe.kernels,
-            recipe.fp8,
+            recipe.features,
             lengths if len(lengths) > 1 else (),
             recipe.model.init != "random",
         )
@@ -91,13 +92,12 @@ class PlanRequest:
         """
         on_cpus, auto = self.cluster.gpu == "cpu", self.parallel.overlap == "auto"
         pays = not on_cpus or not legality.table()[pair].without_overlap
-        return planned_workload(
+        plain = planned_workload(
             self.spec,
             self.training,
             pair,
             isolates=self.isolates,
             updates=self.updates,
-            fp8=self.fp8,
             overlap=auto and pays,
             keeps_sent=auto and on_cpus,
             attention="eager" if attention.whole_scores(self) else "fused",
@@ -105,6 +105,8 @@ class PlanRequest:
             reduce_bytes=BACKENDS[pair.engine].reduce_bytes(self.parallel.zero),
             zero=self.parallel.zero,
         )
+        workload: Workload = changed("cost", plain, self.features)
+        return workload
 
     @cached_property
     def attention_kernel(self) -> AttentionKernel:
@@ -234,43 +236,13 @@ def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
 
 
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """Layouts that fp8 layers of torchao, and compiled layers, do not support."""
+    """What compiled layers, fused kernels and features do not support."""
     if job.kernels.compile == "layers":
         yield from compiling.problems(job, pair)
     yield from fusing.problems(job, pair)
     yield from experts.problems(job, pair)
-    if job.fp8 is None:
-        return
-    stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
-    kept = job.fp8.layers_in_bf16
-    if not stages:
-        yield Problem(
-            "fp8",
-            f"settings for {pair}",
-            "null for megatron-core's models, whose fp8 is Transformer Engine's",
-            "set parallel.engine and parallel.model to auto, or remove fp8",
-        )
-    elif stage not in ("auto", *stages):
-        yield Problem(
-            "parallel.zero.stage",
-            f"{stage} with fp8",
-            f"{', '.join(map(str, stages))} for {pair}",
-            "set parallel.zero.stage to auto, or parallel.engine to fsdp",
-        )
-    elif job.spec.moe_layers:
-        yield Problem(
-            "fp8",
-            "settings for a model with experts",
-            "null with experts, whose weights are stacked: torchao's products take single ones",
-            "remove fp8",
-        )
-    elif kept.first + kept.last >= job.spec.layers:
-        yield Problem(
-            "fp8.layers_in_bf16",
-            f"first: {kept.first}, last: {kept.last}",
-            f"fewer than the model's {job.spec.layers} layers together",
-            "lower them, or remove fp8",
-        )
+    for refuse, _ in hooks("refuse", job.features):
+        yield from refuse(job, pair)
 
 
 def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:

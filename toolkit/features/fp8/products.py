@@ -12,23 +12,21 @@ import torch
 from torch import nn
 
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.features.fp8 import Fp8Section
 from toolkit.models.huggingface import decoder_layers
-from toolkit.recipe.schema import Fp8Section
 from toolkit.system.install import install
 
 _MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this: `torch._scaled_mm`'s rule."""
 
 
-def convert(model: nn.Module, fp8: Fp8Section | None) -> None:
-    """Convert the products of `model`'s decoder layers to 8 bits; does nothing without `fp8`.
+def convert(model: nn.Module, fp8: Fp8Section) -> None:
+    """Convert the products of `model`'s decoder layers to 8 bits.
 
     Parameters keep names, shapes, dtypes and devices. Head and embeddings, the layers of
     `layers_in_bf16`, and weights whose dimensions are not multiples of 16 are not converted.
     Raises PlanError if nothing can be converted, BackendUnavailable without torchao.
     """
-    if fp8 is None:
-        return
     torchao = _import_torchao()
     config = torchao.Float8LinearConfig.from_recipe_name(fp8.recipe)
     config = replace(config, emulate=not torch.cuda.is_available())

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import Case, plain_loop, reference_model
 from toolkit.errors import PlanError
-from toolkit.models import fp8
+from toolkit.features.fp8 import Fp8Section, LayersInBf16
+from toolkit.features.fp8.products import convert
 from toolkit.models import huggingface as hf
-from toolkit.recipe.schema import Fp8Section, LayersInBf16
 
 STEPS = 3
 """Later, last digits that differ between layouts flip codes of 8 bits."""
@@ -69,7 +69,7 @@ def test_what_is_converted() -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
-    fp8.convert(model, Fp8Section(layers_in_bf16=LayersInBf16(first=1, last=2)))
+    convert(model, Fp8Section(layers_in_bf16=LayersInBf16(first=1, last=2)))
     found = {name for name, part in model.named_modules() if isinstance(part, Float8Linear)}
     assert found == {f"model.layers.1.self_attn.{one}_proj" for one in "qkvo"}
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
@@ -81,4 +81,4 @@ def test_nothing_to_convert() -> None:
         num_attention_heads=2,
     )  # fmt: skip
     with pytest.raises(PlanError, match="no product"):
-        fp8.convert(hf.new_model(config, torch.float32), Fp8Section())
+        convert(hf.new_model(config, torch.float32), Fp8Section())

@@ -1,0 +1,119 @@
+"""Where the planner refuses `fp8`, where it finds it a place, and what it costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.families import LLAMA, MIXTRAL
+from tests.plan.making import RECIPES
+from toolkit.accelerate.config import in_accelerate, refuse_kernels, render
+from toolkit.doctor.needs import needs_of
+from toolkit.errors import PlanError, RecipeError
+from toolkit.features.fp8 import Fp8Section, LayersInBf16
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
+from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
+
+LLAMA_8B = "llama/llama-3.1-8b-pretrain"
+TINY = "tiny/llama-bytes"
+ON = {"fp8__recipe": "rowwise", "training__precision": "bf16"}
+
+
+def planned(recipe: str, **settings: Any) -> Plan:
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+    return plan_recipe(load_recipe(Path(RECIPES / f"{recipe}.yaml"), changes))
+
+
+def refused(recipe: str, **settings: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        planned(recipe, **settings)
+    return "; ".join(
+        f"{one.key}: {one.found}: {one.allowed}: {one.fix}" for one in caught.value.problems
+    )
+
+
+def job(config: dict[str, Any], asked: dict[str, Any], fp8: Fp8Section) -> PlanRequest:
+    training = TrainingSection(
+        steps=1, sequence_length=64, global_batch_size=48, precision="bf16"
+    )
+    return PlanRequest(
+        ParallelSection.model_validate(asked),
+        ClusterSection(gpus_per_node=4),
+        training,
+        config,
+        features={"fp8": fp8},
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "key"),
+    [
+        (LLAMA, {"engine": "megatron"}, "fp8"),
+        (LLAMA, {"engine": "deepspeed", "zero": {"stage": 3}}, "parallel.zero.stage"),
+        (MIXTRAL, {"engine": "ddp"}, "fp8"),
+        (LLAMA | {"num_hidden_layers": 3}, {"engine": "fsdp"}, "fp8.layers_in_bf16"),
+    ],
+)
+def test_where_products_are_not_in_8_bits(
+    config: dict[str, Any], asked: dict[str, Any], key: str
+) -> None:
+    fp8 = Fp8Section(layers_in_bf16=LayersInBf16(first=2, last=1))
+    (problem,) = problems(job(config, asked, fp8))
+    assert problem.key == key
+
+
+def test_auto_finds_where_they_are() -> None:
+    pairs = able_pairs(job(LLAMA, {}, Fp8Section()))
+    assert {pair.engine for pair in pairs} == {"deepspeed", "ddp"}
+
+
+def test_they_pay_where_layers_are_compiled() -> None:
+    """Single operators spend more on rounding than 8 bits save."""
+    one = {"parallel__engine": "fsdp", "cluster__nodes": 1, "training__sequence_length": 8192}
+    times = {
+        (bool(on), parts): planned(LLAMA_8B, **one, **on, kernels__compile=parts).step_time_s
+        for on in ({}, ON)
+        for parts in ("none", "layers")
+    }
+    assert times[True, "layers"] < times[False, "layers"]
+    assert times[True, "none"] > times[False, "none"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kernels__fused": "liger", "parallel__model": "hf"}, "no test runs fp8 with Liger's"),
+        ({"adapter": "{rank: 4, alpha: 8}"}, "fp8: settings with an adapter: null"),
+        ({"training__precision": "fp32"}, "training.precision: fp32 with fp8: bf16 with fp8"),
+        (
+            {"training__sequence_length": 8184},
+            "sequence_length to 8192, or remove",
+        ),
+        ({"cluster__gpu": "a100-80gb"}, "with fp8, for which it has no units: a GPU from Ada"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], why: str) -> None:
+    assert why in refused(LLAMA_8B, **ON | settings)
+
+
+@pytest.mark.parametrize("name", ["fp8", "float8"])
+def test_it_is_no_precision(name: str) -> None:
+    assert "write bf16, and `fp8: {recipe: rowwise}`" in refused(TINY, training__precision=name)
+
+
+def test_a_script_has_none() -> None:
+    on_gpus = ["cluster.gpu=h100-80gb", "training.precision=bf16", "parallel.engine=fsdp"]
+    recipe = load_recipe(RECIPES / f"{TINY}.yaml", [*on_gpus, "fp8={}"])
+    plan = plan_recipe(recipe)
+    assert in_accelerate(recipe, plan) is not None
+    assert "launch/train.py has fp8: rowwise; a script of your own" in render(recipe, plan)
+    with pytest.raises(PlanError, match="fp8: rowwise") as caught:
+        refuse_kernels(recipe)
+    assert "--set fp8=null" in caught.value.fix
+
+
+def test_what_it_needs() -> None:
+    recipe = load_recipe(RECIPES / f"{TINY}.yaml", ["fp8={}"])
+    assert needs_of(recipe).packages["torchao"] == "fp8"

@@ -1,0 +1,170 @@
+"""The seam of features: what a recipe turns on beyond model, data, optimizer and layout.
+
+Everything that schema, checks, planner, ledger, engines, rehearsal and doctor ask about a
+feature is in its `Feature`. They ask all that a recipe turns on, and name none.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from pydantic import create_model
+from pydantic.fields import FieldInfo
+
+from toolkit.recipe.section import Section
+from toolkit.registry import Registry, load
+
+AnySection = TypeVar("AnySection", bound=type[Section])
+Hook = str
+"""`module:function`, imported when first called; empty: nothing to do."""
+Settings = Mapping[str, Section]
+"""Settings of the features that are on, by the feature's name."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature. Each hook's signature is in the comment above it."""
+
+    name: str
+    section: type[Section]
+    """Its settings in a recipe."""
+    inside: str = ""
+    """The section of the recipe, by its dotted path, that has the fields of `section`; empty:
+    the recipe has `section` as a whole, or null, under the feature's name."""
+    # (recipe) -> Iterator[Problem]
+    check: Hook = ""
+    """What it requires of the recipe's other settings."""
+    reads: tuple[str, ...] = ()
+    """Those settings; `check` is skipped where one is wrong."""
+    # (job: PlanRequest, pair: Pair) -> Iterator[Problem]
+    refuse: Hook = ""
+    """Why an engine cannot train a model with it."""
+    # (workload: Workload, settings) -> Workload
+    cost: Hook = ""
+    """Its effect on memory, traffic and time."""
+    # (settings, plan, spec: ModelSpec, engine_config) -> Iterator[(kind, what, why)]
+    ledger: Hook = ""
+    """Its entries of the ledger."""
+    # (model: nn.Module, settings) -> None
+    apply: Hook = ""
+    """Changes a transformers model before it is sharded; also the rehearsal's reference."""
+    # (objective: Objective, settings) -> Objective
+    objective: Hook = ""
+    """Changes what is minimised."""
+    # (loss: Tensor, settings) -> Tensor
+    reference_loss: Hook = ""
+    """The same for the mean loss of the rehearsal's reference."""
+    # (settings) -> Section | None
+    rehearse: Hook = ""
+    """Its settings for the small model of a rehearsal; without it, those of the recipe."""
+    bounds: tuple[float, float] | None = None
+    """Relative differences of loss and gradient norm from fp32 that a small model with the
+    defaults may have, which `dmt doctor --selftest` then trains; None: not tried."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distributions that it needs, and the module of each."""
+    excludes: frozenset[str] = frozenset()
+    """What it is not combined with: `adapter`, `liger` (its kernels), `scripts` (those of
+    Accelerate, whose model is their own)."""
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    """Names of other tools for its settings, separated by spaces, by the setting."""
+    foreign_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Values of other tools for other settings: what to write instead, by setting and value."""
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        """What the hook of this name returns."""
+        return load(getattr(self, hook))(*arguments)
+
+    @property
+    def fields(self) -> Mapping[str, FieldInfo]:
+        """What it adds to the section that it is inside of."""
+        if self.inside:
+            return self.section.model_fields
+        key: Any = {self.name: (self.section | None, None)}
+        return create_model(self.name, __base__=Section, **key).model_fields
+
+    def values(self, settings: Section | None) -> dict[str, object]:
+        """The recipe's values, by dotted path, that state these settings."""
+        if not self.inside:
+            return {self.name: settings}
+        return {f"{self.inside}.{name}": getattr(settings, name) for name in self.fields}
+
+    def stated(self, recipe: Section) -> Section | None:
+        """Its settings in a recipe; None where it is off."""
+        if not self.inside:
+            return getattr(recipe, self.name)  # type: ignore[no-any-return]
+        around = attrgetter(self.inside)(recipe)
+        values = {name: getattr(around, name) for name in self.section.model_fields}
+        settings = self.section.model_construct(**values)
+        return None if settings == self.section() else settings
+
+
+FEATURES: Registry[Feature] = Registry(
+    "dmt.features",
+    {
+        "fp8": "toolkit.features.fp8:FEATURE",
+    },
+)
+"""Every feature by its name; other packages add theirs as entry points."""
+
+
+def all_features() -> Iterator[Feature]:
+    """Every feature, this package's own first."""
+    return (feature for _, feature in FEATURES.items())
+
+
+def features_of(recipe: Section) -> dict[str, Section]:
+    """The settings of every feature that a recipe turns on, by the feature's name."""
+    found = ((feature.name, feature.stated(recipe)) for feature in all_features())
+    return {name: settings for name, settings in found if settings is not None}
+
+
+def hooks(hook: str, settings: Settings) -> Iterator[tuple[Callable[..., Any], Section]]:
+    """The hook of this name of every feature that is on and has it, with its settings."""
+    for name, section in settings.items():
+        feature = FEATURES[name]
+        if getattr(feature, hook):
+            yield lambda *arguments, one=feature: one.call(hook, *arguments), section
+
+
+def changed(hook: str, value: Any, settings: Settings) -> Any:
+    """`value` as every feature that is on returns it from the hook of this name."""
+    for change, section in hooks(hook, settings):
+        value = change(value, section)
+    return value
+
+
+def with_features(path: str, after: str) -> Callable[[AnySection], AnySection]:
+    """A decorator of the recipe's section at `path`: adds the settings of the features that
+    belong there, behind the field `after`."""
+
+    def add(section: AnySection) -> AnySection:
+        own = section.__pydantic_fields__
+        place = [*own].index(after) + 1
+        fields = list(own.items())
+        added = [
+            item
+            for feature in all_features()
+            if feature.inside == path
+            for item in feature.fields.items()
+        ]
+        section.__pydantic_fields__ = dict([*fields[:place], *added, *fields[place:]])
+        section.model_rebuild(force=True)
+        return section
+
+    return add
+
+
+def excluding(what: str, settings: Settings) -> list[str]:
+    """Names of the features that are on and are not combined with this."""
+    return [name for name in settings if what in FEATURES[name].excludes]
+
+
+def rehearsed(recipe: Section) -> dict[str, object]:
+    """The settings that features have in the small model of a rehearsal, by dotted path."""
+    found: dict[str, object] = {}
+    for name, settings in features_of(recipe).items():
+        if FEATURES[name].rehearse:
+            small = FEATURES[name].call("rehearse", settings)
+            found |= FEATURES[name].values(small)
+    return found
