@@ -61,6 +61,13 @@ class Ended:
     err: str
 
 
+def succeeded(ended: Ended) -> str:
+    """What a command printed that must have succeeded."""
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err
+    return ended.out
+
+
 def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     """Is a command a Python that starts no launcher unknown to tests/warm.py, in nearly our
     environment?"""

@@ -3,44 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copy
 
 import pytest
 
-from tests.e2e.conftest import write_project
-from tests.e2e.product import Ended, curve, dmt, run, settings
-from tests.processes import ROOT
+from tests.e2e.product import Ended, curve, succeeded
 
 Verb = Callable[..., Ended]
 TOY = {"parallel.engine": "toy", "training.steps": 3}
 
 
 @pytest.fixture
-def verb(tmp_path: Path) -> Verb:
-    """Run a verb of `dmt` on a recipe, where the toy's package is installed."""
-    site = tmp_path / "site"
-    information = site / "toy-0.0.dist-info"
-    information.mkdir(parents=True)
-    information.joinpath("METADATA").write_text(
-        "Metadata-Version: 2.1\nName: toy\nVersion: 0.0"
-    )
-    information.joinpath("entry_points.txt").write_text("[dmt.engines]\ntoy = toy:BACKEND\n")
-    for name in ("toy.py", "toy_engine.py"):
-        copy(Path(__file__).with_name(name), site)
-    recipe = write_project(tmp_path)
-    paths = {"PYTHONPATH": f"{site}:{ROOT}"}
-
+def verb(with_toys: Callable[..., Ended]) -> Verb:
     def start(name: str, *arguments: str, engine: str = "toy") -> Ended:
-        changes = settings({**TOY, "parallel.engine": engine})
-        return run(dmt(name, recipe, *changes, *arguments), tmp_path, paths)
+        return with_toys({**TOY, "parallel.engine": engine}, name, *arguments)
 
     return start
-
-
-def succeeded(ended: Ended) -> str:
-    assert ended.code == 0, ended.err
-    assert "Traceback" not in ended.err
-    return ended.out
 
 
 @pytest.mark.slow
