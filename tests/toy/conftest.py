@@ -27,7 +27,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def with_toys(site: Path, tmp_path: Path) -> Callable[..., Ended]:
-    """Run a verb of `dmt` on a small recipe with other settings, where the toys are installed."""
+    """Run a verb of `dmt` on a changed small recipe, where the toys are installed."""
     recipe = write_project(tmp_path)
     paths = {"PYTHONPATH": f"{site}:{ROOT}"}
 
