@@ -77,7 +77,7 @@ def launch(world: int, worker: str, *arguments: str | Path) -> None:
 def train_tiny(run_dir: str, out: str, asynchronous: str) -> None:
     """Worker: train the tiny recipe and write when each step of rank 0 ended."""
     from toolkit.engines.distributed import end_process
-    from toolkit.train import worker
+    from toolkit.train import stages, worker
     from toolkit.train.loop import Progress, StepReport
     from toolkit.train.observer import Observer
 
@@ -88,7 +88,7 @@ def train_tiny(run_dir: str, out: str, asynchronous: str) -> None:
             ended_s.append(time.perf_counter())
             super().after_step(progress, report)
 
-    worker.Observer = Timed  # type: ignore[attr-defined]
+    stages.Observer = Timed  # type: ignore[attr-defined]
     overrides = [
         f"training.steps={TINY_STEPS}", "logging.wandb=null", "evaluation.every_steps=null",
         f"checkpoint.every_steps={INTERVAL_STEPS}", "checkpoint.export=false",

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from toolkit.train import worker
+from toolkit.train import stages
 
 ROOT = Path(__file__).parents[2]
 FLIPPED = "model.layers.1.mlp.up_proj.weight"
-_build_engine = worker.build_engine
+_build_engine = stages.build_engine
 
 
 def build_engine(name: str, setup: Any) -> Any:
@@ -49,5 +49,5 @@ def _spoil(engine: Any, fault: str, at_step: int) -> None:
 
 
 if __name__ == "__main__":
-    worker.build_engine = build_engine
+    stages.build_engine = build_engine
     runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="__main__")

@@ -6,6 +6,7 @@ import time
 
 from toolkit.engines.distributed import join, leave
 from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StepReduction
 
 
 def last_step(signalled: int, in_step: int) -> int:
@@ -13,13 +14,14 @@ def last_step(signalled: int, in_step: int) -> int:
     rank = join().rank
     step = 0
     with StopRequest() as stop:
+        reduction = StepReduction(stop)
         while step < 8:
             step += 1
-            stop.ask(rank + step)
+            reduction.begin(rank + step)
             time.sleep(0.02 * rank)
             if rank == signalled and step == in_step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            stopping, (total,) = stop.agreed()
+            stopping, (total,) = reduction.finish()
             assert total == 1 + 2 * step, "the sum over both ranks"
             if stopping:
                 break

@@ -1,5 +1,8 @@
 """Out of memory, in the forms in which it comes from a GPU."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,13 +19,9 @@ FORMS = [
 ]
 
 
-class Worker:
+def in_a_step(*, has_stepped: bool) -> Any:
     """A rank that was in a step."""
-
-    doing = "step 8"
-
-    def __init__(self, has_stepped: bool) -> None:
-        self.has_stepped = has_stepped
+    return SimpleNamespace(doing="step 8", watchdog=SimpleNamespace(has_stepped=has_stepped))
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("error", FORMS, ids=lambda error: str(error)[:20])
 def test_every_form_is_named_with_numbers(error: Exception) -> None:
-    code, message = worker._failure(worker._explained(error, Worker(has_stepped=True)))
+    code, message = worker._failure(worker._explained(error, in_a_step(has_stepped=True)))
     assert code == 4
     assert message.startswith(
         "out of memory in phase 'step 8': 70.00 GiB allocated, 74.00 GiB reserved, "
@@ -49,7 +48,7 @@ def test_every_form_is_named_with_numbers(error: Exception) -> None:
 
 def test_only_a_start_that_made_a_step_is_repeated() -> None:
     for has_stepped in (False, True):
-        explained = worker._explained(FORMS[0], Worker(has_stepped))
+        explained = worker._explained(FORMS[0], in_a_step(has_stepped=has_stepped))
         assert explained.retry is has_stepped
     assert not worker._explained(FORMS[0], None).retry
 

@@ -18,6 +18,7 @@ from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
 from toolkit.train.loop import Progress, train
 from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StepReduction
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
     hooks = Recorder()
     with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, stop)
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
     assert hooks.losses[0] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
     shares = dataset.token_counts() / dataset.n_tokens
     entropy = -sum(share * math.log(share) for share in shares if share)
@@ -47,33 +48,33 @@ def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
 def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
     whole, first, second = Recorder(), Recorder(), Recorder()
     with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), whole, stop)
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), whole, StepReduction(stop))
         engine, progress = FakeEngine(VOCABULARY), Progress()
-        train(job(dataset, engine, steps=15), progress, first, stop)
+        train(job(dataset, engine, steps=15), progress, first, StepReduction(stop))
         resumed = FakeEngine(VOCABULARY)
         for mine, saved in zip(resumed.state(), engine.state(), strict=True):
             mine.put("weight", saved.get("weight"))
         assert progress == Progress(15, 60, tuple(first.losses), sum(first.tokens))
-        train(job(dataset, resumed), progress, second, stop)
+        train(job(dataset, resumed), progress, second, StepReduction(stop))
     assert progress.consumed_tokens == sum(whole.tokens) > 0
     assert first.losses + second.losses == whole.losses
 
 
-class TwoTensorRanks(StopRequest):
+class TwoTensorRanks(StepReduction):
     """Both ranks of a tensor-parallel group count the same batch."""
 
-    def agreed(self) -> tuple[bool, tuple[float, ...]]:
-        stopping, numbers = super().agreed()
+    def finish(self) -> tuple[bool, tuple[float, ...]]:
+        stopping, numbers = super().finish()
         return stopping, tuple(2 * number for number in numbers)
 
 
 def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -> None:
     alone, two = Recorder(), Recorder()
     with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), alone, stop)
-    with TwoTensorRanks() as stop:
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), alone, StepReduction(stop))
+    with StopRequest() as stop:
         split = replace(job(dataset, FakeEngine(VOCABULARY)), layout=replace(LAYOUT, tp=2))
-        train(split, Progress(), two, stop)
+        train(split, Progress(), two, TwoTensorRanks(stop))
     assert two.tokens == alone.tokens
     assert two.losses == alone.losses
 
@@ -84,7 +85,7 @@ def skipped_steps(
     """Train to the end or to a failure of the guard; why which steps were skipped."""
     hooks = Recorder()
     with StopRequest() as stop, suppress(RunFailed):
-        train(job(dataset, engine, guard=guard), progress, hooks, stop)
+        train(job(dataset, engine, guard=guard), progress, hooks, StepReduction(stop))
     return hooks.skipped, hooks
 
 
@@ -136,7 +137,9 @@ def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDat
     hooks, progress = Recorder(), Progress()
     guard = GuardSection(max_skips_in_a_row=3)
     with StopRequest() as stop, pytest.raises(RunFailed) as failure:
-        train(job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks, stop)
+        train(
+            job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks, StepReduction(stop)
+        )
     assert list(hooks.skipped) == [3, 4, 8, 9, 10], "two in a row are no reason to stop"
     assert "steps 8 to 10 were all skipped: the loss is not finite." in str(failure.value)
     assert "The weights are those of step 7" in str(failure.value)
@@ -162,19 +165,21 @@ def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
 def test_signal_saves_and_stops(dataset: PackedDataset) -> None:
     hooks = Recorder(signal_at=7)
     with StopRequest() as stop, pytest.raises(Stopped, match="after saving step 7 of 40"):
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, stop)
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
     assert hooks.calls[-1] == ("stop", 7)
 
 
 def test_signal_at_the_last_step_ends_normally(dataset: PackedDataset) -> None:
     hooks = Recorder(signal_at=STEPS)
     with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, stop)
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
     assert hooks.calls[-2:] == [("save", STEPS), ("evaluate", STEPS)]
 
 
 def test_finished_run_does_nothing(dataset: PackedDataset) -> None:
     hooks = Recorder()
     with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(STEPS, 0), hooks, stop)
+        train(
+            job(dataset, FakeEngine(VOCABULARY)), Progress(STEPS, 0), hooks, StepReduction(stop)
+        )
     assert hooks.calls == []

@@ -25,6 +25,7 @@ from toolkit.recipe.schema import GuardSection
 from toolkit.train.loop import Progress, StepReport, train
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StepReduction
 
 PER_STEP = LAYOUT.global_batch
 PATIENCE_S = 20.0
@@ -70,7 +71,7 @@ def run(
 ) -> None:
     asked = replace(job(data, engine), **changed)
     with StopRequest() as stop:
-        train(asked, progress or Progress(), hooks or Recorder(), stop)
+        train(asked, progress or Progress(), hooks or Recorder(), StepReduction(stop))
 
 
 @pytest.fixture

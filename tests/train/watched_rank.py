@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import events_offset
 from toolkit.train import watchdog as module
 from toolkit.train.phases import WAITING
 from toolkit.train.signals import StopRequest
@@ -61,7 +62,9 @@ def misbehave() -> None:
 meet("start")  # a rank that waits for slow imports of another one would hang, for a watchdog
 with (
     StopRequest() as stop,
-    Watchdog(run, rank, world, 0, stop, limit_s, grace_s or None) as watchdog,
+    Watchdog(
+        run, rank, world, stop, limit_s, grace_s or None, events_offset(run.path)
+    ) as watchdog,
 ):
     for step in range(10):
         if step == 4 and behaviour == "wait":

@@ -17,7 +17,7 @@ from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.schedule import learning_rate
-from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StepReduction
 
 
 @dataclass
@@ -32,6 +32,11 @@ class Progress:
     """Losses of the last steps that were not skipped, for spike detection."""
     consumed_tokens: int | None = 0
     """Unmasked tokens of `consumed_samples`; None if an older checkpoint did not count them."""
+
+    def continue_at(self, other: "Progress") -> None:
+        """Take the progress of a checkpoint."""
+        self.step, self.consumed_samples = other.step, other.consumed_samples
+        self.recent_losses, self.consumed_tokens = other.recent_losses, other.consumed_tokens
 
     def advance(self, result: StepResult, samples: int, tokens: int) -> None:
         """Advance by one step, skipped or not."""
@@ -106,7 +111,7 @@ class TrainingRun:
         return sum(batch.tokens for batch in batches), counted
 
 
-def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
+def train(job: TrainingRun, progress: Progress, hooks: Hooks, reduction: StepReduction) -> None:
     """Train from `progress` to the last step.
 
     Raises Stopped after a signal to any rank, after saving; RunFailed if too many steps in a
@@ -119,19 +124,23 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
         return job.micro_batches(step, first_sample + done)
 
     with Prefetch(micro_batches, first_step) as prefetch:
-        _train(job, progress, hooks, stop, prefetch)
+        _train(job, progress, hooks, reduction, prefetch)
 
 
 def _train(
-    job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest, prefetch: Prefetch
+    job: TrainingRun,
+    progress: Progress,
+    hooks: Hooks,
+    reduction: StepReduction,
+    prefetch: Prefetch,
 ) -> None:
     layout, guard = job.layout, StepGuard(job.guard)
     replicas = layout.world // layout.dp  # ranks that count the same batches
     coming, _ = prefetch.take()
     for batch in coming[:1]:
         check_batch(job.objective, batch)
-    stop.ask(*job.counts(coming))
-    _, counted = stop.agreed()
+    reduction.begin(*job.counts(coming))
+    _, counted = reduction.finish()
     started = time.perf_counter()
     while progress.step < job.total_steps:
         rate = learning_rate(
@@ -140,7 +149,7 @@ def _train(
         micro_batches, (tokens, count) = coming, (sum_ / replicas for sum_ in counted)
         coming, data_wait_s = prefetch.take()
         # The one reduction of the loop: it runs while the step does.
-        stop.ask(*job.counts(coming))
+        reduction.begin(*job.counts(coming))
         seed_dropout(job.seed, progress.step, job.dp_rank)
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
@@ -153,8 +162,8 @@ def _train(
         report = StepReport(result, rate, int(tokens), seconds, data_wait_s, samples)
         hooks.after_step(progress, report)
         guard.check(progress.step, result)
-        asked, counted = stop.agreed()
-        stopping = asked and progress.step < job.total_steps
+        requested, counted = reduction.finish()
+        stopping = requested and progress.step < job.total_steps
         between = time.perf_counter()
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:

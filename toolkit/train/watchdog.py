@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from toolkit.errors import EXIT_FAILED
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import STACKS_SIGNAL, events_offset, grace_over
+from toolkit.run.ending import STACKS_SIGNAL, grace_over
 from toolkit.run.events import EventLog
 from toolkit.terminal import tell
 from toolkit.train.loop import Hooks, Progress, StepReport
@@ -135,20 +135,21 @@ class Watchdog:
         run: RunDirectory,
         rank: int,
         world: int,
-        step: int,
         stop: StopRequest,
         limit_s: float,
         grace_s: float | None,
+        offset: int,
     ) -> None:
+        """`limit_s`: seconds without a mark; `offset`: see `events_offset`."""
         self._run = run
         self._world = world
         self._stop = stop
         self._step_limit_s = limit_s
         self._grace_s = grace_s
-        self._offset = events_offset(run.path)
+        self._offset = offset
         self._slow_beat_s = min(limit_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
         self._beat_s = min(self._slow_beat_s, LONGEST_BEAT_S if rank else RANK_ZERO_BEAT_S)
-        self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), step, step)
+        self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), 0, 0)
         self._idle_s = self._stopping_s = 0.0
         """Counted in beats: a process that was frozen has not used up its time."""
         self._waiting = False
@@ -157,6 +158,11 @@ class Watchdog:
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._watch, self._write)
         ]
+
+    def at_step(self, step: int) -> "Watchdog":
+        """This watchdog, of a start that continues from `step`."""
+        self._mine.step = self._mine.first_step = step
+        return self
 
     def __enter__(self) -> "Watchdog":
         self._run.heartbeats.mkdir(parents=True, exist_ok=True)

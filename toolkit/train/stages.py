@@ -1,0 +1,313 @@
+"""The stages of a rank's work: data, checkpoint, reference, engine, resume, train, export."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from toolkit.adapters.weights import AdaptedWeights
+from toolkit.batch import MicroBatch
+from toolkit.checkpoint.resume import Found
+from toolkit.data.batches import GlobalBatches, evaluation_batches
+from toolkit.data.build import TrainingData, build_data
+from toolkit.data.lengths import cut
+from toolkit.data.rows import Samples
+from toolkit.data.streaming.ahead import AheadWorkers
+from toolkit.data.streaming.streams import Streams
+from toolkit.engines.base import Engine
+from toolkit.engines.distributed import limit_collectives
+from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.errors import RunFailed
+from toolkit.intake.checks import steps_with
+from toolkit.models import huggingface as hf
+from toolkit.models.weights import RandomWeights, WeightSource
+from toolkit.objectives.dpo import REFERENCE
+from toolkit.run.assignment import elastic_restarts
+from toolkit.run.events import process_age_s
+from toolkit.terminal import tell
+from toolkit.track.progress import ProgressReport
+from toolkit.train.all_ranks import PeerFailed
+from toolkit.train.checkpoints import RunCheckpoints
+from toolkit.train.companions import companion_files
+from toolkit.train.exporting import export_last
+from toolkit.train.loop import TrainingRun, train
+from toolkit.train.observer import Observed, Observer, Reporter
+from toolkit.train.phases import BUILDING, CountedWeights
+from toolkit.train.reference import RunReference
+from toolkit.train.start import Start
+from toolkit.train.step_reduction import StepReduction
+from toolkit.train.watchdog import Watched, collective_limit, replayed
+
+
+def work(start: Start) -> None:
+    """Train from the newest checkpoint, or from the start, to the export."""
+    config, data, steps = _read_data(start)
+    checkpoints = _checkpoints(start, config, data)
+    found = start.together.run(lambda: checkpoints.find(config, start.phases))
+    if found and start.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
+        start.progress.continue_at(checkpoints.take(found))
+        _watch(start, steps, checkpoints)
+        _close(start, checkpoints, None)
+    else:
+        if data.streams is not None:
+            _open_streams(start, data.streams, data, found)
+        reference = _reference(start, config, data, steps, checkpoints, found)
+        engine = _engine(start, config, checkpoints)
+        if reference is not None:
+            reference.compute(engine, start.plan.layout, start.phases)
+        if found is not None:
+            _resume(start, checkpoints, engine, found)
+        reporter = _watch(start, steps, checkpoints)
+        samples = reference or data
+        observed = _observed(start, engine, samples.validation, checkpoints)
+        job = _training_run(start, engine, samples.train, data, steps)
+        _train(start, job, Observer(observed, reporter))
+        _close(start, checkpoints, engine)
+
+
+def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
+    """The model's config, the data, and the steps of the whole run."""
+    recipe, together = start.recipe, start.together
+    training = recipe.training
+    start.phases.begin("reading the data")
+    config = together.run(lambda: hf.build_config(recipe.model))
+    data = together.leaders_first(
+        lambda: build_data(
+            recipe.data,
+            sequence_length=training.sequence_length,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            vocab_size=config.vocab_size,
+            base=Path.cwd(),
+            track=start.phases.track,
+        )
+    )
+    if recipe.model.init != "pretrained":
+        config.eos_token_id = data.tokenizer.eos_token_id
+        config.bos_token_id = data.tokenizer.bos_token_id
+    steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))
+    if start.leads:
+        requested = recipe.lengths.total_steps(training, data.samples_per_epoch)
+        for note in data.notes(steps, requested):
+            tell(note)
+    return config, data, steps
+
+
+def _checkpoints(start: Start, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
+    companions = {}
+    if start.leads:
+        companions = companion_files(start.recipe, start.directory, config, data)
+    return RunCheckpoints(start.assignment, start.ranks.rank, data, companions)
+
+
+def _open_streams(
+    start: Start, streams: Streams, data: TrainingData, found: Found | None
+) -> None:
+    """Tokenise the windows of the first samples, and start tokenising ahead."""
+    batch, samples = start.recipe.training.global_batch_size, 0
+    if found is not None:
+        samples = found.manifest.consumed_samples
+        start.together.run(lambda: streams.continue_at(found.manifest.streams))
+    start.phases.begin("tokenising the first samples")
+    if start.ranks.local_rank == 0:
+        ahead = AheadWorkers(streams.sources, streams.section.workers, streams.advance)
+        start.at_end.enter_context(ahead)
+        streams.report(lambda _: ahead.want())
+    if start.leads:
+        streams.report(lambda window: start.events.write("window", **asdict(window)))
+    first = data.lengths.block_of(samples)
+    behind = data.lengths.blocks(samples + batch)
+    start.together.leaders_first(lambda: streams.open(first, behind - first))
+
+
+def _reference(
+    start: Start,
+    config: PretrainedConfig,
+    data: TrainingData,
+    steps: int,
+    checkpoints: RunCheckpoints,
+    found: Found | None,
+) -> RunReference | None:
+    """The reference model's log-probabilities, if the objective reads them.
+
+    The engine of a run that resumes does not have the weights of the reference: what is missing
+    then is computed by an engine with the run's initial ones.
+    """
+    if REFERENCE not in start.recipe.objective().reads:
+        return None
+    note, resumed = start.directory.reference, found is not None
+    reference = RunReference(
+        start.recipe, config, data, note, start.together, steps=steps, resumed=resumed
+    )
+    if resumed and reference.missing:
+        start.together.rank_zero(reference.check_weights)
+        engine = _engine(start, config, checkpoints, first=True)
+        reference.compute(engine, start.plan.layout, start.phases)
+        engine.close()
+    return reference
+
+
+def _engine(
+    start: Start, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool = False
+) -> Engine:
+    """The engine with its initial weights: the saved ones if the run resumes, unless the run's
+    `first` ones are requested."""
+    together, assignment = start.together, start.assignment
+    start.phases.begin("building operators")
+    together.leaders_first(lambda: assignment.prepare(tell))
+    start.phases.begin(BUILDING)
+    weights = together.run(lambda: _counted_weights(start, config, checkpoints, first=first))
+    start.phases.begin(BUILDING)
+    setup = together.run(
+        lambda: EngineSetup.of(
+            start.recipe, start.plan, assignment.engine_config, start.ranks, config, weights
+        )
+    )
+    return build_engine(start.plan.engine, setup)
+
+
+def _counted_weights(
+    start: Start, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool
+) -> WeightSource:
+    source = checkpoints.weights(config, start.phases, first=first)
+    base = source.base if isinstance(source, AdaptedWeights) else source
+    drawn = isinstance(base, RandomWeights)
+    doing = "drawing the weights" if drawn else "loading the weights"
+    return CountedWeights(source, doing, start.plan.layout, start.phases)
+
+
+def _resume(start: Start, checkpoints: RunCheckpoints, engine: Engine, found: Found) -> None:
+    """Load optimizer states and progress."""
+    progress = start.together.run(lambda: checkpoints.load(engine, found, start.phases))
+    start.progress.continue_at(progress)
+
+
+def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | None:
+    """From here on signals save before they stop the run, and a rank that hangs is noticed.
+    Rank 0's outputs; None on the other ranks."""
+    start.at_end.enter_context(start.stop)
+    reporter = _reporter(start, steps, checkpoints) if start.leads else None
+    start.watching.enter_context(start.watchdog.at_step(start.progress.step))
+    limit = collective_limit(start.recipe.launch.hang_timeout_s)
+    limit_collectives(limit, but=start.together.group)
+    start.phases.heard = start.watchdog.hear
+    return reporter
+
+
+def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter:
+    step, phases, events = start.progress.step, start.phases, start.events
+    seconds = round(process_age_s(), 3)
+    if attempt := elastic_restarts():
+        events.write(
+            "restart",
+            time=time.time() - seconds,
+            attempt=attempt,
+            reason="the launcher's elastic agent started all ranks again",
+            from_step=step,
+        )
+    phases.hide()
+    if step < steps:
+        tell(phases.summary())
+    events.write(
+        "start",
+        step=step,
+        world=start.ranks.world,
+        engine=start.plan.engine,
+        seconds=seconds,
+        phases={doing: round(s, 3) for doing, s in phases.seconds.items()},
+    )
+    if checkpoints.load_s is not None:
+        events.write("load", step=step, seconds=round(checkpoints.load_s, 3))
+    if lost := replayed(start.directory.heartbeats, step):
+        events.write("replay", **lost)
+    bar = ProgressReport(steps, step, phases.console)
+    reporter = Reporter(start.directory, start.recipe, events, step, bar)
+    start.at_end.callback(reporter.finish)
+    return reporter
+
+
+def _observed(
+    start: Start,
+    engine: Engine,
+    validation: Mapping[str, Samples],
+    checkpoints: RunCheckpoints,
+) -> Observed:
+    return Observed(
+        start.recipe,
+        start.plan,
+        engine,
+        start.ranks,
+        {name: _validation_batches(start, samples) for name, samples in validation.items()},
+        checkpoints,
+        start.assignment.prediction,
+        start.phases.begin,
+    )
+
+
+def _validation_batches(
+    start: Start, validation: Samples
+) -> Callable[[int], Sequence[MicroBatch]]:
+    """This rank's validation batches, built on request: the same tokens, split into parts like
+    the samples of the steps."""
+    recipe, layout = start.recipe, start.plan.layout
+    return lambda parts: evaluation_batches(
+        cut(validation, parts),
+        recipe.training.global_batch_size,
+        recipe.evaluation.batches * parts,
+        layout.data_rank(start.ranks.rank),
+        layout.dp,
+        layout.micro_batch,
+    )
+
+
+def _training_run(
+    start: Start, engine: Engine, samples: Samples, data: TrainingData, steps: int
+) -> TrainingRun:
+    recipe, layout = start.recipe, start.plan.layout
+    batch = recipe.training.global_batch_size
+    return TrainingRun(
+        engine,
+        GlobalBatches(samples, data.order, batch, data.lengths),
+        layout,
+        layout.data_rank(start.ranks.rank),
+        recipe.training.seed,
+        steps,
+        recipe.optimizer,
+        recipe.schedule,
+        recipe.guard,
+        recipe.objective(),
+    )
+
+
+def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
+    """Run the remaining steps, save, validate, and compare with the plan."""
+    progress, reporter = start.progress, observer.reporter
+    start.watchdog.mark(f"step {progress.step + 1}", progress.step)
+    with reporter.progress if reporter is not None else nullcontext():
+        try:
+            reduction = StepReduction(start.stop, start.together.group)
+            train(job, progress, Watched(observer, start.watchdog), reduction)
+        except (RunFailed, PeerFailed):
+            # Raised on every rank: the save in flight is good.
+            observer.run.checkpoints.tell(wait=True)
+            raise
+        # A signal from here on has no effect: the rest is short. Saving comes first, so that a
+        # kill loses no step.
+        observer.save_now(progress)
+        observer.evaluate_now(progress)
+        observer.compare(progress)
+
+
+def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:
+    """Close what writes checkpoints, and export the last one."""
+    start.phases.show()
+    start.phases.begin("closing")
+    checkpoints.close()
+    if engine is not None:
+        engine.close()
+    if start.recipe.checkpoint.export:
+        step = start.progress.step
+        start.together.rank_zero(lambda: export_last(start.directory, step, start.phases))
