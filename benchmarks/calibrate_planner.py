@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import PlanError
+from toolkit.extras.published.case import Case
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE, Efficiency
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.published import Case, Setup
+from toolkit.plan.estimate import Setup
 
 FITTED = tuple(name for name, constant in TABLE.items() if constant.spread)
 ROUNDS = 8

@@ -14,9 +14,7 @@ from pathlib import Path
 import document  # next to this script
 from goodput_simulation import first_order_goodput, simulated_shares
 
-from toolkit.hardware.cluster import default_cluster
-from toolkit.intake.load import load_recipe
-from toolkit.plan.failures.goodput import (
+from toolkit.extras.goodput.failures import (
     SECONDS_PER_HOUR,
     Failures,
     best_interval_s,
@@ -24,7 +22,9 @@ from toolkit.plan.failures.goodput import (
     expected_shares,
     young_interval_s,
 )
-from toolkit.plan.failures.saving import Assumptions, PlannedRun, failures, rows
+from toolkit.extras.goodput.saving import Assumptions, PlannedRun, failures, rows
+from toolkit.hardware.cluster import default_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.units import duration
 

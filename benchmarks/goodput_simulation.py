@@ -2,7 +2,7 @@
 
 import random
 
-from toolkit.plan.failures.goodput import Failures, Shares
+from toolkit.extras.goodput.failures import Failures, Shares
 
 
 def first_order_goodput(job: Failures, interval_s: float) -> float:

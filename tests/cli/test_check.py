@@ -201,7 +201,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("dmt ", set(VERBS)),
         ("dmt che", {"check", "checkpoint"}),
-        ("dmt plan recipe.yaml --plo", {"--plot"}),
+        ("dmt plan recipe.yaml --ht", {"--html"}),
         ("dmt checkpoint ver", {"verify"}),
         ("dmt checkpoint verify --js", {"--json"}),
         ("dmt init llama-3.1", {"llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"}),

@@ -179,13 +179,6 @@ def test_what_does_not_fit_says_how_far_off_and_what_would(
     assert sum(found["rejected"].values()) == found["considered"]
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.svg"
-    shown(capsys, LLAMA_70B, *EIGHT_NODES, "--plot", str(file))
-    assert "llama-3.1-70b-pretrain on 8x8xh100-80gb" in file.read_text()
-
-
 @pytest.mark.parametrize(
     ("settings", "pair"),
     [
@@ -294,14 +287,7 @@ def test_another_cluster_is_checked_as_the_recipes_own(
     assert "tensor 4" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("file", ["plan.txt", "no/such/folder/plan.svg"])
-def test_a_picture_that_cannot_be_drawn_is_refused_first(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", TINY, "--json", "--plot", file]) == 2
-    assert capsys.readouterr().out == ""
-
-
-def test_a_picture_of_several_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", TINY, TINY, "--plot", "both.svg"]) == 2
-    assert "one recipe on one cluster" in capsys.readouterr().err
+def test_the_former_option_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY, "--plot", "plan.svg"]) == EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    assert captured.out == "" and "fix: --html FILE" in captured.err

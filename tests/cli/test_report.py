@@ -151,16 +151,3 @@ def test_steps_without_a_line_are_named(
         "metrics.jsonl: no line between step 15 and step 20",
     ]
     assert found["state"] == "done"
-
-
-def test_a_page_replaces_nothing_but_a_page(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.html"
-    for _ in range(2):
-        assert main(["report", str(run), "--html", str(page)]) == 0
-    events = (run / "events.jsonl").read_bytes()
-    for path in (run / "events.jsonl", tmp_path, Path("/"), Path()):
-        assert main(["report", str(run), "--html", str(path)]) == 2
-        assert f"--html: {path} " in capsys.readouterr().err
-    assert (run / "events.jsonl").read_bytes() == events

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics, write_run
+from toolkit.cli.extras import OPTIONS
 from toolkit.cli.main import main
 
 RECIPE = """\
@@ -213,7 +214,9 @@ def test_damaged_files_are_listed(
     run = write(tmp_path / "run", [*KILLED_AND_RESTARTED, PREDICTION], metrics(20, 2.0))
     _replace(name, content)(run)
     page = str(tmp_path / "page.html")
-    options = (["report"], ["report", "--json"], ["report", "--html", page], ["compare"])
+    options = [["report"], ["report", "--json"], ["compare"]]
+    if "report --html" in OPTIONS.names:
+        options.append(["report", "--html", page])
     for verb, *more in options:
         arguments = [verb, str(run), *([str(run)] if verb == "compare" else []), *more]
         assert main(arguments) == 0
@@ -227,6 +230,8 @@ def test_damaged_files_are_listed(
 
 @pytest.mark.parametrize("verb", ["report", "runs", "compare", "watch"])
 def test_a_name_that_is_too_long(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if verb == "watch":
+        pytest.importorskip("toolkit.extras.page")
     name = "x" * 300
     assert main([verb, name, name][: 3 if verb == "compare" else 2]) == 2
     said = capsys.readouterr().err

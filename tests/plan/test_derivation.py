@@ -12,8 +12,7 @@ from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.owners import owner_updates
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.estimate import estimate
-from toolkit.plan.published import Setup
+from toolkit.plan.estimate import Setup, estimate
 
 CONFIG = {
     "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584,

@@ -17,11 +17,10 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import SETTINGS, Layout
-from toolkit.plan.estimate import estimate
+from toolkit.plan.estimate import Setup, estimate
 from toolkit.plan.explain import NAMES, SHOWN, Decision, choice, decision, decisions, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
-from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import MARGIN, Search, equally_fast, room, search
 from toolkit.recipe.schema import KernelsSection, Recipe

@@ -4,12 +4,12 @@ import math
 import signal
 from collections.abc import Sequence
 
+from tests.engines.fake import FakeEngine
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.order import Shuffled
 from toolkit.data.rows import Samples
 from toolkit.engines.base import StepResult
-from toolkit.engines.fake import FakeEngine
 from toolkit.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Progress, StepReport, TrainingRun

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.engines.fake import FakeEngine
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.order import Shuffled
 from toolkit.data.rows import Row
 from toolkit.engines.distributed import join, leave
-from toolkit.engines.fake import FakeEngine
 from toolkit.errors import RunFailed
 from toolkit.layout import Layout
 from toolkit.train.all_ranks import AllRanks

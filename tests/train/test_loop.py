@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
 from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.fake import FakeEngine
 from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
 from toolkit.train.loop import Progress, train

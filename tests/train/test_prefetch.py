@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.order import Shuffled
 from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
-from toolkit.engines.fake import FakeEngine
 from toolkit.errors import DataError, RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
 from toolkit.train.loop import Progress, StepReport, train

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.console import Console
+from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
@@ -17,14 +18,12 @@ from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import (
     Estimate,
-    estimate_case,
     estimate_plan,
     machine_output,
     time_parts,
 )
 from toolkit.plan.plan import Plan
 from toolkit.run.assignment import decide
-from toolkit.terminal import tell
 from toolkit.units import seconds
 
 
@@ -54,31 +53,9 @@ def estimate(
     if cases is not None and cluster is not None:
         raise PlanError("--cluster: every case of --cases names its own", fix="leave it out")
     if cases is not None and out is not None:
-        _estimate_cases(cases, out, overrides)
+        option("estimate --cases")(cases, out, overrides)
     elif recipe is not None:
         _estimate_recipe(recipe, overrides, cluster, as_json)
-
-
-def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
-    """Predict every case of a file; those that cannot be predicted state why."""
-    if overrides:
-        raise PlanError("--set: changes a recipe, and --cases has none", fix="leave it out")
-    try:
-        listed = json.loads(cases.read_text(encoding="utf-8"))
-        if not isinstance(listed, list) or not all(isinstance(case, dict) for case in listed):
-            raise ValueError("it holds something else")
-        results = [estimate_case(case) for case in listed]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PlanError(
-            f"--cases: {cases} is not a list of cases: {type(error).__name__}: {error}",
-            fix="see docs/estimate.md for the fields of a case",
-        ) from error
-    try:
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--out: cannot write {out}: {error}", fix="name a file") from error
-    refused = sum(1 for result in results if result["unsupported"])
-    tell(f"{len(results) - refused} of {len(results)} cases answered in {out}")
 
 
 def _estimate_recipe(

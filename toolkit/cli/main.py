@@ -54,7 +54,7 @@ VERBS: dict[str, Verb] = {
         "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
     ),
     "report": Verb("toolkit.cli.report:report", "Show what a run did and where its time went."),
-    "watch": Verb("toolkit.cli.watch:watch", "Show a run live in the browser."),
+    "watch": Verb("toolkit.extras.page.watch:watch", "Show a run live in the browser."),
     "runs": Verb("toolkit.cli.runs:runs", "List runs: state, step, loss, age."),
     "compare": Verb("toolkit.cli.compare:compare", "Show what differs between runs."),
     "doctor": Verb("toolkit.cli.doctor:doctor", "Check this machine, or measure its speed."),
@@ -75,7 +75,14 @@ class _LazyVerb(TyperCommand):
 
     def _load(self) -> Any:
         module, _, name = self._verb.target.partition(":")
-        target = getattr(import_module(module), name)
+        try:
+            target = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("toolkit.extras"):
+                raise
+            from toolkit.cli.extras import not_installed
+
+            raise not_installed(f"dmt {self.name}") from error
         if isinstance(target, typer.Typer):
             return get_command(target)
         app = _app()

@@ -11,10 +11,11 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import BACKENDS, adopt_engine_config
-from toolkit.cli import plan_formulas, plan_goodput, plan_tables
-from toolkit.cli.bars import bars, memory_lines, show
+from toolkit.cli import plan_formulas, plan_tables
+from toolkit.cli.bars import bars, columns, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
+from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
 from toolkit.data.local import with_embedding_rows
@@ -24,13 +25,18 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.estimate import Estimate, derivations, estimate, machine_output, time_parts
+from toolkit.plan.estimate import (
+    Estimate,
+    Setup,
+    derivations,
+    estimate,
+    machine_output,
+    time_parts,
+)
 from toolkit.plan.explain import decisions, described
-from toolkit.plan.failures.saving import Assumptions, PlannedRun
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_of
-from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -68,6 +74,32 @@ MemoryFraction = Annotated[
 ]
 
 
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        metavar="HOURS",
+        help="Also show how often to save and what failures cost: mean time between failures "
+        "of one GPU with all that it needs (Llama 3: 50,700).",
+    ),
+]
+CheckpointSpeed = Annotated[
+    float | None, typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1.")
+]
+RestartMinutes = Annotated[
+    float | None, typer.Option(help="With --mtbf: from failure to loading. Default: 10.")
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Also write a page: timeline of the pipeline, memory and time by part, "
+        "alternatives.",
+    ),
+]
+FormerPlot = Annotated[str | None, typer.Option("--plot", hidden=True)]
+
+
 @dataclass(frozen=True)
 class Planned:
     """A recipe, planned on a cluster."""
@@ -80,17 +112,6 @@ class Planned:
     def cluster(self) -> Cluster:
         """Where."""
         return self.search.cluster
-
-    @property
-    def job(self) -> PlannedRun:
-        """What has to be saved, how often and where."""
-        steps, every = self.recipe.total_steps(), self.recipe.checkpoint.every_steps
-        plan, run = self.plan, self.run
-        step_s = plan.step_time_s if run is None else run.step_s
-        trained = plan.parameters - plan.frozen_parameters
-        # Checkpoints of adapters do not hold what is frozen.
-        frozen = 0 if self.recipe.adapter is not None else plan.frozen_parameters
-        return PlannedRun(trained + frozen, self.cluster, step_s, steps, every, frozen)
 
     @property
     def run(self) -> "plan_tables.Run | None":
@@ -116,12 +137,11 @@ def plan(
     ] = False,
     memory_fraction: MemoryFraction = None,
     check_memory: CheckMemory = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
-    ] = None,
-    mtbf: plan_goodput.Mtbf = None,
-    checkpoint_gbps: plan_goodput.CheckpointSpeed = None,
-    restart_minutes: plan_goodput.RestartMinutes = None,
+    html: HtmlFile = None,
+    plot: FormerPlot = None,
+    mtbf: Mtbf = None,
+    checkpoint_gbps: CheckpointSpeed = None,
+    restart_minutes: RestartMinutes = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
@@ -130,31 +150,34 @@ def plan(
     """
     if memory_fraction is not None:
         overrides = [*overrides, f"cluster.memory_fraction={memory_fraction}"]
+    if plot is not None:
+        raise PlanError("--plot: pictures of a plan are in its page", fix="--html FILE.html")
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
     several = len(recipes) * max(1, len(places)) > 1
-    if plot is not None:
-        _check_plot(plot, several)
-    assumed = plan_goodput.assumptions(mtbf, checkpoint_gbps, restart_minutes)
-    if several and (assumed is not None or check_memory):
-        option = "--check-memory" if check_memory else "--mtbf"
+    failing = mtbf, checkpoint_gbps, restart_minutes
+    goodput = option("plan --mtbf")(*failing) if failing != (None, None, None) else None
+    page = None if html is None else option("plan --html")(html)
+    of_one = {"--check-memory": check_memory, "--mtbf": goodput, "--html": page}
+    if several and (names := [name for name, value in of_one.items() if value]):
         fix = "plan them one after the other"
-        raise PlanError(f"{option}: one recipe on one cluster", fix=fix)
+        raise PlanError(f"{names[0]}: one recipe on one cluster", fix=fix)
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     checked = check_ranks(planned[0].recipe, planned[0].cluster) if check_memory else []
     if as_json:
-        found = [_machine_output(one, top, explain, assumed) for one in planned]
+        found = [_machine_output(one, top, explain, goodput) for one in planned]
         if check_memory:
             found[0]["memory_check"] = [rank_output(one) for one in checked]
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
     elif len(planned) == 1:
-        _print(planned[0], top, explain, assumed)
+        _print(planned[0], top, explain, goodput)
         print_memory(checked)
     else:
         _print_comparison(planned)
-    if plot is not None:
-        _draw(planned[0], plot)
+    if page is not None:
+        page.write(planned[0])
+        tell(f"{html} written")
     if not all(one.fits for one in checked):
         raise typer.Exit(EXIT_FAILED)
     if not several and not planned[0].search.fits:
@@ -171,20 +194,7 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
     return Planned(recipe, found, plan_of(found))
 
 
-def _check_plot(file: Path, several: bool) -> None:
-    """Refuse at once what could not be drawn in the end."""
-    if several:
-        raise PlanError(
-            "--plot: draws one recipe on one cluster", fix="plan them one after the other"
-        )
-    if file.suffix.lower() not in (".svg", ".png") or not file.absolute().parent.is_dir():
-        raise PlanError(
-            f"--plot: cannot draw {str(file)!r}",
-            fix="name a .svg or .png file in a folder that exists",
-        )
-
-
-def _estimate(found: Search, one: Candidate) -> Estimate:
+def layout_estimate(found: Search, one: Candidate) -> Estimate:
     """Memory and time of a candidate by part."""
     job = found.job
     return estimate(Setup(job.workload(one.pair), one.layout, found.cluster))
@@ -193,9 +203,7 @@ def _estimate(found: Search, one: Candidate) -> Estimate:
 # For programs
 
 
-def _machine_output(
-    planned: Planned, top: int, explain: bool, assumed: Assumptions | None
-) -> dict[str, Any]:
+def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
     plans = [_entry(found, one) for one in found.shortlist(top)]
@@ -218,15 +226,15 @@ def _machine_output(
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
-        output["derivations"] = asdict(derivations(_estimate(found, found.best)))
-    if assumed is not None:
-        output["goodput"] = plan_goodput.machine_output(planned.job, assumed)
+        output["derivations"] = asdict(derivations(layout_estimate(found, found.best)))
+    if goodput is not None:
+        output["goodput"] = goodput.machine_output(planned)
     return output
 
 
 def _entry(found: Search, one: Candidate) -> dict[str, Any]:
     """One layout."""
-    by_part = _estimate(found, one)
+    by_part = layout_estimate(found, one)
     return {
         "engine": one.pair.engine,
         "model": one.pair.model,
@@ -242,7 +250,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 # For people
 
 
-def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | None) -> None:
+def _print(planned: Planned, top: int, explain: bool, goodput: Any) -> None:
     """The chosen layout by part, the runners-up, why, and the ledger."""
     console = Console()
     recipe, plan, found = planned.recipe, planned.plan, planned.search
@@ -253,8 +261,8 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
     size = f"  {human(plan.parameters)} parameters{of_them}"
     title = Text.assemble((recipe.name, "bold"), size)
-    show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
-    by_part = _estimate(found, found.best)
+    show(console, [title, *map(_row, layout_facts(plan, recipe.cluster, planned.cluster.gpu))])
+    by_part = layout_estimate(found, found.best)
     show(console, ["", *memory_lines(by_part)])
     show(console, ["", *_time_lines(planned, by_part)])
     show(console, ["", *_runner_up_lines(found, top)])
@@ -262,15 +270,16 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     if explain:
         show(console, ["", *plan_formulas.lines(derivations(by_part))])
     show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
-    if assumed is not None:
-        show(console, ["", *plan_goodput.lines(planned.job, assumed)])
+    if goodput is not None:
+        show(console, ["", *goodput.lines(planned)])
 
 
 def _row(row: tuple[str, str]) -> Text:
     return Text.assemble((f"  {row[0]:<17}", "dim"), row[1])
 
 
-def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
+def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
+    """Pairs of a label and a value."""
     layout = plan.layout
     machines = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield "engine", plan.engine
@@ -325,7 +334,7 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     yield Text("  a cluster file (--cluster FILE) states another size", "dim")
     yield Text("")
     if found.nearest.memory_gib > (cluster.gpu.memory_gib or math.inf):
-        yield from memory_lines(_estimate(found, found.nearest))
+        yield from memory_lines(layout_estimate(found, found.nearest))
         yield Text("")
     if not planned.plan.remedies:
         yield Text("  no single change, and no larger cluster, makes it fit")
@@ -359,12 +368,13 @@ def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
 def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
     shown = found.shortlist(top)
     rejected = sum(found.rejected.values())
+    rows = plan_tables.strategies(found, shown)  # 80 columns wide at most
     yield Text(
         f"  best of each engine and degrees; {found.considered:,} layouts considered, "
         f"{rejected:,} of them rejected",
         "dim",
     )
-    for index, line in enumerate(plan_tables.strategies(found, shown)):
+    for index, line in enumerate(columns(rows, gap=" ")):
         yield Text(f"  {line}", "bold" if index == 1 else "dim" if index == 0 else "")
     for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
         verb = "" if reason == UNNEEDED else "need "
@@ -409,19 +419,3 @@ def _print_comparison(planned: Sequence[Planned]) -> None:
     rows = [(one.recipe.name, one.search, one.plan, one.run) for one in planned]
     for index, line in enumerate(plan_tables.comparison(rows)):
         console.print(Text(line, "dim" if index == 0 else ""), soft_wrap=True)
-
-
-def _draw(planned: Planned, file: Path) -> None:
-    """The picture of the chosen layout and its runners-up."""
-    from toolkit.plan.plot import bars as plot
-
-    found = planned.search
-    candidates = []
-    for one in found.shortlist(plot.SHOWN):
-        by_part = _estimate(found, one)
-        memory, time, limit = by_part.memory, by_part.time, found.cluster.gpu.memory_gib
-        label = "/".join(dict.fromkeys(one.pair))
-        candidates.append(plot.PlottedLayout(label, one.layout, memory, time, limit))
-    title = f"{planned.recipe.name} on {planned.cluster.name}"
-    plot.write_plot(file, title, candidates)
-    tell(f"{file} written")

@@ -68,8 +68,8 @@ class Run:
         }
 
 
-def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
-    """The header, and a line per layout."""
+def strategies(found: Search, shown: Sequence[Candidate]) -> list[list[str]]:
+    """The header, and a row per layout."""
     header = ["engine/model", "dp", "tp", "pp", "vpp", "zero", "recompute", "micro"]
     experts = any(one.layout.ep > 1 for one in shown)
     header[5:5] = ["ep"] if experts else []
@@ -94,7 +94,7 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
                 slower,
             ]
         )
-    return columns(rows, gap=" ")  # experts included, 80 columns wide at most
+    return rows
 
 
 def changes(found: Search) -> list[str]:

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from toolkit.cli.bars import BAR_WIDTH, show
 from toolkit.cli.console import Console
+from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS, Goodput
-from toolkit.report.page import write_page
 from toolkit.report.record import RunRecord, find_runs, read_record
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
@@ -46,7 +46,7 @@ def report(
         raise DataError("--text, --json and --html: one form at a time", fix="leave one out")
     records = [read_record(path) for path in run_dirs or find_runs(Path("runs"))[:1]]
     if html is not None:
-        write_page(records, html)
+        option("report --html")(records, html)
         tell(f"report {html}: open it in a browser, it needs nothing else")
         return
     if len(records) > 1:

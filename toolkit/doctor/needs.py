@@ -11,7 +11,7 @@ from toolkit.data.remote.store import PACKAGES
 from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
-from toolkit.plan.failures.saving import checkpoint_bytes
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide

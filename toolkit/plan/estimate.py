@@ -1,30 +1,33 @@
-"""Memory and step time of a fixed setup, by part.
-
-For recipes, and for lists of published cases in the form that `dmt estimate --cases` reads.
-"""
+"""Memory and step time of a fixed setup, by part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
-from toolkit.layout import Pair
+from toolkit.layout import Layout, Pair
 from toolkit.models.hub import model_config
 from toolkit.plan.cost.derivation import Derivation
-from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
-from toolkit.plan.cost.memory import Memory, stage_memory
+from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.memory_derivation import memory_derivations
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
 from toolkit.plan.cost.time_derivation import time_derivations, utilization
+from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
-from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Room, demand, device_memory, room, shortage
 from toolkit.recipe.schema import Recipe
 from toolkit.units import GIB
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training setup: what is trained, how it is laid out, and on what."""
+
+    workload: Workload
+    layout: Layout
+    cluster: Cluster
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def derivations(found: Estimate) -> Derivations:
 
 def machine_output(found: Estimate) -> dict[str, Any]:
     """One estimate as `dmt estimate --json` prints it."""
-    return _result(found, found.memory, found.memory.total) | {
+    return result(found, found.memory, found.memory.total) | {
         "memory_parts_gib": memory_parts(found.memory),
         "time_parts_s": time_parts(found.time),
         "basis": basis(found.setup.cluster),
@@ -135,47 +138,8 @@ def time_parts(time: StepTime) -> dict[str, float]:
     }
 
 
-def estimate_case(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of one published case, as `dmt estimate --cases` prints it."""
-    case = Case(fields)
-    try:
-        answer = _predicted(case) if case.has_shape else _counted(case)
-    except PlanError as error:
-        answer = {"unsupported": str(error)}
-    return _EMPTY | {"id": fields["id"]} | answer
-
-
-_EMPTY: dict[str, Any] = {
-    "id": None,
-    "step_time_s": None,
-    "tokens_per_s_per_gpu": None,
-    "mfu": None,
-    "memory_gib": {},
-    "fits": None,
-    "unsupported": None,
-}
-
-
-def _predicted(case: Case) -> dict[str, Any]:
-    """Memory and time of a model whose shape is known.
-
-    Memory is what the engine's own log shows, because that is what sources publish:
-    torchtitan the reserved memory of the worst rank, Megatron-LM the allocated memory of the
-    last rank only (which writes its TensorBoard). Whether it fits is decided by the total of
-    the fullest rank.
-    """
-    setup = case.setup()
-    found = estimate(setup)
-    memory, total = found.memory, found.memory.reserved
-    if case.by_megatron:
-        if case.logs_last_rank:
-            memory = stage_memory(setup.workload, setup.layout, setup.layout.pp - 1)
-        total = memory.allocated
-    return _result(found, memory, total)
-
-
-def _result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
-    """The common part of both kinds of output; `total` bytes of `memory`'s rank."""
+def result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
+    """Time, and memory by part: `total` bytes of `memory`'s rank."""
     time = found.time
     return {
         "step_time_s": time.total_s,
@@ -201,37 +165,3 @@ def _memory_gib(memory: Memory, total: float) -> dict[str, float]:
         "total": total,
     }
     return {part: size / GIB for part, size in parts.items()}
-
-
-def _counted(case: Case) -> dict[str, Any]:
-    """Model states of a model known only by its number of parameters.
-
-    If the largest layer is stated, by the formulas of DeepSpeed's estimator, otherwise by those
-    of the ZeRO paper. The memory of activations is unknown, so whether it fits is unknown, too.
-    """
-    if case.parameters is None:
-        raise PlanError(
-            "model: neither its shape nor its number of parameters is stated",
-            fix="state layers, hidden, heads and seq, or params",
-        )
-    query = case.estimator_query
-    if query is not None:
-        states = deepspeed_estimator(query)
-    else:
-        states = zero_paper(case.parameters, case.zero_stage, case.data_parallel)
-    capacity = None if case.gpu is None else GPUS[case.gpu].memory_gib
-    too_large = capacity is not None and states.total > capacity * GIB
-    return {"memory_gib": _counted_gib(states), "fits": False if too_large else None}
-
-
-def _counted_gib(states: StateCounts) -> dict[str, float | None]:
-    return {
-        "parameters": states.parameters / GIB,
-        "gradients": states.gradients / GIB,
-        "optimizer": states.optimizer / GIB,
-        "model_states": states.total / GIB,
-        "activations": None,
-        "other": None,
-        "total": None,
-        "host_per_node": states.host_per_node / GIB,
-    }

@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.product import dmt
 from tests.processes import HANG_S, wait_until
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics, write_run
-from toolkit.cli.dashboard import sparkline
 from toolkit.cli.main import main
+from toolkit.extras.page.dashboard import sparkline
 
 
 def test_sparkline() -> None:

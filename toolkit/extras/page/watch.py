@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.console import Console
-from toolkit.cli.dashboard import show_live
 from toolkit.errors import DataError
+from toolkit.extras.page.dashboard import show_live
+from toolkit.extras.page.serve import LivePage, PageServer
 from toolkit.report.record import find_runs
-from toolkit.report.serve import LivePage, PageServer
 from toolkit.terminal import tell
 
 LOWEST_PRIORITY = 19

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.browser import Tab, browser
+from tests.extras.page.serving import append, served
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics, write_run
-from tests.report.serving import append, served
 from toolkit.cli.main import main
 
 LARGEST_BYTES = 3_000_000

@@ -5,7 +5,7 @@ import math
 import pytest
 from goodput_simulation import first_order_goodput, simulated_shares
 
-from toolkit.plan.failures.goodput import (
+from toolkit.extras.goodput.failures import (
     Failures,
     Shares,
     best_interval_s,

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
+from toolkit.extras.page.thinning import AXES, Curves, short
 from toolkit.report.attempts import Event, amount, number, step_of
 from toolkit.report.goodput import Metrics
-from toolkit.report.page.thinning import AXES, Curves, short
 from toolkit.report.record import RunRecord
 from toolkit.report.stragglers import WAITS
 from toolkit.run.events import VALIDATION

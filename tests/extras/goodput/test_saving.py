@@ -2,9 +2,8 @@
 
 import pytest
 
-from toolkit.hardware.cluster import parse_cluster
-from toolkit.plan.failures.goodput import expected_shares
-from toolkit.plan.failures.saving import (
+from toolkit.extras.goodput.failures import expected_shares
+from toolkit.extras.goodput.saving import (
     BARRIER_S,
     SIZES,
     Assumptions,
@@ -15,6 +14,7 @@ from toolkit.plan.failures.saving import (
     rows,
     synchronous,
 )
+from toolkit.hardware.cluster import parse_cluster
 
 SIXTEEN = parse_cluster("2x8xh100-80gb")
 JOB = PlannedRun(8_000_000_000, SIXTEEN, step_s=10.0, steps=100_000, every_steps=500)

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.browser import browser
+from tests.extras.page.serving import append, served
 from tests.processes import wait_until
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, metrics, write_run
-from tests.report.serving import append, served
 from toolkit.cli.main import main
 from toolkit.errors import DataError
-from toolkit.report import serve
+from toolkit.extras.page import serve
+from toolkit.extras.page.serve import LivePage, PageServer
 from toolkit.report.record import Logs, RunRecord, read_record
-from toolkit.report.serve import LivePage, PageServer
 from toolkit.run import jsonl
 
 

@@ -7,18 +7,19 @@ read.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
-from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
+from toolkit.hardware.cluster import default_cluster, link, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.formulas import EstimatorQuery
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
+from toolkit.plan.estimate import Setup
 from toolkit.units import GIB
 
 LAYERS_PER_CHUNK = 2
@@ -29,15 +30,6 @@ NETWORK = re.compile(r"inter-node (\d+) gb/s per (\d+)-gpu node")
 BITS_PER_BYTE = 8
 _WIRE_BYTES = {"PURE": 2, "DEFAULT": 4}
 """Composer's mixed precision modes: what gradients are reduced in."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One training setup: what is trained, how it is laid out, and on what."""
-
-    workload: Workload
-    layout: Layout
-    cluster: Cluster
 
 
 class Case:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.extras.published.case import Case
+from toolkit.extras.published.estimates import estimate_case
 from toolkit.plan.cost.memory import stage_memory
-from toolkit.plan.estimate import estimate_case
-from toolkit.plan.published import Case
 from toolkit.units import GIB
 
 GB = 1e9

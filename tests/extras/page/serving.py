@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.report.logs import metrics
-from toolkit.report.serve import LivePage, PageServer
+from toolkit.extras.page.serve import LivePage, PageServer
 
 
 @contextmanager

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
 
 from toolkit.cli.bars import columns
+from toolkit.cli.plan import Planned
 from toolkit.errors import PlanError
-from toolkit.plan.failures.saving import (
+from toolkit.extras.goodput.saving import (
     BARRIER_S,
-    BYTES_PER_PARAMETER,
     DEFAULT_GBPS,
     DEFAULT_RESTART_MIN,
     Assumptions,
@@ -20,45 +19,48 @@ from toolkit.plan.failures.saving import (
     goodput_as_written,
     rows,
 )
+from toolkit.plan.checkpoint_size import BYTES_PER_PARAMETER
 from toolkit.units import duration
 
-Mtbf = Annotated[
-    float | None,
-    typer.Option(
-        metavar="HOURS",
-        help="Also show how often to save and what failures cost: mean time between failures "
-        "of one GPU with all that it needs (Llama 3: 50,700).",
-    ),
-]
-CheckpointSpeed = Annotated[
-    float | None, typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1.")
-]
-RestartMinutes = Annotated[
-    float | None, typer.Option(help="With --mtbf: from failure to loading. Default: 10.")
-]
 
+class GoodputOption:
+    """What `--mtbf` adds to the plan of one recipe on one cluster."""
 
-def assumptions(
-    mtbf: float | None, gbps: float | None, restart_minutes: float | None
-) -> Assumptions | None:
-    """What the options say; None without `--mtbf`, on which the others depend."""
-    if mtbf is None:
-        if gbps is not None or restart_minutes is not None:
+    def __init__(
+        self, mtbf: float | None, gbps: float | None, restart_minutes: float | None
+    ) -> None:
+        """Raises PlanError for a value out of bounds, and for others without `mtbf`."""
+        if mtbf is None:
             raise PlanError(
                 "--checkpoint-gbps and --restart-minutes: nothing is asked about failures",
                 fix="add --mtbf HOURS, the mean time between failures of one GPU",
             )
-        return None
-    return Assumptions(
-        _within("--mtbf", mtbf, 1e-3, 1e9),
-        _within("--checkpoint-gbps", DEFAULT_GBPS if gbps is None else gbps, 1e-3, 1e6),
-        _within(
-            "--restart-minutes",
-            DEFAULT_RESTART_MIN if restart_minutes is None else restart_minutes,
-            0.0,
-            1e5,
-        ),
-    )
+        gbps = DEFAULT_GBPS if gbps is None else gbps
+        restart = DEFAULT_RESTART_MIN if restart_minutes is None else restart_minutes
+        self.assumed = Assumptions(
+            _within("--mtbf", mtbf, 1e-3, 1e9),
+            _within("--checkpoint-gbps", gbps, 1e-3, 1e6),
+            _within("--restart-minutes", restart, 0.0, 1e5),
+        )
+
+    def machine_output(self, planned: Planned) -> dict[str, Any]:
+        """The `goodput` object of `--json`."""
+        return machine_output(_run_of(planned), self.assumed)
+
+    def lines(self, planned: Planned) -> Iterator[Text]:
+        """The table, the recipe's own setting, and all that is assumed."""
+        return lines(_run_of(planned), self.assumed)
+
+
+def _run_of(planned: Planned) -> PlannedRun:
+    """What has to be saved, how often and where."""
+    recipe, plan, run = planned.recipe, planned.plan, planned.run
+    step_s = plan.step_time_s if run is None else run.step_s
+    # Checkpoints of adapters do not hold what is frozen.
+    frozen = 0 if recipe.adapter is not None else plan.frozen_parameters
+    parameters = plan.parameters - plan.frozen_parameters + frozen
+    steps, every = recipe.total_steps(), recipe.checkpoint.every_steps
+    return PlannedRun(parameters, planned.cluster, step_s, steps, every, frozen)
 
 
 def _within(option: str, value: float, low: float, high: float) -> float:

@@ -7,12 +7,16 @@ policy forbids it.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
+from toolkit.extras.page.charts import MOST_MARKS, charts, marks
+from toolkit.extras.page.sections import Section, sections, tiles
+from toolkit.extras.page.thinning import Curves
 from toolkit.report.compare import (
     difference,
     names_of,
@@ -20,9 +24,6 @@ from toolkit.report.compare import (
     verdict,
     where_losses_differ,
 )
-from toolkit.report.page.charts import MOST_MARKS, charts, marks
-from toolkit.report.page.sections import Section, sections, tiles
-from toolkit.report.page.thinning import Curves
 from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
 from toolkit.run.directory import shown
@@ -35,7 +36,8 @@ _BEGINS = b"<!doctype html>"
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page of `page_data`; where that has a version, the page asks its server for news."""
+    """The page of `page_data` or of a plan; where the data has a version, the page asks its
+    server for news."""
     parts = {
         "CONNECT": "'self'" if "version" in data else "'none'",
         "STYLE": _file("uPlot.min.css") + _file("page.css"),
@@ -43,6 +45,8 @@ def page(data: Mapping[str, Any]) -> str:
         "DATA": embedded(data),
         "CHARTS": _file("uPlot.iife.min.js"),
         "SCRIPT": _file("page.js"),
+        "MADE": "dmt plan --html" if "plan" in data else "dmt report",
+        "FROM": "" if "plan" in data else " from the run directory alone",
     }
     # At once: nothing that was put in is looked into.
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], _file("page.html"))
@@ -104,11 +108,29 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
 
 def write_page(records: Sequence[RunRecord], path: Path) -> None:
     """Write the page. Raises DataError when `path` is another file or cannot be written."""
-    text = page(page_data(records))
-    try:
+    write(page_data(records), path)
+
+
+def write(data: Mapping[str, Any], path: Path) -> None:
+    """Write the page of this data. Raises DataError as `write_page`."""
+    text = page(data)
+    require_page(path)
+    with _writing(path):
+        jsonl.write_atomically(path, text)
+
+
+def require_page(path: Path) -> None:
+    """Raises DataError when `path` is another file, or in no folder."""
+    with _writing(path):
         if path.exists() and not read_bytes(path).startswith(_BEGINS):
             raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")
-        jsonl.write_atomically(path, text)
+        path.absolute().parent.stat()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.cli.main import main
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 LLAMA_405B = str(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")
 TINY = str(RECIPES / "tiny/llama-bytes.yaml")
 SECTION = "  failures: how often to save, and what is left for training\n"

@@ -15,11 +15,11 @@ from tests.processes import ROOT
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
 from tests.report.logs import write_run as write
 from toolkit.cli.main import main
+from toolkit.extras.page import page, page_data
+from toolkit.extras.page.thinning import Curves, kept
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.layers import stated_in
-from toolkit.report.page import page, page_data
-from toolkit.report.page.thinning import Curves, kept
 from toolkit.report.record import read_record
 from toolkit.run.jsonl import plain
 
@@ -319,3 +319,17 @@ def test_foreign_values_are_no_tracebacks(
     assert text.endswith("</html>\n")
     assert main(["report", str(run)]) == main(["compare", str(run), str(run)]) == 0
     assert main(["runs", str(run), "--json"]) == 0
+
+
+def test_a_page_replaces_nothing_but_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(tmp_path / "run", KILLED_AND_RESTARTED, metrics(20, 2.0))
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["report", str(run), "--html", str(page)]) == 0
+    events = (run / "events.jsonl").read_bytes()
+    for path in (run / "events.jsonl", tmp_path, Path("/"), Path(), Path("no/such.html")):
+        assert main(["report", str(run), "--html", str(path)]) == 2
+        assert f"--html: {path} " in capsys.readouterr().err
+    assert (run / "events.jsonl").read_bytes() == events

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from toolkit.cli.console import Console
 from toolkit.cli.runs import COLOURS
-from toolkit.report.serve import LivePage
+from toolkit.extras.page.serve import LivePage
 
 REFRESH_S = 1.0
 _CHARTS = ("loss", "tokens_per_s", "step_time_s", "memory_gib")

@@ -5,20 +5,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolkit.hardware.catalogue import GIGA
-from toolkit.hardware.cluster import Cluster
-from toolkit.plan.failures.goodput import (
+from toolkit.extras.goodput.failures import (
     SECONDS_PER_HOUR,
     Failures,
     Shares,
     best_interval_s,
     expected_shares,
 )
+from toolkit.hardware.catalogue import GIGA
+from toolkit.hardware.cluster import Cluster
+from toolkit.plan.checkpoint_size import checkpoint_bytes
 
-BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the fp32 weight and both of Adam's moments."""
-BYTES_PER_FROZEN_PARAMETER = 4
-"""The weight alone."""
 BARRIER_S = 0.6
 """Seconds that a save stops training in addition to the copy: ranks wait for each other. 0.59 s
 of blocking were measured for 405B on 8,960 GPUs (ByteCheckpoint, arXiv:2407.20143, table 8)."""
@@ -72,11 +69,6 @@ class GoodputRow:
             "lost": lost,
             "goodput_synchronous": self.synchronous_goodput,
         }
-
-
-def checkpoint_bytes(trained: int, frozen: int) -> int:
-    """Of a checkpoint with so many parameters that train, and others that do not."""
-    return BYTES_PER_PARAMETER * trained + BYTES_PER_FROZEN_PARAMETER * frozen
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.extras.page.timetable import Timetable, timetable
 from toolkit.plan.cost.time import StageTime
-from toolkit.plan.plot.timetable import Timetable, timetable
 
 EQUAL = StageTime(forward_s=1.0, backward_s=2.0, message_s=0.0)
 SHAPES = [(1, 4, 1), (2, 1, 1), (2, 8, 1), (4, 4, 1), (4, 16, 1), (8, 3, 1), (2, 2, 2),

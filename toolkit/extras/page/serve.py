@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DmtError
-from toolkit.report.page import page, page_data
+from toolkit.extras.page import page, page_data
 from toolkit.report.record import Logs, read_record, require_run, state_of
 from toolkit.report.summary import Ending
 from toolkit.run.directory import RunDirectory

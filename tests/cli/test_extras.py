@@ -1,0 +1,51 @@
+"""`dmt` of an installation without `toolkit/extras`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from toolkit.cli.main import main
+from toolkit.errors import EXIT_UNAVAILABLE
+from toolkit.registry import Registry
+
+TINY = str(ROOT / "recipes/tiny/llama-bytes.yaml")
+OPTIONS = {"plan --html": "toolkit.extras.page.plan:PlanPage"}
+
+
+@pytest.fixture
+def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("toolkit.extras")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "toolkit.extras", None)
+    monkeypatch.setattr("toolkit.cli.extras.OPTIONS", Registry("dmt.options", OPTIONS))
+
+
+@pytest.mark.usefixtures("without_extras")
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["plan", TINY, "--html", "plan.html"], "dmt plan --html"),
+        (["plan", TINY, "--mtbf", "50000"], "dmt plan --mtbf"),
+        (["watch"], "dmt watch"),
+        (["estimate", "--cases", "a.json", "--out", "b.json"], "dmt estimate --cases"),
+    ],
+)
+def test_what_is_missing_is_one_error(
+    arguments: list[str], what: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == EXIT_UNAVAILABLE
+    captured = capsys.readouterr()
+    assert captured.out == "" and not [*tmp_path.iterdir()]
+    first, fix = captured.err.splitlines()
+    assert first == f"dmt: {what}: this installation of DMT has no toolkit/extras"
+    assert fix.startswith("  fix: install all of it: pip install ")
+
+
+@pytest.mark.usefixtures("without_extras")
+def test_everything_else_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY]) == main(["estimate", TINY]) == main(["check", TINY]) == 0
+    assert main(["--help"]) == 0 and "watch" in capsys.readouterr().out

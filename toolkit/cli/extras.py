@@ -1,0 +1,33 @@
+"""Options of `dmt` whose code is in `toolkit/extras`, which an installation may leave out."""
+
+from typing import Any
+
+from toolkit.errors import BackendUnavailable
+from toolkit.registry import Registry
+from toolkit.system.install import source
+
+OPTIONS: Registry[Any] = Registry(
+    "dmt.options",
+    {
+        "report --html": "toolkit.extras.page:write_page",
+        "plan --html": "toolkit.extras.page.plan:PlanPage",
+        "plan --mtbf": "toolkit.extras.goodput.command:GoodputOption",
+        "estimate --cases": "toolkit.extras.published.estimates:estimate_cases",
+    },
+)
+"""By verb and option: what carries it out."""
+
+
+def option(name: str) -> Any:
+    """What carries out an option, e.g. `plan --html`. Raises BackendUnavailable without it."""
+    if name not in OPTIONS.names:
+        raise not_installed(f"dmt {name}")
+    return OPTIONS[name]
+
+
+def not_installed(what: str) -> BackendUnavailable:
+    """The error of a verb or option whose part of `toolkit/extras` is missing."""
+    return BackendUnavailable(
+        f"{what}: this installation of DMT has no toolkit/extras",
+        fix=f"install all of it: pip install {source()}",
+    )
