@@ -46,10 +46,10 @@ class UpdateRule:
         """Convert a holder's elements of the gradient to the owner's input, in place; `state`
         are the `WholeTensors.moments`."""
 
-    def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:
-        """On the owner: the update of a tensor with this gradient and these states, in dtype
-        `WholeTensors.sent`; steps count from 1."""
-        raise NotImplementedError
+    def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
+        """On the owner: the update of a tensor of which `whole` was accumulated, with these
+        states, in dtype `WholeTensors.sent`; steps count from 1."""
+        return whole
 
     def rate(self, shape: Sequence[int]) -> float:  # noqa: ARG002
         """Multiplier of a tensor's learning rate."""

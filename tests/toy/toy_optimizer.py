@@ -1,0 +1,68 @@
+"""A complete optimizer of another package: stochastic gradient descent with momentum."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from toolkit.optimizers.base import Ledger, OptimizerKind, Trained, WholeTensors
+from toolkit.recipe.section import Fraction, Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.engines.owners import UpdateRule
+    from toolkit.recipe.schema import OptimizerSection
+
+
+class SgdSection(Section):
+    """Heavy-ball momentum: M ← μ M + G, W ← W - lr·λ W - lr·M."""
+
+    momentum: Fraction = 0.9
+    """μ."""
+
+
+def rule(settings: "OptimizerSection") -> "UpdateRule":
+    from toolkit.engines.owners import UpdateRule
+
+    class Sgd(UpdateRule):
+        def accumulate(
+            self, gradient: "torch.Tensor", state: Mapping[str, "torch.Tensor"]
+        ) -> None:
+            gradient.add_(state["exp_avg"], alpha=self.own.momentum)
+            state["exp_avg"].copy_(gradient)
+
+    return Sgd(settings)
+
+
+def reference(
+    settings: "OptimizerSection", parameters: Sequence[Trained]
+) -> list["torch.optim.Optimizer"]:
+    import torch
+
+    class Sgd(torch.optim.SGD):
+        """torch's, whose own weight decay is a part of the gradient."""
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.mul_(1 - group["lr"] * group["decay"])
+            super().step()
+
+    groups = [
+        {**one.group, "decay": one.group["weight_decay"], "weight_decay": 0.0}
+        for one in parameters
+    ]
+    return [Sgd(groups, momentum=settings.own.momentum)]
+
+
+SGD = OptimizerKind(
+    title="SGD",
+    about="`toy_sgd` is gradient descent with momentum.",
+    section=SgdSection,
+    unused=("betas", "eps"),
+    whole=WholeTensors("toy_optimizer:rule", moments=("exp_avg",)),
+    reference="toy_optimizer:reference",
+    ledger=Ledger("SGD with fp32 weights and momentum"),
+    packages={"toy": "toy", "toy-sgd": "toy_sgd"},
+    no_adapter="nobody has tried",
+)
