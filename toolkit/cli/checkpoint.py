@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -14,9 +14,10 @@ from rich.text import Text
 
 from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
-from toolkit.cli.bars import byte_progress, columns, print_hanging
+from toolkit.cli.bars import byte_progress, print_hanging
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
+from toolkit.cli.output import Table, output
 from toolkit.errors import EXIT_USER_ERROR, CheckpointError
 from toolkit.layout import degrees_text
 from toolkit.models.convert.agreement import Agreement
@@ -66,23 +67,18 @@ def list_(
     """
     store = store_of(path)
     found = overview(store)
-    if as_json:
-        listed = [_listed(one) for one in found]
-        typer.echo(json.dumps({"folder": str(store.folder), "checkpoints": listed}))
-        return
-    console = Console()
-    if not found:
+    if not found and not as_json:
         tell(f"{store.folder} holds no checkpoints")
         return
-    rows = [["step", "written", "size", "state", "layout"], *map(_cells, found)]
-    header, *lines = columns(rows, left=5)
-    console.print(Text(header, "dim"), soft_wrap=True)
-    for one, line in zip(found, lines, strict=True):
-        text = Text(line)
-        text.highlight_words([one.state], _COLOURS[one.state])
-        console.print(text, soft_wrap=True)
-        if one.problem:
-            print_hanging(console, Text("    "), one.problem)
+    data = {"folder": str(store.folder), "checkpoints": [*map(_listed, found)]}
+    output(as_json, lambda: data, lambda: _list_lines(found))
+
+
+def _list_lines(found: Sequence[Listed]) -> Iterator[Text]:
+    for row, line in _LIST.coloured(found, lambda row: (row.state, _COLOURS[row.state])):
+        yield line
+        if row is not None and row.problem:
+            yield Text(f"    {row.problem}")
 
 
 def _listed(one: Listed) -> dict[str, Any]:
@@ -104,19 +100,26 @@ def _listed(one: Listed) -> dict[str, Any]:
     }
 
 
-def _cells(one: Listed) -> list[str]:
-    name = one.name.removeprefix("step-").lstrip("0") or "0"
-    if one.name != one.folder.name:
-        name += f" ({one.folder.name})"
-    manifest = one.manifest
-    layout = (
-        ""
-        if manifest is None
-        else degrees_text(manifest.engine, manifest.model, manifest.layout)
-    )
-    state = f"{one.state}, latest" if one.latest else one.state
-    written = f"{_time(one.modified_s):%Y-%m-%d %H:%M}"
-    return [name, written, byte_size(one.nbytes), state, layout]
+def _step(row: Listed) -> str:
+    name = row.name.removeprefix("step-").lstrip("0") or "0"
+    return name if row.name == row.folder.name else f"{name} ({row.folder.name})"
+
+
+def _layout(row: Listed) -> str:
+    saved = row.manifest
+    return "" if saved is None else degrees_text(saved.engine, saved.model, saved.layout)
+
+
+_LIST = Table[Listed](
+    {
+        "step": _step,
+        "written": lambda row: f"{_time(row.modified_s):%Y-%m-%d %H:%M}",
+        "size": lambda row: byte_size(row.nbytes),
+        "state": lambda row: f"{row.state}, latest" if row.latest else row.state,
+        "layout": _layout,
+    },
+    left=5,
+)
 
 
 def _time(seconds: float) -> datetime:
@@ -177,7 +180,7 @@ def inspect(
 
     Example: `dmt checkpoint inspect runs/tiny-llama-bytes --tensors`
     """
-    from toolkit.cli.checkpoint_tables import contents, facts, tensor_rows
+    from toolkit.cli.checkpoint_tables import TENSORS, contents, facts
 
     found = _find(checkpoint)
     held = contents(found.folder)
@@ -189,7 +192,7 @@ def inspect(
     for name, text in facts(found.manifest, held):
         print_hanging(console, Text(f"  {name:<12} ", "dim"), redact(text))
     if tensors:
-        for line in columns(tensor_rows(held), left=1):
+        for line in TENSORS.lines(held):
             console.print(f"  {line}", soft_wrap=True)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.cli.check import human
+from toolkit.cli.output import Table
 from toolkit.layout import layout_text
 from toolkit.units import byte_size
 
@@ -70,7 +71,10 @@ def _versions(manifest: Manifest) -> Iterator[str]:
             yield f"{name} {version}"
 
 
-def tensor_rows(held: Sequence[Held]) -> list[list[str]]:
-    """A header, and a line per tensor."""
-    lines = [[one.name, str(list(one.shape)), f"{one.pieces:,}"] for one in held]
-    return [["tensor", "shape", "pieces"], *lines]
+TENSORS = Table[Held](
+    {
+        "tensor": lambda held: held.name,
+        "shape": lambda held: str(list(held.shape)),
+        "pieces": lambda held: f"{held.pieces:,}",
+    }
+)

@@ -1,6 +1,5 @@
 """`dmt compare`: differences between runs in settings, loss and speed."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import columns, show
-from toolkit.cli.console import Console
+from toolkit.cli.bars import columns
 from toolkit.cli.options import AsJson
+from toolkit.cli.output import output
 from toolkit.errors import DataError
 from toolkit.report.compare import (
     difference,
@@ -43,10 +42,7 @@ def compare(
     if len(run_dirs) < 2:
         raise DataError("one run has nothing to be compared with", fix="name another one")
     records = [read_record(path) for path in run_dirs]
-    if as_json:
-        typer.echo(json.dumps(jsonl.plain(_machine_output(records))))
-        return
-    show(Console(), _lines(records))
+    output(as_json, lambda: jsonl.plain(_machine_output(records)), lambda: _lines(records))
 
 
 def _machine_output(records: Sequence[RunRecord]) -> dict[str, object]:

@@ -12,6 +12,7 @@ import typer
 
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides
+from toolkit.cli.output import output
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 from toolkit.terminal import tell
 
@@ -207,10 +208,7 @@ def _bandwidth(processes: int | None, as_json: bool) -> None:
 def _print_rates(found: "Bandwidth", as_json: bool) -> None:
     from toolkit.cli.doctor_table import rates
 
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-    else:
-        tell("\n".join(rates(found)), sys.stdout)
+    output(as_json, lambda: found, lambda: rates(found))
 
 
 def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:

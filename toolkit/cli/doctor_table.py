@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit.cli.bars import columns, print_hanging
+from toolkit.cli.bars import print_hanging
 from toolkit.cli.console import Console
+from toolkit.cli.output import Table
 from toolkit.doctor.finding import LEVELS, Finding, Level
 from toolkit.redact import redact
 from toolkit.units import seconds
 
 if TYPE_CHECKING:
-    from toolkit.doctor.bandwidth import Bandwidth
+    from toolkit.doctor.bandwidth import Bandwidth, Rate
 
 _MARKS: dict[Level, tuple[str, str]] = {
     "ok": ("✓", "green"),
@@ -64,21 +65,28 @@ def _total(findings: Sequence[Finding]) -> str:
 
 def rates(found: "Bandwidth") -> list[str]:
     """A line per operation and size, and what the columns mean."""
-    rows = [["operation", "MiB", "time", "algorithm GB/s", "bus GB/s", "peak GB/s", "share"]]
-    for rate in found.rates:
-        peak = rate.peak_bytes_per_s
-        rows.append(
-            [
-                rate.operation,
-                f"{rate.message_bytes / 2**20:.4g}",
-                seconds(rate.seconds),
-                f"{rate.algorithm_bytes_per_s / 1e9:.3g}",
-                f"{rate.bus_bytes_per_s / 1e9:.3g}",
-                "-" if peak is None else f"{peak / 1e9:.3g}",
-                "-" if peak is None else f"{rate.bus_bytes_per_s / peak:.0%}",
-            ]
-        )
     where = f"{found.world} ranks on {found.nodes} machine{'s' * (found.nodes > 1)}"
     nominal = " (nominal: a processor has no data sheet)" if found.gpu == "cpu" else ""
     note = f"{where}, {found.gpu}; peak of the slowest link each way{nominal}"
-    return [*columns(rows), note]
+    return [*_RATES.lines(found.rates), note]
+
+
+def _of_peak(rate: "Rate") -> tuple[str, str]:
+    """The peak in GB/s, and the share of it that was reached."""
+    peak = rate.peak_bytes_per_s
+    if peak is None:
+        return "-", "-"
+    return f"{peak / 1e9:.3g}", f"{rate.bus_bytes_per_s / peak:.0%}"
+
+
+_RATES = Table["Rate"](
+    {
+        "operation": lambda rate: rate.operation,
+        "MiB": lambda rate: f"{rate.message_bytes / 2**20:.4g}",
+        "time": lambda rate: seconds(rate.seconds),
+        "algorithm GB/s": lambda rate: f"{rate.algorithm_bytes_per_s / 1e9:.3g}",
+        "bus GB/s": lambda rate: f"{rate.bus_bytes_per_s / 1e9:.3g}",
+        "peak GB/s": lambda rate: _of_peak(rate)[0],
+        "share": lambda rate: _of_peak(rate)[1],
+    }
+)

@@ -1,6 +1,5 @@
 """`dmt estimate`: memory and step time of a fixed layout, by part; starts nothing."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +8,9 @@ import typer
 from rich.text import Text
 
 from toolkit.cli.bars import bars, memory_lines
-from toolkit.cli.console import Console
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
+from toolkit.cli.output import output
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.layout import recompute_text
@@ -65,27 +64,23 @@ def _estimate_recipe(
     assignment = decide(load_on(path, overrides, where), None, where)
     recipe, plan = assignment.recipe, assignment.plan
     found = estimate_plan(recipe, plan, where)
-    if as_json:
-        typer.echo(json.dumps({"id": recipe.name} | machine_output(found)))
-    else:
-        _print(recipe.name, plan, found)
+    data = {"id": recipe.name} | machine_output(found)
+    output(as_json, lambda: data, lambda: _lines(recipe.name, plan, found))
 
 
-def _print(name: str, plan: Plan, found: Estimate) -> None:
+def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:
     """Memory by part, then time by part, with bars."""
-    console = Console()
     layout = plan.layout
-    console.print(Text.assemble((name, "bold"), f"  {plan.engine}, {plan.model}"))
+    yield Text.assemble((name, "bold"), f"  {plan.engine}, {plan.model}")
     degrees = ("dp", "tp", "pp", "vpp", "cp", "ep")
     split = " · ".join(f"{key} {getattr(layout, key):,}" for key in degrees)
-    console.print(f"  {split} · zero {layout.zero_stage} · recompute {recompute_text(layout)}")
+    yield f"  {split} · zero {layout.zero_stage} · recompute {recompute_text(layout)}"
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
-    console.print(f"  {batch} = {layout.global_batch:,} samples\n")
-    for line in memory_lines(found):
-        console.print(line, soft_wrap=True)
-    console.print()
-    for line in _time_lines(found):
-        console.print(line, soft_wrap=True)
+    yield f"  {batch} = {layout.global_batch:,} samples"
+    yield ""
+    yield from memory_lines(found)
+    yield ""
+    yield from _time_lines(found)
 
 
 def _time_lines(found: Estimate) -> Iterator[Text]:

@@ -1,9 +1,7 @@
 """`dmt plan`: a recipe's layout, its speed and the reasons; starts nothing."""
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +10,12 @@ from rich.text import Text
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli import plan_formulas, plan_tables
-from toolkit.cli.bars import bars, columns, memory_lines, show
+from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.check import human
-from toolkit.cli.console import Console
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides, load_on
+from toolkit.cli.output import output
+from toolkit.cli.plan_tables import Planned
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
@@ -39,7 +38,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_of
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
-from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
 from toolkit.units import seconds
@@ -100,29 +99,6 @@ HtmlFile = Annotated[
 FormerPlot = Annotated[str | None, typer.Option("--plot", hidden=True)]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A recipe, planned on a cluster."""
-
-    recipe: Recipe
-    search: Search
-    plan: Plan
-
-    @property
-    def cluster(self) -> Cluster:
-        """Where."""
-        return self.search.cluster
-
-    @property
-    def run(self) -> "plan_tables.Run | None":
-        """How long the whole run takes; None where its steps are not known yet."""
-        steps = self.recipe.total_steps()
-        total_s = None if steps is None else self.plan.run_s(self.recipe.lengths, steps)
-        if steps is None or total_s is None:
-            return None
-        return plan_tables.Run(steps, total_s / steps, self.cluster)
-
-
 def plan(
     recipes: Annotated[
         list[Path], typer.Argument(metavar="RECIPE", help="Recipe YAML; several to compare.")
@@ -165,16 +141,19 @@ def plan(
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     checked = check_ranks(planned[0].recipe, planned[0].cluster) if check_memory else []
-    if as_json:
-        found = [_machine_output(one, top, explain, goodput) for one in planned]
-        if check_memory:
-            found[0]["memory_check"] = [rank_output(one) for one in checked]
-        typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
-    elif len(planned) == 1:
-        _print(planned[0], top, explain, goodput)
-        print_memory(checked)
+    if len(planned) == 1:
+        shown = planned[0], top, explain, goodput
+        ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
+        output(as_json, lambda: _machine_output(*shown) | ranks, lambda: _lines(*shown))
+        if not as_json:
+            print_memory(checked)
     else:
-        _print_comparison(planned)
+        every = [(one, top, explain, goodput) for one in planned]
+        output(
+            as_json,
+            lambda: {"comparison": [_machine_output(*one) for one in every]},
+            lambda: plan_tables.comparison(planned),
+        )
     if page is not None:
         page.write(planned[0])
         tell(f"{html} written")
@@ -211,9 +190,9 @@ def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> 
         "parameters": plan.parameters,
         "trainable_parameters": plan.trainable_parameters,
         "reasons": list(plan.reasons),
-        "ledger": [asdict(entry) for entry in ledger_of(planned.recipe, plan)],
+        "ledger": [*ledger_of(planned.recipe, plan)],
     }
-    output: dict[str, Any] = {
+    data: dict[str, Any] = {
         "recipe": planned.recipe.name,
         "cluster": planned.cluster.name,
         "plans": plans,
@@ -222,14 +201,14 @@ def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> 
         "run": None if run is None else run.machine_output(),
     }
     if not found.fits:
-        output["remedies"] = [asdict(one) for one in plan.remedies]
+        data["remedies"] = plan.remedies
     if explain:
-        output["decisions"] = [asdict(one) for one in decisions(found)]
-        output["prices"] = list(prices(found))
-        output["derivations"] = asdict(derivations(layout_estimate(found, found.best)))
+        data["decisions"] = [*decisions(found)]
+        data["prices"] = [*prices(found)]
+        data["derivations"] = derivations(layout_estimate(found, found.best))
     if goodput is not None:
-        output["goodput"] = goodput.machine_output(planned)
-    return output
+        data["goodput"] = goodput.machine_output(planned)
+    return data
 
 
 def _entry(found: Search, one: Candidate) -> dict[str, Any]:
@@ -238,7 +217,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
     return {
         "engine": one.pair.engine,
         "model": one.pair.model,
-        "layout": asdict(one.layout),
+        "layout": one.layout,
         **machine_output(by_part),
         "hfu": by_part.time.hfu_causal,
         "peak_gib": one.memory_gib,
@@ -250,28 +229,30 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 # For people
 
 
-def _print(planned: Planned, top: int, explain: bool, goodput: Any) -> None:
+def _lines(planned: Planned, top: int, explain: bool, goodput: Any) -> Iterator[str | Text]:
     """The chosen layout by part, the runners-up, why, and the ledger."""
-    console = Console()
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     if not found.fits:
-        show(console, _shortfall(planned))
+        yield from _shortfall(planned)
         return
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
     size = f"  {human(plan.parameters)} parameters{of_them}"
-    title = Text.assemble((recipe.name, "bold"), size)
-    show(console, [title, *map(_row, layout_facts(plan, recipe.cluster, planned.cluster.gpu))])
     by_part = layout_estimate(found, found.best)
-    show(console, ["", *memory_lines(by_part)])
-    show(console, ["", *_time_lines(planned, by_part)])
-    show(console, ["", *_runner_up_lines(found, top)])
-    show(console, ["", *(_explained(found) if explain else _reasons(plan))])
-    if explain:
-        show(console, ["", *plan_formulas.lines(derivations(by_part))])
-    show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
-    if goodput is not None:
-        show(console, ["", *goodput.lines(planned)])
+    sections: list[Iterable[str | Text]] = [
+        memory_lines(by_part),
+        _time_lines(planned, by_part),
+        _runner_up_lines(found, top),
+        _explained(found) if explain else _reasons(plan),
+        plan_formulas.lines(derivations(by_part)) if explain else (),
+        _ledger_lines(ledger_of(recipe, plan)),
+        () if goodput is None else goodput.lines(planned),
+    ]
+    yield Text.assemble((recipe.name, "bold"), size)
+    yield from map(_row, layout_facts(plan, recipe.cluster, planned.cluster.gpu))
+    for section in filter(None, sections):
+        yield ""
+        yield from section
 
 
 def _row(row: tuple[str, str]) -> Text:
@@ -368,13 +349,12 @@ def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
 def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
     shown = found.shortlist(top)
     rejected = sum(found.rejected.values())
-    rows = plan_tables.strategies(found, shown)  # 80 columns wide at most
     yield Text(
         f"  best of each engine and degrees; {found.considered:,} layouts considered, "
         f"{rejected:,} of them rejected",
         "dim",
     )
-    for index, line in enumerate(columns(rows, gap=" ")):
+    for index, line in enumerate(plan_tables.strategies(found, shown).lines(shown)):
         yield Text(f"  {line}", "bold" if index == 1 else "dim" if index == 0 else "")
     for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
         verb = "" if reason == UNNEEDED else "need "
@@ -411,11 +391,3 @@ def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:
             )
             line.append(f": {entry.why}")
             yield line
-
-
-def _print_comparison(planned: Sequence[Planned]) -> None:
-    """One line for each recipe and cluster."""
-    console = Console()
-    rows = [(one.recipe.name, one.search, one.plan, one.run) for one in planned]
-    for index, line in enumerate(plan_tables.comparison(rows)):
-        console.print(Text(line, "dim" if index == 0 else ""), soft_wrap=True)

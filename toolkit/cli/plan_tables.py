@@ -1,16 +1,22 @@
 """Tables of `dmt plan`: strategies, or recipes and clusters, side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from toolkit.cli.bars import columns
+from rich.text import Text
+
+from toolkit.cli.output import Table
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, recompute_text
-from toolkit.plan.explain import what_if
+from toolkit.plan.explain import WhatIf, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.search import Candidate, Search, room
+from toolkit.recipe.schema import Recipe
 from toolkit.units import seconds
+
+Value = TypeVar("Value")
 
 _SECONDS_PER_DAY = 86400
 _SECONDS_PER_HOUR = 3600
@@ -68,52 +74,78 @@ class Run:
         }
 
 
-def strategies(found: Search, shown: Sequence[Candidate]) -> list[list[str]]:
-    """The header, and a row per layout."""
-    header = ["engine/model", "dp", "tp", "pp", "vpp", "zero", "recompute", "micro"]
-    experts = any(one.layout.ep > 1 for one in shown)
-    header[5:5] = ["ep"] if experts else []
-    rows = [[*header, "GiB", "step", "slower"]]
-    best = found.best.step_s or 0.0
-    for one in shown:
-        layout, time = one.layout, one.step_s or 0.0
-        degrees = [layout.dp, layout.tp, layout.pp, layout.vpp]
-        degrees += [layout.ep] if experts else []
-        slower = (
-            "" if one is found.best else f"{round(time / best - 1, 3) + 0.0:+.1%}"
-        )  # no -0.0%
-        rows.append(
-            [
-                "/".join(one.pair),
-                *map(str, degrees),
-                f"{layout.zero_stage}{_offloaded(layout)}",
-                str(layout.recompute),
-                str(layout.micro_batch),
-                f"{one.memory_gib:.1f}{_tight(found, one)}",
-                seconds(time),
-                slower,
-            ]
-        )
-    return rows
+@dataclass(frozen=True)
+class Planned:
+    """A recipe, planned on a cluster."""
+
+    recipe: Recipe
+    search: Search
+    plan: Plan
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where."""
+        return self.search.cluster
+
+    @property
+    def run(self) -> Run | None:
+        """How long the whole run takes; None where its steps are not known yet."""
+        steps = self.recipe.total_steps()
+        total_s = None if steps is None else self.plan.run_s(self.recipe.lengths, steps)
+        if steps is None or total_s is None:
+            return None
+        return Run(steps, total_s / steps, self.cluster)
+
+
+def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:
+    """A row per layout, 80 columns wide at most."""
+    degrees = [
+        "dp",
+        "tp",
+        "pp",
+        "vpp",
+        *(["ep"] if any(c.layout.ep > 1 for c in shown) else []),
+    ]
+    best_s = found.best.step_s or 0.0
+    columns: dict[str, Callable[[Candidate], str]] = {
+        "engine/model": lambda one: "/".join(one.pair),
+        **{name: partial(_degree, name) for name in degrees},
+        "zero": lambda one: f"{one.layout.zero_stage}{_offloaded(one.layout)}",
+        "recompute": lambda one: str(one.layout.recompute),
+        "micro": lambda one: str(one.layout.micro_batch),
+        "GiB": lambda one: f"{one.memory_gib:.1f}{_tight(found, one)}",
+        "step": lambda one: seconds(one.step_s or 0.0),
+        "slower": lambda one: "" if one is found.best else _slower(one, best_s),
+    }
+    return Table(columns, gap=" ")
+
+
+def _degree(name: str, candidate: Candidate) -> str:
+    return str(getattr(candidate.layout, name))
+
+
+def _slower(one: Candidate, than_s: float) -> str:
+    return f"{round((one.step_s or 0.0) / than_s - 1, 3) + 0.0:+.1%}"  # no -0.0%
 
 
 def changes(found: Search) -> list[str]:
     """The header, and a line per change of one setting, with the planner's answer."""
-    rows = [["if the recipe stated", "the plan", "GiB", "step", "slower"]]
-    for one in what_if(found):
-        best, value = one.best, str(one.value).lower()
-        slower = (best.step_s or 0.0) / (found.best.step_s or 1.0) - 1
-        timed = found.fits and best.step_s is not None
-        rows.append(
-            [
-                f"{one.setting}={value}",
-                room(best, found.cluster),
-                f"{best.memory_gib:.1f}",
-                "-" if best.step_s is None else seconds(best.step_s),
-                f"{round(slower, 3) + 0.0:+.1%}" if timed else "-",
-            ]
-        )
-    return columns(rows, left=2)
+    timed = found.fits
+    table = Table[WhatIf](
+        {
+            "if the recipe stated": lambda one: f"{one.setting}={str(one.value).lower()}",
+            "the plan": lambda one: room(one.best, found.cluster),
+            "GiB": lambda one: f"{one.best.memory_gib:.1f}",
+            "step": lambda one: "-" if one.best.step_s is None else seconds(one.best.step_s),
+            "slower": lambda one: (
+                _slower(one.best, found.best.step_s or 1.0)
+                if timed and one.best.step_s is not None
+                else "-"
+            ),
+        },
+        left=2,
+    )
+    return table.lines(what_if(found))
 
 
 def _tight(found: Search, one: Candidate) -> str:
@@ -121,33 +153,36 @@ def _tight(found: Search, one: Candidate) -> str:
     return " tight" if room(one, found.cluster) == "tight" else ""
 
 
-def comparison(planned: Sequence[tuple[str, Search, Plan, Run | None]]) -> list[str]:
+def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
     """The header, and a line per recipe and cluster; empty columns are omitted."""
-    rows = [["recipe", "cluster", "layout", "GiB", "step", "tok/s/GPU", "MFU", "run", "cost"]]
-    rows += [_compared(*one) for one in planned]
-    names = {row[0] for row in rows[1:]}
-    dropped = {0} if len(names) == 1 else set()
-    if all(row[-1] == "-" for row in rows[1:]):
-        dropped.add(len(rows[0]) - 1)
-    kept = [index for index in range(len(rows[0])) if index not in dropped]
-    return columns([[row[index] for index in kept] for row in rows], left=3 - (0 in dropped))
+    columns: dict[str, Callable[[Planned], str]] = {
+        "recipe": lambda one: one.recipe.name,
+        "cluster": lambda one: one.cluster.name,
+        "layout": lambda one: " ".join(_short(one.plan)),
+        "GiB": _needed,
+        "step": lambda one: _or_dash(one.plan.step_time_s, seconds),
+        "tok/s/GPU": lambda one: _or_dash(one.plan.tokens_per_s_per_gpu, "{:,.0f}".format),
+        "MFU": lambda one: _or_dash(one.plan.mfu, "{:.1%}".format),
+        "run": lambda one: _or_dash(one.run, lambda run: run.duration),
+        "cost": lambda one: _or_dash(one.run and one.run.cost, "{:,.0f}".format),
+    }
+    same = len({one.recipe.name for one in planned}) == 1
+    if same:
+        del columns["recipe"]
+    if all(columns["cost"](one) == "-" for one in planned):
+        del columns["cost"]
+    for index, line in enumerate(Table(columns, left=3 - same).lines(planned)):
+        yield Text(line, "dim" if index == 0 else "")
 
 
-def _compared(name: str, found: Search, plan: Plan, run: Run | None) -> list[str]:
-    need = "-" if plan.memory_gib is None else f"{plan.memory_gib:.1f}"
-    need += _tight(found, found.best) if found.fits else " too much"
-    speed = plan.tokens_per_s_per_gpu
-    return [
-        name,
-        found.cluster.name,
-        " ".join(_short(plan)),
-        need,
-        "-" if plan.step_time_s is None else seconds(plan.step_time_s),
-        "-" if speed is None else f"{speed:,.0f}",
-        "-" if plan.mfu is None else f"{plan.mfu:.1%}",
-        "-" if run is None else run.duration,
-        "-" if run is None or run.cost is None else f"{run.cost:,.0f}",
-    ]
+def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def _needed(one: Planned) -> str:
+    need = _or_dash(one.plan.memory_gib, "{:.1f}".format)
+    found = one.search
+    return need + (_tight(found, found.best) if found.fits else " too much")
 
 
 def _short(plan: Plan) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """`dmt report`: what a run did and where its time went, from its run directory alone."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import BAR_WIDTH, show
-from toolkit.cli.console import Console
+from toolkit.cli.bars import BAR_WIDTH
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson
+from toolkit.cli.output import output
 from toolkit.errors import DataError
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS, Goodput
@@ -54,10 +53,7 @@ def report(
             f"{len(records)} runs: the text is of one", fix="add --html FILE, or `dmt compare`"
         )
     (record,) = records
-    if as_json:
-        typer.echo(json.dumps(jsonl.plain(machine_output(record))))
-        return
-    show(Console(), _lines(record))
+    output(as_json, lambda: jsonl.plain(machine_output(record)), lambda: _lines(record))
 
 
 def machine_output(record: RunRecord) -> dict[str, Any]:

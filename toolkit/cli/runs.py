@@ -1,6 +1,6 @@
 """`dmt runs`: the runs in a folder, with their progress and state."""
 
-import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import columns, show
-from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
-from toolkit.report.record import RunState, find_runs, run_line
+from toolkit.cli.output import Table, output
+from toolkit.report.record import RunLine, RunState, find_runs, run_line
 from toolkit.run import jsonl
 from toolkit.terminal import printable
 from toolkit.units import duration
@@ -22,6 +21,16 @@ COLOURS: dict[RunState, str] = {
     "failed": "red",
     "done": "green",
 }
+_TABLE = Table[RunLine](
+    {
+        "run": lambda run: printable(run.run),
+        "state": lambda run: run.state,
+        "step": lambda run: f"{run.step:,}",
+        "loss": lambda run: "-" if run.loss is None else f"{run.loss:#.5g}",
+        "last written": lambda run: f"{duration(run.age_s)} ago",
+    },
+    left=2,
+)
 
 
 def runs(
@@ -35,19 +44,14 @@ def runs(
     Example: `dmt runs runs`
     """
     found = [run_line(path) for path in find_runs(folder)]
-    if as_json:
-        typer.echo(json.dumps({"runs": jsonl.plain([asdict(one) for one in found])}))
-        return
-    rows = [["run", "state", "step", "loss", "last written"]]
-    for one in found:
-        loss = "-" if one.loss is None else f"{one.loss:#.5g}"
-        rows.append(
-            [printable(one.run), one.state, f"{one.step:,}", loss, f"{duration(one.age_s)} ago"]
-        )
-    header, *lines = columns(rows, left=2)
-    show(Console(), [Text(header, "dim")])
-    for one, line in zip(found, lines, strict=True):
-        text = Text(line + (f"  {one.why}" if one.why else ""))
-        text.highlight_words([f" {one.state} "], COLOURS[one.state])
-        damage = [Text(f"  warning: {one.run}: {what}", "yellow") for what in one.damaged]
-        show(Console(), [text, *damage])
+    output(as_json, lambda: {"runs": jsonl.plain([*map(asdict, found)])}, lambda: _lines(found))
+
+
+def _lines(found: Sequence[RunLine]) -> Iterator[Text]:
+    coloured = _TABLE.coloured(found, lambda run: (f" {run.state} ", COLOURS[run.state]))
+    for run, line in coloured:
+        if run is not None and run.why:
+            line.append(f"  {run.why}")
+        yield line
+        if run is not None:
+            yield from (Text(f"  warning: {run.run}: {what}", "yellow") for what in run.damaged)

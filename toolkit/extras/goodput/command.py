@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.text import Text
 
-from toolkit.cli.bars import columns
-from toolkit.cli.plan import Planned
+from toolkit.cli.output import Table
+from toolkit.cli.plan_tables import Planned
 from toolkit.errors import PlanError
 from toolkit.extras.goodput.saving import (
     BARRIER_S,
@@ -45,11 +45,31 @@ class GoodputOption:
 
     def machine_output(self, planned: Planned) -> dict[str, Any]:
         """The `goodput` object of `--json`."""
-        return machine_output(_run_of(planned), self.assumed)
+        job, assumed = _run_of(planned), self.assumed
+        return {
+            "assumptions": asdict(assumed),
+            "checkpoint_bytes": job.checkpoint_bytes,
+            "recipe": {
+                "gpus": job.cluster.gpus,
+                "every_steps": job.every_steps,
+                "goodput": goodput_as_written(job, assumed),
+            },
+            "jobs": [row.machine_output() for row in rows(job, assumed)],
+        }
 
     def lines(self, planned: Planned) -> Iterator[Text]:
         """The table, the recipe's own setting, and all that is assumed."""
-        return lines(_run_of(planned), self.assumed)
+        job, assumed = _run_of(planned), self.assumed
+        yield Text("  failures: how often to save, and what is left for training", "dim")
+        found = [*rows(job, assumed)]
+        own = [row.gpus for row in found].index(job.cluster.gpus)
+        for index, line in enumerate(TABLE.lines(found), start=-1):
+            yield Text(f"  {line}", "dim" if index < 0 else "bold" if index == own else "")
+        yield Text("")
+        yield from _advice(job, assumed, found[own])
+        yield Text("  assumed", "dim")
+        for text in _assumed(job, assumed):
+            yield Text(f"  - {text}")
 
 
 def _run_of(planned: Planned) -> PlannedRun:
@@ -73,54 +93,22 @@ def _within(option: str, value: float, low: float, high: float) -> float:
     return value
 
 
-def machine_output(job: PlannedRun, assumed: Assumptions) -> dict[str, Any]:
-    """The `goodput` object of `--json`."""
-    return {
-        "assumptions": asdict(assumed),
-        "checkpoint_bytes": job.checkpoint_bytes,
-        "recipe": {
-            "gpus": job.cluster.gpus,
-            "every_steps": job.every_steps,
-            "goodput": goodput_as_written(job, assumed),
-        },
-        "jobs": [one.machine_output() for one in rows(job, assumed)],
-    }
-
-
-def lines(job: PlannedRun, assumed: Assumptions) -> Iterator[Text]:
-    """The table, the recipe's own setting, and all that is assumed."""
-    yield Text("  failures: how often to save, and what is left for training", "dim")
-    found = list(rows(job, assumed))
-    for index, line in enumerate(table(found)):
-        own = index > 0 and found[index - 1].gpus == job.cluster.gpus
-        yield Text(f"  {line}", "dim" if index == 0 else "bold" if own else "")
-    (own_row,) = (one for one in found if one.gpus == job.cluster.gpus)
-    yield Text("")
-    yield from _advice(job, assumed, own_row)
-    yield Text("  assumed", "dim")
-    for text in _assumed(job, assumed):
-        yield Text(f"  - {text}")
-
-
-def table(found: list[GoodputRow]) -> list[str]:
-    """The header, and a line per number of GPUs; 80 columns wide at most."""
-    header = ["GPUs", "job MTBF", "save every", "steps", "goodput"]
-    cells = [[*header, "saving", "replay", "restart", "if sync"]]
-    for one in found:
-        shares = one.shares
-        lost = (shares.saving, shares.replay, shares.restart)
-        cells.append(
-            [
-                f"{one.gpus:,}",
-                duration(one.job.mtbf_s),
-                duration(one.interval_s),
-                "-" if one.interval_steps is None else f"{one.interval_steps:,}",
-                f"{shares.goodput:.1%}",
-                *(f"{share:.1%}" for share in lost),
-                f"{one.synchronous_goodput:.1%}",
-            ]
-        )
-    return columns(cells, left=0, gap=" ")
+TABLE = Table[GoodputRow](
+    {
+        "GPUs": lambda row: f"{row.gpus:,}",
+        "job MTBF": lambda row: duration(row.job.mtbf_s),
+        "save every": lambda row: duration(row.interval_s),
+        "steps": lambda row: "-" if row.interval_steps is None else f"{row.interval_steps:,}",
+        "goodput": lambda row: f"{row.shares.goodput:.1%}",
+        "saving": lambda row: f"{row.shares.saving:.1%}",
+        "replay": lambda row: f"{row.shares.replay:.1%}",
+        "restart": lambda row: f"{row.shares.restart:.1%}",
+        "if sync": lambda row: f"{row.synchronous_goodput:.1%}",
+    },
+    left=0,
+    gap=" ",
+)
+"""A line per number of GPUs; 80 columns wide at most."""
 
 
 def _advice(job: PlannedRun, assumed: Assumptions, best: GoodputRow) -> Iterator[Text]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.plan import Planned, layout_estimate, layout_facts
-from toolkit.cli.plan_tables import strategies
+from toolkit.cli.plan import layout_estimate, layout_facts
+from toolkit.cli.plan_tables import Planned, strategies
 from toolkit.extras.page import require_page, write
 from toolkit.extras.page.timetable import Timetable, timetable
 from toolkit.layout import Layout, recompute_text
@@ -44,12 +44,11 @@ def plan_data(planned: Planned) -> dict[str, Any]:
     estimates = [layout_estimate(found, one) for one in shown]
     names = [name_of(label, one.layout) for label, one in zip(labels, shown, strict=True)]
     chosen = estimates[0]
-    header, *rows = strategies(found, shown)
     facts = layout_facts(planned.plan, planned.recipe.cluster, planned.cluster.gpu)
     sections = [
         {"title": _memory_title(chosen), "stacks": memory_stacks(names, estimates)},
         {"title": "One step, by layout", "stacks": step_stacks(names, estimates)},
-        {"title": "Alternatives", "table": [header, *rows]},
+        {"title": "Alternatives", "table": strategies(found, shown).cells(shown)},
         {"title": "The chosen layout", "facts": [*map(list, facts)]},
         {"title": "Why", "items": list(planned.plan.reasons)},
     ]
