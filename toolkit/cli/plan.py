@@ -141,19 +141,14 @@ def plan(
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     checked = check_ranks(planned[0].recipe, planned[0].cluster) if check_memory else []
-    if len(planned) == 1:
-        shown = planned[0], top, explain, goodput
-        ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
-        output(as_json, lambda: _machine_output(*shown) | ranks, lambda: _lines(*shown))
-        if not as_json:
-            print_memory(checked)
+    every = [(one, top, explain, goodput) for one in planned]
+    if several:
+        compared = {"comparison": [_machine_output(*one) for one in every]} if as_json else {}
+        output(as_json, lambda: compared, lambda: plan_tables.comparison(planned))
     else:
-        every = [(one, top, explain, goodput) for one in planned]
-        output(
-            as_json,
-            lambda: {"comparison": [_machine_output(*one) for one in every]},
-            lambda: plan_tables.comparison(planned),
-        )
+        ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
+        output(as_json, lambda: _machine_output(*every[0]) | ranks, lambda: _lines(*every[0]))
+        print_memory(() if as_json else checked)
     if page is not None:
         page.write(planned[0])
         tell(f"{html} written")
