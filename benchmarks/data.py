@@ -137,7 +137,7 @@ def _encode_line_bare(line: str) -> list[int]:
 
 def documents(folder: Path, name: str, *, transformers: bool) -> Callable[[], object]:
     """One document after the other, in a pool of processes."""
-    from toolkit.data.indexed import IndexedWriter
+    from toolkit.data.formats.indexed import IndexedWriter
     from toolkit.data.tokenizers import load_tokenizer
 
     end = load_tokenizer(name, base=folder).eos_token_id

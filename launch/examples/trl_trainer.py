@@ -22,7 +22,8 @@ from toolkit.accelerate import training_arguments
 from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.lora import Lora
 from toolkit.data.chat.named import template_text
-from toolkit.data.sources import load_rows, local_files
+from toolkit.data.huggingface import load_rows
+from toolkit.data.listing import local_files
 from toolkit.data.tokenizers import load_tokenizer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError

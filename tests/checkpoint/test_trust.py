@@ -24,7 +24,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.verify import verify
 from toolkit.cli.main import main
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
 from toolkit.errors import DataError, DmtError, PlanError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.data.indexed import IndexedWriter, read_indexed
+from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.data.tokenized import TokenizedData
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path
 
 GOOD = '{"text": "good"}\n'
 
@@ -209,7 +209,7 @@ def pair(change: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def index_with(offset: int, value: bytes) -> Callable[[Path], object]:
-    """Bytes of the index replaced; the layout is that of toolkit/data/indexed.py."""
+    """Bytes of the index replaced; the layout is that of toolkit/data/formats/indexed.py."""
 
     def change(prefix: Path) -> None:
         content = bytearray(idx_path(prefix).read_bytes())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.lengths import cut
 from toolkit.data.rows import Int64Array
 from toolkit.data.streaming.place import StreamPlace

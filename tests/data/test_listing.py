@@ -9,10 +9,9 @@ import datasets
 import fsspec
 import pytest
 
-from tests.data.mds import write_mds
+from toolkit.data.listing import list_files
 from toolkit.data.sources import open_source
 from toolkit.data.streaming.chunks import Chunks
-from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.ranges import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource
@@ -45,31 +44,6 @@ def stored() -> Iterator[Any]:
     yield lambda folder: store.put(str(folder), f"/bucket/{folder.name}", recursive=True)
     store.store.clear()
     store.pseudo_dirs[:] = [""]
-
-
-@pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
-def test_mds_shards(tmp_path: Path, stored: Any, compression: str | None) -> None:
-    shards = ROWS[:20], ROWS[20:21], ROWS[21:]
-    columns = {"text": "str", "id": "int"}
-    write_mds(tmp_path / "mds", *shards, columns=columns, compression=compression)
-    files = list_files(source("mds"), tmp_path)
-    assert len(files) == len(Chunks(files, 1, whole=False)) == 3
-    assert read(source("mds"), tmp_path, 1) == TEXTS
-    stored(tmp_path / "mds")
-    assert read(source("memory://bucket/mds"), tmp_path) == TEXTS
-    (tmp_path / "mds" / "index.json").write_text("{}")
-    with pytest.raises(DataError, match=r"mds/index\.json: it is no index of MDS shards"):
-        list_files(source("mds"), tmp_path)
-
-
-def test_a_damaged_shard(tmp_path: Path) -> None:
-    write_mds(tmp_path / "mds", ROWS, columns={"text": "str", "id": "int"})
-    (path,) = (tmp_path / "mds").glob("*.mds")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"shard\.00000\.mds: its sha1 is"):
-        read(source("mds"), tmp_path)
 
 
 def test_what_save_to_disk_wrote(tmp_path: Path, stored: Any) -> None:

@@ -21,11 +21,10 @@ from tests.data.malformed import (
     raw,
     zipped,
 )
-from toolkit.data.chat.records import open_records
-from toolkit.data.json_rows import Broken
+from toolkit.data.formats.columns import Broken
+from toolkit.data.listing import list_files
+from toolkit.data.records import open_records
 from toolkit.data.sources import open_source
-from toolkit.data.streaming.chunks import FileRange
-from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.ranges import texts as texts_of_range
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
@@ -147,7 +146,7 @@ def test_memory_does_not_grow_with_the_longest_row(
     """A few kB may hold a row of GB."""
     import zstandard
 
-    monkeypatch.setattr("toolkit.data.streaming.ranges._BLOCK_BYTES", 2**20)
+    monkeypatch.setattr("toolkit.data.formats.lines.BLOCK_BYTES", 2**20)
     packed = {".gz": gzip, ".bz2": bz2, ".xz": lzma, ".zst": zstandard}.get(Path(name).suffix)
     file = tmp_path / "folder" / name
     file.parent.mkdir()
@@ -161,7 +160,7 @@ def test_memory_does_not_grow_with_the_longest_row(
             chats = ChatSource(**settings | {"kind": kind})
             return list(open_records(chats, base=tmp_path, cache=tmp_path))
         if kind == "streamed":
-            return [*map(list, texts_of_range(source, FileRange(listed, 0, listed.size)))]
+            return [*map(list, texts_of_range(source, listed.whole))]
         where = source.model_copy(update={"path": "folder"}) if kind == "folder" else source
         return list(open_source(where, base=tmp_path, cache=tmp_path))
 
@@ -189,9 +188,9 @@ def test_a_malformed_line_of_chats_concerns_that_line(tmp_path: Path) -> None:
     source = ChatSource(kind="chat", path="chats.jsonl")
     raw(b"\xef\xbb\xbf" + LATIN_1 + b"{\n")(tmp_path / "chats.jsonl")
     records = list(open_records(source, base=tmp_path, cache=tmp_path / "cache"))
-    assert [record.value for record in records[:2]] == [json.loads(GOOD)] * 2
-    broken = [record for record in records if isinstance(record.value, Broken)]
-    assert [record.place.rpartition(":")[2] for record in broken] == ["3", "4"]
+    assert [row for _, row in records[:2]] == [json.loads(GOOD)] * 2
+    broken = [str(place) for place, row in records if isinstance(row, Broken)]
+    assert [place.rpartition(":")[2] for place in broken] == ["3", "4"]
     zipped(LONG_ROW * 200, 0.5)(tmp_path / "chats.jsonl.gz")
     cut_short = source.model_copy(update={"path": "chats.jsonl.gz"})
     with pytest.raises(DataError, match=r"cannot read .*chats.jsonl.gz behind line"):

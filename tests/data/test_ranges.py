@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from toolkit.data.streaming.chunks import Chunks, ListedFile, identities
-from toolkit.data.streaming.listing import list_files
+from toolkit.data.formats.files import ListedFile, identities
+from toolkit.data.listing import list_files
+from toolkit.data.streaming.chunks import Chunks
 from toolkit.data.streaming.ranges import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
@@ -104,7 +105,7 @@ def test_any_lines(tmp_path: Path, rows: list[str], chunk_bytes: int) -> None:
 
 
 def test_lines_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.data.streaming.ranges._BLOCK_BYTES", 16)
+    monkeypatch.setattr("toolkit.data.formats.lines.BLOCK_BYTES", 16)
     for name in ("a.jsonl", "a.jsonl.gz", "a.txt"):
         rows = PLAIN if ".txt" in name else ROWS
         WRITERS[name](tmp_path / name, rows)

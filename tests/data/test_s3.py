@@ -21,7 +21,7 @@ from tests.processes import wait_until
 from toolkit.data import packing, statistics
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.indexed import IndexedWriter, idx_path
+from toolkit.data.formats.indexed import IndexedWriter, idx_path
 from toolkit.data.remote import blocks, copies
 from toolkit.data.remote import store as remote
 from toolkit.data.remote.store import RETRIES, list_files, read_range

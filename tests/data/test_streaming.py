@@ -22,7 +22,7 @@ from tests.processes import ROOT, wait_until
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import OpenedWindow, StreamedSamples

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from toolkit.data import indexed, tokenized
-from toolkit.data.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path
 from toolkit.data.sources import open_source
 from toolkit.data.tokenized import TokenizedData, prepare
 from toolkit.data.tokenizers import (
@@ -384,7 +384,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from toolkit.data import indexed, tokenized
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.recipe.schema import TextSource
 

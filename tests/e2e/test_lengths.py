@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.e2e.product import Ended, curve, dmt, events, records, run, settings
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 
 RECIPE = """
 name: lengths

@@ -12,7 +12,7 @@ from tests.data import s3
 from tests.data.s3 import KEY, SECRET, Store
 from tests.e2e.conftest import Project
 from tests.e2e.product import Ended, curve, dmt, events, run
-from toolkit.data.indexed import IndexedWriter
+from toolkit.data.formats.indexed import IndexedWriter
 
 pytestmark = pytest.mark.slow
 

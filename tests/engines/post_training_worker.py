@@ -26,7 +26,7 @@ from toolkit.data.batches import batches_of
 from toolkit.data.chat.dataset import ChatSamples, chat_samples
 from toolkit.data.chat.tokens import ChatReport, StoredChats
 from toolkit.data.fit import pack
-from toolkit.data.indexed import IndexedWriter, read_indexed
+from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
-from toolkit.data.indexed import IndexedWriter, read_indexed
+from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from toolkit.data.files import find_files
-from toolkit.data.sources import local_files
+from toolkit.data.listing import local_files
 from toolkit.data.tokenizers import BYTES, count_tokens
 from toolkit.errors import BackendUnavailable, DataError, Problem, RecipeError
 from toolkit.intake.checks import steps_with

@@ -31,14 +31,12 @@ class JoinedSamples(Generic[Part]):
         return int(self.starts[-1])
 
     def rows(self, index: int) -> Sequence[Row]:
-        """See `Samples.rows`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.parts[part].rows(index - int(self.starts[part]))
 
     def expect(self, indices: Int64Array) -> None:
-        """See `ReadAhead.expect`."""
         for part, start, behind in zip(self.parts, self.starts, self.starts[1:], strict=False):
             if isinstance(part, ReadAhead):
                 part.expect(indices[(start <= indices) & (indices < behind)] - start)
@@ -77,7 +75,6 @@ class Blended:
             self._before.append(self._before[-1] + seen)
 
     def indices(self, position: int, count: int) -> Int64Array:
-        """See `Order.indices`."""
         found = np.empty(count, dtype=np.int64)
         for number, stage in enumerate(self._stages):
             low = max(position, stage.first)

@@ -15,12 +15,12 @@ from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.interleave import Interleaving
+from toolkit.data.listing import list_files
 from toolkit.data.order import InOrder, Order, Shuffled
 from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import MIB, StreamedSamples
 from toolkit.data.streaming.source import ChunkedSource
@@ -243,7 +243,6 @@ def _ordered(
 
 
 def _streams(data: DataSection, sources: Sequence[SourceData], order: Order) -> Streams | None:
-    """See `TrainingData.streams`."""
     parts = [one.train if isinstance(one.train, StreamedSamples) else None for one in sources]
     if data.streaming is None:
         return None
@@ -253,7 +252,6 @@ def _streams(data: DataSection, sources: Sequence[SourceData], order: Order) -> 
 
 
 def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
-    """See `TrainingData.end`."""
     if not isinstance(order, Blended):
         return None
     found = [

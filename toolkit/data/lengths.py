@@ -30,7 +30,6 @@ class CutSamples:
         return len(self.whole) * self.parts
 
     def rows(self, index: int) -> Sequence[Row]:
-        """See `Samples.rows`."""
         block, part = divmod(index, self.parts)
         number, rows = self._read
         if number != block:
@@ -40,7 +39,6 @@ class CutSamples:
         return [row.cut(start, start + self.sequence_length) for row in rows]
 
     def expect(self, indices: Int64Array) -> None:
-        """See `ReadAhead.expect`."""
         if isinstance(self.whole, ReadAhead):
             self.whole.expect(np.array(list(dict.fromkeys((indices // self.parts).tolist()))))
 
@@ -59,7 +57,6 @@ class CutOrder:
     lengths: SequenceLengths
 
     def indices(self, position: int, count: int) -> Int64Array:
-        """See `Order.indices`."""
         stages, size = self.lengths.stages, self.lengths.global_batch_size
         ends = [stage.first_step * size for stage in stages[1:]] + [position + count]
         found = []

@@ -4,7 +4,6 @@ Does not import torch, transformers or datasets, because `dmt check` uses it. Pr
 hub, and deep in a file, are found when the data is built.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
@@ -22,14 +21,14 @@ from toolkit.data.chat.conversations import (
     preference_of,
 )
 from toolkit.data.chat.named import stated_template
-from toolkit.data.chat.records import ChatRecord
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import find_files
-from toolkit.data.json_rows import OPENERS, is_json, json_rows, open_plain, undecodable
-from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
+from toolkit.data.formats.base import format_of
+from toolkit.data.formats.columns import check_column
+from toolkit.data.formats.compressed import undecodable
+from toolkit.data.formats.files import ListedFile
+from toolkit.data.listing import list_files, local_files, local_folder, needs_datasets
 from toolkit.data.remote.store import check_package
-from toolkit.data.sources import TEXT, add_kinds, arrow_kinds, check_column, local_files
-from toolkit.data.streaming.listing import list_files, needs_datasets
 from toolkit.data.tokenizers import (
     BYTES,
     BYTES_VOCAB_SIZE,
@@ -58,8 +57,6 @@ from toolkit.recipe.schema import (
     TextSource,
 )
 
-_BEGINNING = 10 * 2**20
-"""Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
 _FILES_OF_A_FOLDER = 8
 _FIRST_ROWS = 10_000
 """Chats that are parsed: a second."""
@@ -175,7 +172,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         for place in remote:
             check_package(place)
         if isinstance(source, MegatronSource) and not remote:
-            from toolkit.data.indexed import read_indexed
+            from toolkit.data.formats.indexed import read_indexed
 
             allowed = "a whole pair of files in Megatron's indexed format"
             read_indexed(Path.cwd() / Path(source.prefix).expanduser())
@@ -183,7 +180,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
             allowed = "a hub id, or data files that can be read"
             files = local_files(source, Path.cwd()) or []
             needed = source.text_field if isinstance(source, HfSource) else None
-            columns, all_seen = _columns(files, needed)
+            columns, all_seen = _columns(source, files, needed)
             if isinstance(source, HfSource):
                 setting, allowed = "text_field", "the name of a column of text"
                 if columns:
@@ -210,10 +207,15 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
     """
     parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
     dropped = DroppedRows(source)
-    rows = (json_rows(file, source.row_limit_mib) for file in filter(is_json, files))
+    known = ((file, format_of(file)) for file in files)
+    rows = (
+        form.rows(source, ListedFile.of(file).whole)
+        for file, form in known
+        if form is not None and not form.whole_by_datasets
+    )
     for place, row in islice(chain.from_iterable(rows), _FIRST_ROWS):
         try:
-            parse(ChatRecord(place, row), source)
+            parse(row, source)
         except MalformedRow as error:
             dropped.add(f"{place}: {error}")
 
@@ -240,7 +242,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         if data.chat_template is not None:
             stated_template(data.chat_template, Path.cwd())
         elif data.tokenizer == BYTES:
-            columns, _ = _columns(local_files(source, Path.cwd()) or [])
+            columns, _ = _columns(source, local_files(source, Path.cwd()) or [])
             if columns and needs_template(source, columns):
                 found = "nothing, and the tokenizer `bytes` has no template of its own"
                 yield Problem(key, found, allowed, "write `chat_template: chatml` under `data`")
@@ -248,25 +250,29 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         yield Problem(key, error.message, allowed, error.fix)
 
 
-def _columns(files: list[Path], needed: str | None = None) -> tuple[dict[str, str], bool]:
+def _columns(
+    source: RowsSource, files: list[Path], needed: str | None = None
+) -> tuple[dict[str, str], bool]:
     """Columns of the first files, with what they hold, empty where that is not known; and
     whether no row has others.
 
     Raises DataError if a file lacks the column `needed`, which another has.
     """
     columns: dict[str, str] = {}
-    if files and files[0].name == MDS_INDEX and is_mds(files[0].parent):
-        return columns_of(read_mds(files[0].parent)), True
+    if (indexed := local_folder(source, Path.cwd())) is not None:
+        form, folder = indexed
+        if not form.whole_by_datasets:
+            return form.columns(form.files(source, folder))
     if any(file.name == "README.md" for file in files):
         return columns, False  # The card decides which files are read.
     all_seen, lacking = len(files) <= _FILES_OF_A_FOLDER, ""
     for file in files[:_FILES_OF_A_FOLDER]:
-        found, whole = columns_of_file(file)
-        if not found:
+        own, whole = columns_of_file(file)
+        if not own:
             return {}, False
-        if needed is not None and needed not in found:
+        if needed is not None and needed not in own:
             lacking = lacking or f"{file} has no column `{needed}`, as other files have"
-        columns = {**found, **columns}
+        columns = {**own, **columns}
         all_seen = all_seen and whole
     if lacking and needed in columns:
         raise DataError(lacking, fix="name files with the same columns in `path`")
@@ -276,44 +282,12 @@ def _columns(files: list[Path], needed: str | None = None) -> tuple[dict[str, st
 def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
     """Columns of a file with what they hold, none if it cannot be read; and whether no row has
     others."""
-    name = file.with_suffix("") if file.suffix in OPENERS else file
-    if name.suffix == ".txt":
-        return {"text": TEXT}, True
+    form = format_of(file)
+    # What builds the data says what is wrong with a file.
     unreadable: tuple[type[Exception], ...] = (
-        *undecodable(), ValueError, ImportError, BackendUnavailable,
+        *undecodable(), ValueError, ImportError, BackendUnavailable, DataError,
     )  # fmt: skip
-    try:
-        if file.suffix == ".parquet":
-            from pyarrow.parquet import read_schema
-
-            return arrow_kinds(read_schema(file)), True
-        if file.suffix == ".arrow":
-            from pyarrow import ipc
-
-            with file.open("rb") as stream:
-                return arrow_kinds(ipc.open_stream(stream).schema), True
-        if is_json(file):
-            with open_plain(file) as stream:
-                beginning = stream.read(_BEGINNING)
-            columns, whole = _json_columns(beginning.decode(errors="replace"))
-            return columns, whole and len(beginning) < _BEGINNING
-    except unreadable:
-        pass  # what builds the data says what is wrong with a file
+    with suppress(*unreadable):
+        if form is not None:
+            return form.columns([ListedFile.of(file)])
     return {}, False
-
-
-def _json_columns(text: str) -> tuple[dict[str, str], bool]:
-    """Columns of the objects, one a line or in a list, that a text begins with; and whether it
-    holds nothing else."""
-    columns: dict[str, str] = {}
-    decoder, at = json.JSONDecoder(), 0
-    with suppress(ValueError, RecursionError):  # the last object is truncated
-        while at < len(text):
-            if text[at] in "[],\n\r\t ":
-                at += 1
-                continue
-            row, at = decoder.raw_decode(text, at)
-            if not isinstance(row, dict):
-                return {}, False
-            add_kinds(columns, row)
-    return columns, at == len(text)

@@ -38,7 +38,6 @@ class Shuffled:
     """Number of the source: sources of equal size are shuffled differently."""
 
     def indices(self, position: int, count: int) -> Int64Array:
-        """See `Order.indices`."""
         return sample_indices(self.seed, self.n_samples, position, count, self.source)
 
 
@@ -46,7 +45,6 @@ class InOrder:
     """The samples in their own order: streamed ones are already shuffled."""
 
     def indices(self, position: int, count: int) -> Int64Array:
-        """See `Order.indices`."""
         return np.arange(position, position + count)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.fit import pack
-from toolkit.data.indexed import IndexedTokens
+from toolkit.data.formats.indexed import IndexedTokens
 from toolkit.data.remote.blocks import BlockArray
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.tokenized import TokenizedData
@@ -190,7 +190,6 @@ class PackedDataset:
         return len(self.stream) - len(self) * self.sequence_length
 
     def expect(self, indices: Int64Array) -> None:
-        """See `ReadAhead.expect`."""
         for index in indices.tolist() if self.stream.is_remote else ():
             for start, size in self._parts(index):
                 self.stream.expect(start, min(start + size + 1, len(self.stream)))
@@ -264,7 +263,6 @@ class FittedDataset(PackedDataset):
         return 0
 
     def rows(self, index: int) -> tuple[Row]:
-        """See `PackedDataset.rows`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         length = self.sequence_length
@@ -287,11 +285,9 @@ class FittedDataset(PackedDataset):
         return (Row(inputs, labels, positions=positions, segments=segments),)
 
     def filled(self, index: int) -> int:
-        """See `PackedDataset.filled`."""
         return sum(size for _, size in self._parts(index))
 
     def _parts(self, index: int) -> list[list[int]]:
-        """See `PackedDataset._parts`."""
         first, behind = self._rows.document_starts(np.array([index, index + 1])).tolist()
         parts: list[list[int]] = self._rows.tokens[first:behind].reshape(-1, 2).tolist()
         return parts

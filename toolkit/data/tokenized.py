@@ -26,7 +26,7 @@ from toolkit.data.files import (
     hash_in_pieces,
     held_lock,
 )
-from toolkit.data.indexed import (
+from toolkit.data.formats.indexed import (
     IndexedTokens,
     IndexedWriter,
     TokenArray,

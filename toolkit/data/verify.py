@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.data.files import damage_hash
-from toolkit.data.indexed import bin_path, is_undamaged
+from toolkit.data.formats.indexed import bin_path, is_undamaged
 from toolkit.data.progress import Track
 from toolkit.data.remote.blocks import is_whole
 from toolkit.data.remote.copies import hash_path

@@ -6,9 +6,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.data.amount import count_samples
-from toolkit.data.json_rows import is_json, json_rows
+from toolkit.data.formats.base import format_of
+from toolkit.data.formats.columns import MESSAGES, TEXT
+from toolkit.data.formats.files import ListedFile
 from toolkit.data.local import columns_of_file
-from toolkit.data.sources import MESSAGES, TEXT
 from toolkit.errors import DataError, PlanError
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.starter.draft import Task
@@ -119,7 +120,8 @@ def _samples(recipe: Recipe, data: Path) -> int:
         raise PlanError(f"--data: {error.message}", fix=error.fix) from error
     train = recipe.data.train
     packed = recipe.data.packing != "none"
-    if isinstance(train, ChatRowsSource) and not packed and is_json(data):
-        return sum(1 for _ in json_rows(data, train.row_limit_mib))
+    form = format_of(data)
+    if isinstance(train, ChatRowsSource) and not packed and form and not form.whole_by_datasets:
+        return sum(1 for _ in form.rows(train, ListedFile.of(data).whole))
     tokens = data.stat().st_size / BYTES_PER_TOKEN
     return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)

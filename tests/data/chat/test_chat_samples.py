@@ -431,7 +431,7 @@ def test_a_warm_start_reads_no_rows(
 ) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "x" * 200)])
     first = build(tmp_path, packing="greedy")
-    monkeypatch.setattr("toolkit.data.chat.records.ChatRecords.__iter__", None)
+    monkeypatch.setattr("toolkit.data.records.Records.__iter__", None)
     with caplog.at_level(logging.WARNING):
         again = build(tmp_path, packing="greedy")
     assert texts(samples_of(again)) == texts(samples_of(first))

@@ -13,7 +13,6 @@ from toolkit.data.chat.conversations import (
     conversation_of,
     preference_of,
 )
-from toolkit.data.chat.records import ChatRecord
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatSource, PreferenceSource
 
@@ -24,12 +23,12 @@ CALL = {"function": {"name": "add", "arguments": {"x": 1}}}
 
 def parse(row: object, **settings: Any) -> Any:
     source = ChatSource.model_validate({"kind": "chat", "path": "x", **settings})
-    return conversation_of(ChatRecord("x:1", row), source)
+    return conversation_of(row, source)
 
 
 def pair(row: object, **settings: Any) -> Any:
     source = PreferenceSource.model_validate({"kind": "preference", "path": "x", **settings})
-    return preference_of(ChatRecord("x:1", row), source)
+    return preference_of(row, source)
 
 
 @pytest.mark.parametrize(

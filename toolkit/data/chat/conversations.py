@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from toolkit.data.chat.records import ChatRecord
-from toolkit.data.json_rows import Broken
-from toolkit.data.sources import TEXT
+from toolkit.data.formats.columns import TEXT, Broken
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatRowsSource, ChatSource, ColumnName, PreferenceSource
 
@@ -88,9 +86,9 @@ class PlainText:
 Example: TypeAlias = Conversation | PlainText
 
 
-def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
+def conversation_of(value: object, source: ChatSource) -> Example:
     """Parse one row. Raises MalformedRow unless it is a conversation of the source's format."""
-    row = _columns_of(record)
+    row = _columns_of(value)
     form = source.format if source.format != "auto" else _detected(row, source)
     found = {
         name: row.get(source.column(name)) for name in (*_REQUIRED[form], *_OPTIONAL[form])
@@ -110,13 +108,13 @@ def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
     return Conversation(_messages(turns), tools)
 
 
-def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example, Example]:
+def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Example]:
     """Parse one row into the chosen and the rejected example, which share their prompt.
 
     Without a prompt, or if the answers repeat it, it is the common beginning of both answers.
     Raises MalformedRow.
     """
-    row = _columns_of(record)
+    row = _columns_of(value)
     prompt: Any
     prompt, chosen, rejected, tools = (row.get(source.column(name)) for name in _PREFERENCE)
     for name in _ANSWERS:
@@ -178,18 +176,18 @@ def _check_there(
 def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
     """Whether rows with these columns are conversations rather than plain text.
 
-    `columns` says what each holds, as in `check_column` of `toolkit/data/sources.py`.
+    `columns` says what each holds, as in `check_column` of `toolkit/data/formats/columns.py`.
     """
     answer: ColumnName = "completion" if isinstance(source, ChatSource) else "chosen"
     return columns.get(source.column(answer)) != TEXT
 
 
-def _columns_of(record: ChatRecord) -> dict[str, Any]:
-    if isinstance(record.value, Broken):
-        raise MalformedRow(record.value.why)
-    if not isinstance(record.value, dict):
+def _columns_of(row: object) -> dict[str, Any]:
+    if isinstance(row, Broken):
+        raise MalformedRow(row.why)
+    if not isinstance(row, dict):
         raise MalformedRow("it is not a JSON object")
-    return record.value
+    return row
 
 
 def _detected(columns: Collection[str], source: ChatSource) -> str:

@@ -10,7 +10,7 @@ from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.files import fingerprint_of
 from toolkit.data.fit import pack
-from toolkit.data.indexed import IndexedTokens
+from toolkit.data.formats.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import cached_rows
@@ -72,7 +72,6 @@ class ChatSamples:
         return self.chats.lengths()[self._numbers]
 
     def rows(self, index: int) -> list[Row]:
-        """See `Samples.rows`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         chats = self.conversations(index)

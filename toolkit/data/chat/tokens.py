@@ -27,7 +27,6 @@ from toolkit.data.chat.conversations import (
     preference_of,
     texts_of,
 )
-from toolkit.data.chat.records import ChatRecord, open_records
 from toolkit.data.chat.template import (
     ChatTemplate,
     MarkedText,
@@ -36,8 +35,9 @@ from toolkit.data.chat.template import (
 )
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import fingerprint_of, write_atomically
-from toolkit.data.indexed import IndexedTokens, IndexedWriter
+from toolkit.data.formats.indexed import IndexedTokens, IndexedWriter
 from toolkit.data.progress import Track, untracked
+from toolkit.data.records import Records, open_records
 from toolkit.data.rows import Int64Array
 from toolkit.data.tokenized import cached_tokens
 from toolkit.data.tokenizers import tokenizer_fingerprint
@@ -138,7 +138,7 @@ def prepare_chats(
     settings = source.model_dump(exclude=whose, exclude_defaults=True)
     key = fingerprint_of(
         [
-            ["chat", _CACHE_VERSION, records.fingerprint, tokenizer_fingerprint(tokenizer)],
+            ["chat", _CACHE_VERSION, _fingerprint(records), tokenizer_fingerprint(tokenizer)],
             [text, dict(tokenizer.special_tokens_map), data.special_tokens],
             [settings, sequence_length],
         ]
@@ -165,6 +165,13 @@ def prepare_chats(
     return StoredChats(indexed, report, key)
 
 
+def _fingerprint(records: Records) -> str:
+    source, parts = records.source, [records.version, records.source.name, records.source.split]
+    if not records.files:
+        parts = ["hub", source.path, source.name, source.split, records.version]
+    return fingerprint_of(parts)
+
+
 class _Maker:
     """Creates samples from rows, and counts dropped and changed ones."""
 
@@ -187,35 +194,39 @@ class _Maker:
         counts = {name: getattr(self.report, name) + number for name, number in more.items()}
         self.report = replace(self.report, **counts)
 
-    def samples(self, records: Iterable[ChatRecord]) -> Iterator[Int64Array]:
+    def samples(self, records: Iterable[tuple[object, object]]) -> Iterator[Int64Array]:
         """Stored rows of all samples: int64 [1 + tokens], see this module."""
         numbered = enumerate(records, start=1)
         columns: dict[str, None] = {}
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
-            maps = (record.value for _, record in batch if isinstance(record.value, dict))
+            maps = (row for _, (_, row) in batch if isinstance(row, dict))
             columns |= dict.fromkeys(column for row in maps for column in row)
             if columns and not self.report.rows:
                 check_columns(self._source, list(columns))
             self._count(rows=len(batch))
-            made = [(row, marked) for row, record in batch for marked in self._marked(record)]
+            made = [
+                (number, marked)
+                for number, (place, row) in batch
+                for marked in self._marked(place, row)
+            ]
             tokens = iter(self._template.encode([text for _, texts in made for text in texts]))
-            for row, texts in made:
+            for number, texts in made:
                 for sample in self._fitted([next(tokens) for _ in texts]):
                     for one in sample:
                         self._count(
                             tokens=len(one.ids), trained_tokens=int(one.trained[1:].sum())
                         )
                         stored = np.where(one.trained, ~one.ids, one.ids)
-                        yield np.concatenate([[row], stored])
+                        yield np.concatenate([[number], stored])
         if columns:
             check_mapped(self._source, columns)
 
-    def _marked(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
+    def _marked(self, place: object, row: object) -> list[tuple[MarkedText, ...]]:
         """The texts of a row: of each sample, one, or the two of a preference."""
         try:
-            return self._texts(record)
+            return self._texts(row)
         except MalformedRow as error:
-            self._dropped.add(f"{record.place}: {error}")
+            self._dropped.add(f"{place}: {error}")
             self.report = replace(
                 self.report,
                 malformed=self._dropped.count,
@@ -224,7 +235,7 @@ class _Maker:
             return []
         except TooCostly as error:
             raise DataError(
-                f"{record.place}: the chat template takes {error} for this row, the limit",
+                f"{place}: the chat template takes {error} for this row, the limit",
                 fix="correct the row, or name another template in `data.chat_template`",
             ) from error
         except RewrittenHistory as error:
@@ -232,17 +243,17 @@ class _Maker:
             if isinstance(self._source, PreferenceSource):
                 fix = "put all but the last turn of the assistant in `prompt`"
             raise DataError(
-                f"{record.place}: the chat template changes {error} when other turns follow, "
+                f"{place}: the chat template changes {error} when other turns follow, "
                 "so what would be trained is not what the model writes",
                 fix=f"{fix}, or name a template that keeps the history in `data.chat_template`",
             ) from error
 
-    def _texts(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
+    def _texts(self, row: object) -> list[tuple[MarkedText, ...]]:
         if isinstance(self._source, PreferenceSource):
-            pair = preference_of(record, self._source)
+            pair = preference_of(row, self._source)
             self._check_text(*pair)
             return [tuple(self._template.mark(one, "completion") for one in pair)]
-        example = conversation_of(record, self._source)
+        example = conversation_of(row, self._source)
         self._check_text(example)
         loss_on = self._source.loss_on
         try:

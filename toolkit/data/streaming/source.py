@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from toolkit.data.files import fingerprint_of
-from toolkit.data.indexed import IndexedTokens, idx_path
-from toolkit.data.streaming.chunks import Chunks, ListedFile, identities
+from toolkit.data.formats.files import ListedFile, identities
+from toolkit.data.formats.indexed import IndexedTokens, idx_path
+from toolkit.data.streaming.chunks import Chunks
 from toolkit.data.streaming.ranges import texts
 from toolkit.data.tokenized import CACHE_VERSION, Encoding, cached_tokens, write_tokens
 from toolkit.recipe.schema import HfSource, TextSource

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.data.files import cache_not_writable, write_atomically
-from toolkit.data.indexed import idx_path
+from toolkit.data.formats.indexed import idx_path
 from toolkit.data.rows import Int64Array
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import OpenedWindow, StreamedSamples

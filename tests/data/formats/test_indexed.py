@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.data.indexed import (
+from toolkit.data.formats.indexed import (
     IndexedWriter,
     bin_path,
     idx_path,

@@ -14,13 +14,15 @@ import fsspec
 import pytest
 
 from tests.data.malformed import Trap
-from tests.data.mds import Row, write_mds
+from tests.extras.formats.shards import Row, write_mds
 from tests.recipe.good import GOOD
 from toolkit.cli.check import judge
 from toolkit.cli.main import main
-from toolkit.data.chat.records import open_records
-from toolkit.data.mds import MdsDocuments
-from toolkit.data.sources import Documents, open_source
+from toolkit.data.listing import list_files
+from toolkit.data.records import open_records
+from toolkit.data.sources import Documents, RowDocuments, open_source
+from toolkit.data.streaming.chunks import Chunks
+from toolkit.data.streaming.ranges import texts
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import BackendUnavailable, DataError
@@ -94,6 +96,7 @@ def store() -> Iterator[Any]:
     system = fsspec.filesystem("memory")
     yield system
     system.store.clear()
+    system.pseudo_dirs[:] = [""]
 
 
 def test_a_remote_folder(tmp_path: Path, store: Any) -> None:
@@ -101,7 +104,7 @@ def test_a_remote_folder(tmp_path: Path, store: Any) -> None:
     for file in (tmp_path / "mds").iterdir():
         store.pipe(f"/bucket/web/{file.name}", file.read_bytes())
     documents = opened(tmp_path, "memory://bucket/web")
-    assert isinstance(documents, MdsDocuments) and list(documents) == TEXTS
+    assert isinstance(documents, RowDocuments) and list(documents) == TEXTS
     assert documents.fingerprint == opened(tmp_path).fingerprint
 
 
@@ -355,3 +358,27 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [part for setting in (train, *more) for part in ("--set", setting)]
     assert main(["data", "show", str(tmp_path / "recipe.yaml"), *overrides]) == 0
     assert "f«irst<|endoftext|>»" in capsys.readouterr().out
+
+
+def streamed(what: HfSource, base: Path, target: int = 10**9) -> list[str]:
+    """All texts of the chunks of about `target` bytes."""
+    chunks = Chunks(list_files(what, base), target, whole=False)
+    parts = [part for number in range(len(chunks)) for part in chunks[number]]
+    return ["".join(one) for part in parts for one in texts(what, part)]
+
+
+def test_shards_are_chunks(tmp_path: Path, store: Any) -> None:
+    """What is wrong with a shard is said as it is of one that is read at once."""
+    source = HfSource(kind="hf", path="mds")
+    write_mds(tmp_path / "mds", ROWS[:2], ROWS[2:3], ROWS[3:], columns=COLUMNS)
+    files = list_files(source, tmp_path)
+    assert len(files) == len(Chunks(files, 1, whole=False)) == 3
+    assert streamed(source, tmp_path, 1) == TEXTS
+    store.put(str(tmp_path / "mds"), "/bucket/mds", recursive=True)
+    assert streamed(HfSource(kind="hf", path="memory://bucket/mds"), tmp_path) == TEXTS
+    flipped(tmp_path / "mds")
+    with pytest.raises(DataError, match=r"shard\.00001\.mds: its sha1 is"):
+        streamed(source, tmp_path)
+    (tmp_path / "mds" / "index.json").write_text("{}")
+    with pytest.raises(DataError, match=r"mds/index\.json: it is no index of MDS shards"):
+        list_files(source, tmp_path)

@@ -1,15 +1,17 @@
 """Folders that `save_to_disk` of `datasets` wrote: which of their files hold a split."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from toolkit.data.formats.base import Format
+from toolkit.data.formats.files import ListedFile, ListedFolder
 from toolkit.data.remote.store import shown
 from toolkit.errors import DataError
 from toolkit.recipe.schema import RowsSource
 
-SAVED = ("state.json", "dataset_dict.json")
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 """What `save_to_disk` of `datasets` writes into a folder of one split, or of several."""
 _FileName = Annotated[str, Field(pattern=r"^[^./][^/]*$")]
 """In a folder, never outside."""
@@ -28,31 +30,45 @@ class _Splits(BaseModel):
     splits: list[_FileName]
 
 
-def saved_files(
-    source: RowsSource, content_of: Callable[[str], bytes]
-) -> tuple[str, list[str]]:
-    """The folder of the split in one that `save_to_disk` wrote, and the files there that hold
-    it. `content_of` a file by its place in the folder, empty if there is none.
+class SavedFolder(Format):
+    """Arrow files that a folder's `state.json` names."""
+
+    title = "what `save_to_disk` wrote"
+    index = (_STATE, _SPLITS)
+    builder = "arrow"
+    whole_by_datasets = True
+    has_splits = True
+
+    def files(self, source: RowsSource, folder: ListedFolder) -> list[ListedFile]:
+        _, names = saved_files(source, folder)
+        for name in names:
+            if name not in folder.files:
+                found = f"`{shown(source.path)}` lacks {name}, which `save_to_disk` wrote"
+                raise DataError(found, fix="copy or save the folder again")
+        return [folder.files[name] for name in names]
+
+
+def saved_files(source: RowsSource, folder: ListedFolder) -> tuple[str, list[str]]:
+    """The folder of the split in one that `save_to_disk` wrote, and the files that hold it.
 
     Raises DataError where the folder states anything else, such as a file outside.
     """
-    state, splits = SAVED
-    part = ""
+    split = ""
     try:
-        if text := content_of(splits):
+        if text := folder.read(_SPLITS):
             names = _Splits.model_validate_json(text).splits
-            part = of_split(source, {name: name for name in names})
-        saved = _State.model_validate_json(content_of(f"{part}/{state}".lstrip("/")))
+            split = of_split(source, {name: name for name in names})
+        saved = _State.model_validate_json(folder.read(f"{split}/{_STATE}".lstrip("/")))
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(
             f"`{shown(source.path)}` is not what `save_to_disk` writes "
-            f"({'.'.join(map(str, first['loc'])) or state}: {first['msg']})",
+            f"({'.'.join(map(str, first['loc'])) or _STATE}: {first['msg']})",
             fix="copy or save the folder again",
         ) from error
-    if not part:
-        of_split(source, {saved.split or "train": part})
-    return part, [f"{part}/{file.filename}".lstrip("/") for file in saved.files]
+    if not split:
+        of_split(source, {saved.split or "train": split})
+    return split, [f"{split}/{file.filename}".lstrip("/") for file in saved.files]
 
 
 def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
@@ -65,3 +81,6 @@ def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
             "streamed",
         )
     return splits[source.split]
+
+
+SAVED_FOLDER = SavedFolder()

@@ -10,9 +10,11 @@ the column of text is decoded; the others are skipped, so nothing is executed.
 """
 
 import hashlib
+import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from errno import ENOENT
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +23,17 @@ from typing import Annotated, Literal
 import xxhash
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from toolkit.data.dropped import DroppedRows
-from toolkit.data.files import read_blocks, read_bytes
-from toolkit.data.json_rows import opener_of, undecodable
+from toolkit.data.files import unreadable
+from toolkit.data.formats.base import Format
+from toolkit.data.formats.columns import TEXT, Broken, check_column
+from toolkit.data.formats.compressed import opener_of, undecodable
+from toolkit.data.formats.files import FileRange, ListedFile, ListedFolder
 from toolkit.errors import DataError
-from toolkit.recipe.schema import HfSource
+from toolkit.recipe.schema import HfSource, RowsSource
 
-MDS_INDEX = "index.json"
+_INDEX = "index.json"
+_BEGINNING = 2**20
+"""Bytes of an index by which it is known."""
 _ENDINGS = {"zstd": ".zst", "gz": ".gz", "bz2": ".bz2"}
 """Compressions that are read."""
 
@@ -69,50 +75,76 @@ class _MdsIndex(BaseModel):
     shards: list[MdsShard]
 
 
-def is_mds(folder: Path) -> bool:
-    """Whether a folder holds MDS shards, or their index."""
-    index = folder / MDS_INDEX
-    beginning = next(read_blocks(index), b"") if index.is_file() else b""
-    return is_mds_index(beginning) or (folder.is_dir() and any(folder.glob("*.mds*")))
+class Mds(Format):
+    """A document of a shard; a shard at a time is in memory."""
+
+    title = "MDS shards"
+    index = (_INDEX,)
+
+    def holds(self, folder: ListedFolder) -> bool:
+        """See `Format.holds`: MDS shards, or their index."""
+        index = folder.read(_INDEX, _BEGINNING)
+        if b'"shards"' in index and b'"mds"' in index:
+            return True
+        return any(".mds" in name and "/" not in name for name in folder.files)
+
+    def files(self, source: RowsSource, folder: ListedFolder) -> list[ListedFile]:
+        """The shards in the order of the index; none of them is read.
+
+        Raises DataError where the index is wrong, a file is missing or has another size, or a
+        column holds code.
+        """
+        del source
+        if _INDEX not in folder.files:
+            missing = FileNotFoundError(ENOENT, os.strerror(ENOENT))
+            raise unreadable(Path(folder.name) / _INDEX, missing)
+        try:
+            shards = _MdsIndex.model_validate_json(folder.read(_INDEX)).shards
+        except ValidationError as error:
+            first = error.errors()[0]
+            said = f"{'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}"
+            place = f"{folder.name}/{_INDEX}"
+            raise _damaged(place, f"it is no index of MDS shards ({said})") from error
+        return [replace(_file_of(shard, folder), format="mds", entry=shard) for shard in shards]
+
+    def columns(self, files: Sequence[ListedFile]) -> tuple[dict[str, str], bool]:
+        """See `Format.columns`: those that all shards share."""
+        first, *others = [_shard(file).columns for file in files] or [{}]
+        shared = [
+            item for item in first.items() if all(item in other.items() for other in others)
+        ]
+        return {name: TEXT if kind == "str" else kind for name, kind in shared}, True
+
+    def rows(self, source: RowsSource, part: FileRange) -> Iterator[tuple[object, object]]:
+        assert isinstance(source, HfSource), "chats in MDS shards are refused"
+        column, shard = source.text_field, _shard(part.file)
+        check_column(source, self.columns([part.file])[0])
+        try:
+            with part.file.open() as stream:
+                content = stream.read()
+        except OSError as error:
+            raise unreadable(part.file.path, error) from error
+        values = _values(str(part.file), content, shard, column)
+        for number, text in enumerate(values, start=1):
+            try:
+                row: object = {column: text.decode()}
+            except UnicodeDecodeError:
+                row = Broken(f"`{column}` is not UTF-8")
+            yield f"{part.file}, document {number:,}", row
+
+    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
+        """See `Format.count`; no shard is read."""
+        del source
+        return sum(_shard(file).samples for file in files)
 
 
-def is_mds_index(beginning: bytes) -> bool:
-    """Whether a file that begins so is an index of MDS shards."""
-    return b'"shards"' in beginning and b'"mds"' in beginning
+def _shard(file: ListedFile) -> MdsShard:
+    assert isinstance(file.entry, MdsShard), "an index has it"
+    return file.entry
 
 
-def read_mds(folder: Path) -> list[tuple[Path, MdsShard]]:
-    """The shards in the order of the index, each with its file; none of them is read.
-
-    Raises DataError where the index is wrong, a file is missing or has another size, or a
-    column holds code.
-    """
-
-    def size(name: str) -> int | None:
-        path = folder / name
-        return path.stat().st_size if path.is_file() else None
-
-    shards = shards_of(str(folder), read_bytes(folder / MDS_INDEX), size)
-    return [(folder / name, shard) for name, shard in shards]
-
-
-def shards_of(
-    folder: str, index: bytes, size: Callable[[str], int | None]
-) -> list[tuple[str, MdsShard]]:
-    """As `read_mds`, with the name of each file in `folder`, which is what messages say; `size`
-    gives that of such a name, None where there is no file."""
-    try:
-        shards = _MdsIndex.model_validate_json(index).shards
-    except ValidationError as error:
-        first = error.errors()[0]
-        said = f"{'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}"
-        place = f"{folder}/{MDS_INDEX}"
-        raise _damaged(place, f"it is no index of MDS shards ({said})") from error
-    return [(_file_of(shard, folder, size), shard) for shard in shards]
-
-
-def _file_of(shard: MdsShard, folder: str, size: Callable[[str], int | None]) -> str:
-    index, name = f"{folder}/{MDS_INDEX}", shard.raw_data.basename
+def _file_of(shard: MdsShard, folder: ListedFolder) -> ListedFile:
+    index, name = f"{folder.name}/{_INDEX}", shard.raw_data.basename
     lists = (shard.columns, shard.column_names, shard.column_encodings, shard.column_sizes)
     if len({*map(len, lists)}) > 1:
         raise _damaged(index, f"{name} has not one encoding and size for each column")
@@ -124,51 +156,10 @@ def _file_of(shard: MdsShard, folder: str, size: Callable[[str], int | None]) ->
                 fix="write the shards without this column",
             )
     for file in filter(None, (shard.raw_data, shard.zip_data)):
-        if (found := size(file.basename)) is not None:
-            _check_size(f"{folder}/{file.basename}", found, file)
-            return file.basename
-    raise _damaged(f"{folder}/{name}", f"it is missing, and {MDS_INDEX} names it")
-
-
-def columns_of(shards: Iterable[tuple[Path, MdsShard]]) -> dict[str, str]:
-    """What the columns that all shards share hold, as `check_column` names it."""
-    first, *others = [shard.columns for _, shard in shards] or [{}]
-    shared = [one for one in first.items() if all(one in other.items() for other in others)]
-    return {name: "text" if kind == "str" else kind for name, kind in shared}
-
-
-@dataclass(frozen=True)
-class MdsDocuments:
-    """One document per row, in the order of the index; a shard at a time is in memory."""
-
-    source: HfSource
-    shards: Sequence[tuple[Path, MdsShard]]
-    fingerprint: str
-
-    def __len__(self) -> int:
-        return sum(shard.samples for _, shard in self.shards)
-
-    def __iter__(self) -> Iterator[str]:
-        dropped = DroppedRows(self.source)
-        for path, shard in self.shards:
-            yield from texts_of(str(path), read_bytes(path), shard, self.source, dropped)
-        dropped.report()
-
-    def in_parts(self) -> Iterator[Iterable[str]]:
-        """See `Documents.in_parts`: a row is one part."""
-        return ((text,) for text in self)
-
-
-def texts_of(
-    path: str, content: bytes, shard: MdsShard, source: HfSource, dropped: DroppedRows
-) -> Iterator[str]:
-    """The texts of a shard, whose file has this content."""
-    column = source.text_field
-    for number, text in enumerate(_values(path, content, shard, column), start=1):
-        try:
-            yield text.decode()
-        except UnicodeDecodeError:
-            dropped.add(f"{path}, document {number:,}: `{column}` is not UTF-8")
+        if (listed := folder.files.get(file.basename)) is not None:
+            _check_size(f"{folder.name}/{file.basename}", listed.size, file)
+            return listed
+    raise _damaged(f"{folder.name}/{name}", f"it is missing, and {_INDEX} names it")
 
 
 def _values(path: str, content: bytes, shard: MdsShard, column: str) -> Iterator[bytes]:
@@ -176,7 +167,7 @@ def _values(path: str, content: bytes, shard: MdsShard, column: str) -> Iterator
     content, count = _plain(path, content, shard), shard.samples
     table = 4 * (count + 2)
     if (found := int.from_bytes(content[:4], "little")) != count or len(content) < table:
-        raise _damaged(path, f"it holds {found:,} documents, {MDS_INDEX} says {count:,}")
+        raise _damaged(path, f"it holds {found:,} documents, {_INDEX} says {count:,}")
     places = struct.unpack(f"<{count + 1}I", content[4:table])
     if places[0] < table or places[-1] != len(content):
         raise _damaged(path, "its table of documents is wrong")
@@ -185,7 +176,7 @@ def _values(path: str, content: bytes, shard: MdsShard, column: str) -> Iterator
     except ValidationError:
         columns = None
     if columns is None or not vars(columns).items() <= vars(shard).items():
-        raise _damaged(path, f"its own columns are not those in {MDS_INDEX}")
+        raise _damaged(path, f"its own columns are not those in {_INDEX}")
     at = shard.column_names.index(column)
     own = struct.Struct(f"<{shard.column_sizes.count(None)}I")
     for number, (start, stop) in enumerate(pairwise(places), start=1):
@@ -224,16 +215,19 @@ def _check(path: str, content: bytes, stated: MdsFile) -> None:
         elif name in hashlib.algorithms_guaranteed and not name.startswith("shake"):
             found = hashlib.new(name, content).hexdigest()
         else:
-            raise _damaged(path, f"{MDS_INDEX} has a hash `{name}` of it, which is unknown")
+            raise _damaged(path, f"{_INDEX} has a hash `{name}` of it, which is unknown")
         if found != expected:
-            raise _damaged(path, f"its {name} is {found}, {MDS_INDEX} says {expected}")
+            raise _damaged(path, f"its {name} is {found}, {_INDEX} says {expected}")
 
 
 def _check_size(path: str, size: int, stated: MdsFile) -> None:
     if size != stated.bytes:
         how = "" if path.endswith(stated.basename) else " when decompressed"
-        raise _damaged(path, f"it has {size:,} bytes{how}, {MDS_INDEX} says {stated.bytes:,}")
+        raise _damaged(path, f"it has {size:,} bytes{how}, {_INDEX} says {stated.bytes:,}")
 
 
 def _damaged(path: str, why: str) -> DataError:
     return DataError(f"cannot read {path}: {why}", fix="copy or write the shards again")
+
+
+MDS = Mds()

@@ -1,0 +1,96 @@
+"""Arrow files, of streams or of random access, as `datasets` writes them."""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from toolkit.data.formats.base import Format
+from toolkit.data.formats.columns import CORRECT, Broken, arrow_kinds, check_column
+from toolkit.data.formats.files import FileRange, ListedFile
+from toolkit.errors import DataError
+from toolkit.recipe.schema import HfSource, RowsSource
+
+
+class Arrow(Format):
+    """A row of a record batch."""
+
+    title = "Arrow files"
+    endings = (".arrow",)
+    builder = "arrow"
+    whole_by_datasets = True
+
+    def columns(self, files: Sequence[ListedFile]) -> tuple[dict[str, str], bool]:
+        columns: dict[str, str] = {}
+        for file in files:
+            with _opened(file) as (schema, _):
+                columns |= arrow_kinds(schema)
+        return columns, True
+
+    def rows(self, source: RowsSource, part: FileRange) -> Iterator[tuple[object, object]]:
+        with readable(part.file), _opened(part.file) as (schema, batches):
+            names = checked_columns(source, schema) or schema.names
+            yield from rows_of((batch.select(names) for batch in batches), part.file)
+
+
+@contextmanager
+def _opened(file: ListedFile) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema and the record batches of a file."""
+    from pyarrow import ArrowInvalid, ipc
+
+    with file.open() as stream:
+        try:
+            reader = ipc.open_stream(stream)
+            batches = iter(reader)
+        except ArrowInvalid:
+            stream.seek(0)
+            reader = ipc.open_file(stream)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield reader.schema, batches
+
+
+@contextmanager
+def readable(file: ListedFile) -> Iterator[None]:
+    """Raise DataError where Arrow cannot read the file."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, zlib.error) as error:
+        raise DataError(f"cannot read {file}: {error}", fix=CORRECT) from error
+
+
+def checked_columns(source: RowsSource, schema: Any) -> list[str] | None:
+    """The columns of a file with this schema that are read; None: all. Raises DataError where
+    the text's is not among them."""
+    if not isinstance(source, HfSource):
+        return None
+    check_column(source, arrow_kinds(schema))
+    return [source.text_field]
+
+
+def rows_of(
+    batches: Iterable[Any], name: object, before: int = 0
+) -> Iterator[tuple[str, object]]:
+    """The rows of record batches of the file `name`; `before` rows of it come before."""
+    for batch in batches:
+        try:
+            rows: list[object] = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = [_row(batch, number) for number in range(len(batch))]
+        for number, row in enumerate(rows, before + 1):
+            yield f"{name}, row {number:,}", row
+        before += len(rows)
+
+
+def _row(batch: Any, number: int) -> object:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[number].as_py()
+        except UnicodeDecodeError:
+            return Broken(f"`{name}` is not UTF-8")
+    return row
+
+
+ARROW = Arrow()

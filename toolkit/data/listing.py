@@ -1,0 +1,213 @@
+"""The files of a source, in order, without reading rows.
+
+A folder whose format has an index names its files. The files of a split of a hub id, or of a
+folder of data files, are determined by `datasets`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from toolkit.data.files import find_files
+from toolkit.data.formats.base import Format, folder_format, format_of, formats, only_format
+from toolkit.data.formats.files import ListedFile, ListedFolder
+from toolkit.data.formats.saved import saved_files
+from toolkit.data.huggingface import data_files_of
+from toolkit.data.remote.store import list_files as stored_files
+from toolkit.data.remote.store import shown
+from toolkit.errors import DataError
+from toolkit.recipe.places import is_remote
+from toolkit.recipe.schema import HfSource, RowsSource, TextSource
+
+_OF_FILES = re.compile(r"(train|all)\b")
+"""Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
+_NEUTRAL = {"kind": "hf", "split": "train", "name": None}
+
+
+def local_path(source: RowsSource, base: Path) -> Path:
+    """Where `path` is, if it is on this machine."""
+    return base / Path(source.path).expanduser()
+
+
+def local_folder(source: RowsSource, base: Path) -> tuple[Format, ListedFolder] | None:
+    """The local folder that `path` names, if an index in it names its files."""
+    path = local_path(source, base)
+    if is_remote(source.path) or not path.is_dir():
+        return None
+    folder = ListedFolder.here(path)
+    form = folder_format(folder)
+    return None if form is None else (form, folder)
+
+
+def local_files(source: RowsSource, base: Path) -> list[Path] | None:
+    """Data files that `path` names, sorted, with what else decides the rows; None when it is a
+    hub id or a URL.
+
+    A local folder wins over a hub id of the same name, as in `datasets`.
+    """
+    files = _local_files(source, base)
+    if files is None:
+        return None
+    if source.revision is not None:
+        raise DataError(
+            f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
+            fix="remove `revision`; it chooses a version of a hub dataset",
+        )
+    if not local_path(source, base).is_dir() and not _OF_FILES.match(source.split):
+        raise DataError(
+            f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
+            fix="write `split: train` next to `path`; folders and hub ids have other splits",
+        )
+    return files
+
+
+def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
+    if is_remote(source.path):
+        return None
+    path = local_path(source, base)
+    if path.is_dir():
+        return _files_of_folder(source, ListedFolder.here(path), path)
+    looks_local = (
+        path.exists()
+        or format_of(Path(source.path)) is not None
+        or source.path.startswith((".", "/", "~"))
+        or any(sign in source.path for sign in "*?[")
+    )
+    return find_files([source.path], base) if looks_local else None
+
+
+def _files_of_folder(source: RowsSource, folder: ListedFolder, path: Path) -> list[Path]:
+    form = folder_format(folder)
+    if form is not None and not form.whole_by_datasets:
+        shards = form.files(source, folder)
+        _check_neutral(source, form, *_NEUTRAL)
+        return [*(path / name for name in form.index), *(file.path for file in shards)]
+    files = [file.path for file in folder.files.values() if _has_builder(file.path)]
+    if form is not None:
+        saved_files(source, folder)
+        files = [file for file in files if file.suffix == ".arrow"]
+    if not files:
+        endings = ", ".join(end for form in formats() if form.builder for end in form.endings)
+        raise DataError(
+            f"the folder {path} holds no {endings} file",
+            fix="name the folder that holds the data files",
+        )
+    # The card may say which file belongs to which split.
+    card = path / "README.md"
+    return [*files, card] if card.is_file() and form is None else files
+
+
+def _has_builder(file: Path) -> bool:
+    form = format_of(file)
+    return form is not None and form.builder is not None
+
+
+def _check_neutral(source: RowsSource, form: Format, *settings: str) -> None:
+    """Raise DataError for a setting that means nothing for files of this format."""
+    for key in settings:
+        if (value := getattr(source, key)) != _NEUTRAL[key]:
+            raise DataError(
+                f"`{key}: {value}` is given for {form.title} (`{source.path}`)",
+                fix="read them with `kind: hf`, without `split` and `name`",
+            )
+
+
+def own_rows(
+    source: RowsSource, base: Path, files: Sequence[Path]
+) -> tuple[Format, list[ListedFile]] | None:
+    """The format that reads all rows of these local files, and the files; None where `datasets`
+    does. In a folder, it finds by the files' names which split they belong to."""
+    if not files:
+        return None
+    if (indexed := local_folder(source, base)) is not None:
+        form, folder = indexed
+        return None if form.whole_by_datasets else (form, form.files(source, folder))
+    forms = {format_of(file) for file in files}
+    only = forms.pop() if len(forms) == 1 else None
+    if only is None or only.whole_by_datasets or local_path(source, base).is_dir():
+        return None
+    if only.builder is None:
+        _check_neutral(source, only, "split", "name")
+    elif source.split != "train":
+        return None
+    return only, [*map(ListedFile.of, files)]
+
+
+def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, ...]:
+    """The files of a source that is streamed, in order; relative paths start at `base`.
+
+    Raises DataError when there are none, or they cannot be read in parts.
+    """
+    if isinstance(source, TextSource):
+        return tuple(_texts(source, base))
+    local = local_path(source, base)
+    if is_remote(source.path):
+        named = [*map(ListedFile.stored, stored_files(source.path))]
+    elif not local.is_dir():
+        named = [*map(ListedFile.of, local_files(source, base) or ())]
+    else:
+        named = []
+    if not named and (is_remote(source.path) or local.is_dir()):
+        remote = is_remote(source.path)
+        folder = ListedFolder.stored(source.path) if remote else ListedFolder.here(local)
+        if (form := folder_format(folder)) is not None:
+            _check_whole(source, "name", *["split"] * (not form.has_splits))
+            return tuple(form.files(source, folder))
+    if named:
+        _check_whole(source, "name", "split")
+    elif is_remote(source.path):
+        fix = "correct the path; name the files of a folder by a glob, e.g. `FOLDER/*.parquet`"
+        raise DataError(f"no file matches {shown(source.path)}", fix=fix)
+    else:
+        named = [*_at(data_files_of(source, local if local.is_dir() else None))]
+    only_format(named, shown(source.path), ".json or .jsonl, .parquet, .arrow, .txt")
+    return tuple(named)
+
+
+def needs_datasets(source: HfSource, base: Path) -> bool:
+    """Whether the source's files are determined by `datasets`, which may use the hub."""
+    if local_path(source, base).is_dir():
+        return local_folder(source, base) is None
+    return local_files(source, base) is None
+
+
+def _texts(source: TextSource, base: Path) -> Iterable[ListedFile]:
+    left_out = {
+        file.url for url in filter(is_remote, source.exclude) for file in stored_files(url)
+    }
+    here = [pattern for pattern in source.exclude if not is_remote(pattern)]
+    listed: dict[ListedFile, None] = {}
+    for pattern in source.files:
+        if not is_remote(pattern):
+            listed.update(dict.fromkeys(map(ListedFile.of, find_files([pattern], base, here))))
+            continue
+        stored = [file for file in stored_files(pattern) if file.url not in left_out]
+        if not stored:
+            raise DataError(f"no file matches {shown(pattern)}", fix="correct the path")
+        listed.update(dict.fromkeys(map(ListedFile.stored, stored)))
+    return listed
+
+
+def _at(places: Iterable[str]) -> Iterator[ListedFile]:
+    """The files at paths or URLs; of a repository of the hub, it is asked once."""
+    repositories: dict[str, dict[str, ListedFile]] = {}
+    for place in places:
+        if not is_remote(place):
+            yield ListedFile.of(Path(place))
+            continue
+        repository, _, rest = place.partition("@")
+        root = f"{repository}@{rest.partition('/')[0]}"
+        if root not in repositories:
+            files = map(ListedFile.stored, stored_files(f"{root}/**/*"))
+            repositories[root] = {str(file.remote.url): file for file in files if file.remote}
+        yield repositories[root][place]
+
+
+def _check_whole(source: HfSource, *settings: str) -> None:
+    """Raise DataError for a setting that chooses among rows which are all read."""
+    for name in settings:
+        if (value := getattr(source, name)) != _NEUTRAL[name]:
+            raise DataError(
+                f"`data.streaming`: `{name}: {value}` with files (`{shown(source.path)}`)",
+                fix=f"remove `{name}`: all rows of the files are read",
+            )
