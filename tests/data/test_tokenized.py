@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.data import indexed, tokenized
+from toolkit.data import tokenized
+from toolkit.data.formats import indexed
 from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path
 from toolkit.data.sources import open_source
 from toolkit.data.tokenized import TokenizedData, prepare
@@ -383,7 +384,7 @@ def test_one_altered_token_of_a_large_megatron_source_is_noticed(
 WORKER = """
 import sys, time
 from pathlib import Path
-from toolkit.data import indexed, tokenized
+from toolkit.data import tokenized
 from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.recipe.schema import TextSource

@@ -32,6 +32,7 @@ def with_toys(site: Path, tmp_path: Path) -> Callable[..., Ended]:
     paths = {"PYTHONPATH": f"{site}:{ROOT}"}
 
     def start(changes: dict[str, object], name: str, *arguments: str) -> Ended:
-        return run(dmt(name, recipe, *settings(changes), *arguments), tmp_path, paths)
+        command = dmt(*name.split(), recipe, *settings(changes), *arguments)
+        return run(command, tmp_path, paths)
 
     return start

@@ -45,17 +45,17 @@ def test_its_columns_are_checked(verb: Verb) -> None:
     wrong = verb("check", train="{kind: hf, path: rows.csv}")
     assert wrong.code == 2
     assert "no column `text`; its columns are id, body" in wrong.err
-    sliced = verb("data", "prepare", train="{kind: hf, path: rows.csv, split: 'train[:1%]'}")
+    sliced = verb("data prepare", train="{kind: hf, path: rows.csv, split: 'train[:1%]'}")
     assert "`split: train[:1%]` is given for CSV files (`rows.csv`)" in sliced.err
 
 
 def test_the_data_commands_know_it(verb: Verb) -> None:
-    shown = json.loads(succeeded(verb("data", "show", "--json")))
+    shown = json.loads(succeeded(verb("data show", "--json")))
     texts = json.loads(
-        succeeded(verb("data", "show", "--json", train="{kind: text, files: ['data/*.txt']}"))
+        succeeded(verb("data show", "--json", train="{kind: text, files: ['data/*.txt']}"))
     )
     assert shown == texts
-    assert json.loads(succeeded(verb("data", "prepare", "--json")))["train"]["documents"] > 0
+    assert json.loads(succeeded(verb("data prepare", "--json")))["train"]["documents"] > 0
     assert "40 documents" in succeeded(
         verb(
             "data", "stats", **{"data.validation_fraction": 0, "evaluation.every_steps": "null"}
@@ -75,12 +75,11 @@ def test_it_trains(verb: Verb, tmp_path: Path) -> None:
 def test_a_recipe_with_it_is_rehearsed(verb: Verb) -> None:
     ended = verb("rehearse", "--layouts", "ddp*", "--steps", "2", "--json")
     assert json.loads(succeeded(ended))["layouts"]
-    assert "data" in succeeded(verb("explain", "data"))
 
 
 def test_a_package_that_is_broken_concerns_its_files_alone(verb: Verb, tmp_path: Path) -> None:
     (tmp_path / "site" / "toy_format.py").write_text("import csv_kernels\n")
     succeeded(verb("check", train="{kind: text, files: ['data/*.txt']}"))
-    ended = verb("data", "prepare")
+    ended = verb("data prepare")
     assert ended.code == 3
     assert "csv, which another package adds to dmt.formats as toy_format:CSV" in ended.err
