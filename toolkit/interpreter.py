@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 
 import toolkit
 
@@ -22,6 +23,12 @@ def safe_path() -> bool:
 def python() -> tuple[str, ...]:
     """The interpreter, to be followed by `-m MODULE`."""
     return (sys.executable, *SAFE) if safe_path() else (sys.executable,)
+
+
+def program(name: str) -> str | None:
+    """A program that is next to this Python, even if that is not on PATH, or is on PATH."""
+    neighbour = Path(sys.executable).with_name(name)
+    return str(neighbour) if neighbour.is_file() else which(name)
 
 
 SAFE = ("-P",)

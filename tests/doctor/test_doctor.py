@@ -129,7 +129,7 @@ def test_findings_are_printed_as_they_come(
     def checks(*_: object) -> Iterator[Finding]:
         for name in ("python", "torch", "gloo"):
             printed.append(capsys.readouterr().out)
-            yield Finding("packages", name, "ok", "there")
+            yield Finding(name, "ok", "there", group="packages")
 
     monkeypatch.setattr(examine, "examine", checks)
     assert main(["doctor"]) == 0

@@ -183,12 +183,13 @@ def _check(
 def _bandwidth(processes: int | None, as_json: bool) -> None:
     """Between ranks that are started here; as one of them, where a launcher started them."""
     from toolkit.doctor import bandwidth
+    from toolkit.doctor.bench import tell_on
     from toolkit.doctor.calibrate import measured, this_machine
     from toolkit.engines.distributed import end_process, join, leave
 
     if "RANK" in os.environ:
         ranks = join()
-        found = bandwidth.measure_here(ranks)
+        found = bandwidth.measure_here(ranks, tell_on(ranks))
         leave()
         if ranks.rank == 0:
             _print_rates(found, as_json)

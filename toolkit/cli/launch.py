@@ -79,7 +79,7 @@ def launch(
     loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
     spec = _spec(assignment, where)
-    show_plan(assignment)
+    show_plan(assignment.recipe, assignment.plan)
     name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
     oversees = LAUNCHERS[name].supervises(nodes)
     if oversees:  # Otherwise that is done where the ranks are.
@@ -167,6 +167,6 @@ def _still_possible(
     if len(names) < planned:
         tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
         assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
-        show_plan(assignment)
+        show_plan(assignment.recipe, assignment.plan)
         assignments.write(assignment, ["dmt", *sys.argv[1:]])
     return assignment

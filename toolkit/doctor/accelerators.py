@@ -11,8 +11,6 @@ from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask, ask_python, is_installed
 from toolkit.units import GIB
 
-GROUP = "accelerators"
-
 OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """By CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, minor versions."""
 BF16_CAPABILITY = (8, 0)
@@ -41,7 +39,7 @@ def check(needs: Needs) -> Iterator[Finding]:
     answer = ask_python(_TORCH)
     if not answer.done:
         text, needed_by = f"cannot be imported: {answer.out}", needs.packages.get("torch")
-        yield Finding(GROUP, "torch", "problem", text, needed_by, _REINSTALL)
+        yield Finding("torch", "problem", text, needed_by, _REINSTALL)
         return
     torch = json.loads(answer.out.splitlines()[-1])
     driver = _driver()
@@ -71,23 +69,18 @@ def _driver_finding(
             f"torch is built for ROCm {torch['hip']}" if torch["hip"] else "torch has no CUDA"
         )
     if driver is None or torch["cuda"] is None:
-        yield Finding(GROUP, "driver", "ok", f"{driver or 'none'}; {built}")
+        yield Finding("driver", "ok", f"{driver or 'none'}; {built}")
         return
     oldest = OLDEST_DRIVER.get(int(torch["cuda"].partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= oldest:
-        yield Finding(GROUP, "driver", "ok", f"{driver}; {built}")
+        yield Finding("driver", "ok", f"{driver}; {built}")
         return
     fix = f"install NVIDIA driver {oldest} or later"
     if int(driver.partition(".")[0]) >= OLDEST_DRIVER[12]:
         # Without --force-reinstall pip keeps the torch that is there, whatever the index.
         fix = f"{_REINSTALL} --index-url https://download.pytorch.org/whl/cu128"
     yield lacking(
-        GROUP,
-        "driver",
-        f"{driver}; {built}, which needs {oldest} or later",
-        fix=fix,
-        needed_by=needs.gpu,
-        otherwise="warning",
+        "driver", f"{driver}; {built}, which needs {oldest} or later", fix, needs.gpu, "warning"
     )
 
 
@@ -101,9 +94,9 @@ def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iter
         if torch["cuda"] and needs.precision == "bf16" and (major, minor) < BF16_CAPABILITY:
             fix = "training.precision: fp16, or fp32"
             text += "; bf16 needs 8.0"
-            yield Finding(GROUP, label, "problem", text, "training.precision: bf16", fix)
+            yield Finding(label, "problem", text, "training.precision: bf16", fix)
         else:
-            yield Finding(GROUP, label, "ok", text)
+            yield Finding(label, "ok", text)
 
 
 def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Finding:
@@ -121,32 +114,18 @@ def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Find
         text += ", though there is a driver"
         fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
     driver_unused = driver is not None and not count
-    return lacking(
-        GROUP,
-        "GPUs",
-        text,
-        fix=fix,
-        needed_by=needs.gpu,
-        otherwise="warning" if driver_unused else "note",
-    )
+    return lacking("GPUs", text, fix, needs.gpu, "warning" if driver_unused else "note")
 
 
 def _gloo(torch: Mapping[str, Any], needs: Needs) -> Finding:
     if torch["gloo"]:
-        return Finding(GROUP, "gloo", "ok", "in torch")
+        return Finding("gloo", "ok", "in torch")
     text = "not in this torch; every process group has it for the CPU"
-    return Finding(GROUP, "gloo", "problem", text, needs.run, _REINSTALL)
+    return Finding("gloo", "problem", text, needs.run, _REINSTALL)
 
 
 def _nccl(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
     if torch["nccl"] is not None:
-        yield Finding(GROUP, "NCCL", "ok", torch["nccl"])
+        yield Finding("NCCL", "ok", torch["nccl"])
     elif torch["devices"] or needs.gpu:
-        yield lacking(
-            GROUP,
-            "NCCL",
-            "not in this torch",
-            fix=_REINSTALL,
-            needed_by=needs.gpu,
-            otherwise="warning",
-        )
+        yield lacking("NCCL", "not in this torch", _REINSTALL, needs.gpu, "warning")

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 
-GROUP = "accounts"
 ANSWER_S = 3.0
 _FIX = "wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline"
 
@@ -23,15 +22,13 @@ def check(needs: Needs) -> Iterator[Finding]:
         place = _login(host)
     except (OSError, netrc.NetrcParseError) as error:
         text = f"{getattr(error, 'filename', None) or '~/.netrc'} cannot be read: {error}"
-        yield lacking(
-            GROUP, "W&B login", text, fix=_FIX, needed_by=needs.wandb, otherwise="warning"
-        )
+        yield lacking("W&B login", text, _FIX, needs.wandb, "warning")
         return
     if place is None:
         text = f"none for {host}; runs log offline without one"
-        yield lacking(GROUP, "W&B login", text, fix=_FIX, needed_by=needs.wandb)
+        yield lacking("W&B login", text, _FIX, needs.wandb)
         return
-    yield Finding(GROUP, "W&B login", "ok", f"for {host}, in {place}")
+    yield Finding("W&B login", "ok", f"for {host}, in {place}")
     if needs.wandb is not None:
         yield _server(host, url.port or (80 if url.scheme == "http" else 443), needs.wandb)
 
@@ -54,5 +51,5 @@ def _server(host: str, port: int, needed_by: str) -> Finding:
     except OSError as error:
         text = f"{host}:{port} does not answer: {error}"
         fix = "logging.wandb.mode: offline, and `wandb sync RUN/wandb` later"
-        return Finding(GROUP, "W&B server", "problem", text, needed_by, fix)
-    return Finding(GROUP, "W&B server", "ok", f"{host}:{port} answers")
+        return Finding("W&B server", "problem", text, needed_by, fix)
+    return Finding("W&B server", "ok", f"{host}:{port} answers")

@@ -7,17 +7,15 @@ compared with the link's peak for any number of ranks: algorithm bandwidth times
 operation (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.doctor.bench import Bench, measure_and_write, say
+from toolkit.doctor.bench import Bench, Tell, main
 from toolkit.doctor.calibrate import catalogue_name
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError
@@ -63,7 +61,7 @@ class Bandwidth:
         return cls(**{**data, "rates": tuple(Rate(**rate) for rate in data["rates"])})
 
 
-def measure(ranks: Ranks, sizes: tuple[int, ...], tell: Callable[[str], None]) -> Bandwidth:
+def measure(ranks: Ranks, sizes: tuple[int, ...], tell: Tell) -> Bandwidth:
     """Measure every operation at every size; collective. `tell` gets a line about each."""
     bench = Bench(ranks, BUDGET_S)
     name, nodes = _gpu(ranks), max(1, ranks.world // ranks.local_world)
@@ -146,16 +144,10 @@ def _peaks(gpu: str, nodes: int, gpus_per_node: int) -> tuple[float, float] | tu
     return ring, near if nodes == 1 else min(near, far)
 
 
-def main() -> None:
-    """Measure, and let rank 0 write the result."""
-    measure_and_write(lambda ranks: asdict(measure_here(ranks)), Path(sys.argv[1]))
-
-
-def measure_here(ranks: Ranks) -> Bandwidth:
-    """Measure with the sizes for this device; rank 0 prints progress on standard error."""
-    sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
-    return measure(ranks, sizes, say if ranks.rank == 0 else lambda _: None)
+def measure_here(ranks: Ranks, tell: Tell) -> Bandwidth:
+    """Measure with the sizes for this device."""
+    return measure(ranks, GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES, tell)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure_here)

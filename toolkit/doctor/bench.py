@@ -1,9 +1,11 @@
 """Common parts of the ranks that measure a machine."""
 
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,13 +54,18 @@ class Bench:
         return float(tensor)
 
 
-def measure_and_write(measure: Callable[[Ranks], dict[str, Any]], result: Path) -> None:
-    """The main program of a rank: measure, and let rank 0 write the results as JSON."""
+Tell = Callable[[str], None]
+"""Takes a line about what was measured."""
+
+
+def main(measure: Callable[[Ranks, Tell], Any]) -> None:
+    """The main program of a rank, `python -m MODULE RESULT.json`: measure, and let rank 0 write
+    the dataclass that `measure` returns as JSON."""
     try:
         ranks = join()
-        found = measure(ranks)
+        result = measure(ranks, tell_on(ranks))
         if ranks.rank == 0:
-            result.write_text(json.dumps(found), encoding="utf-8")
+            Path(sys.argv[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
         leave()
     except Exception:  # noqa: BLE001 - the last resort: every failure is reported
         traceback.print_exc()
@@ -66,6 +73,6 @@ def measure_and_write(measure: Callable[[Ranks], dict[str, Any]], result: Path) 
     end_process(EXIT_DONE)
 
 
-def say(message: str) -> None:
-    """A line of progress."""
-    tell(f"  {message}")
+def tell_on(ranks: Ranks) -> Tell:
+    """How ranks report progress: rank 0 does, on standard error."""
+    return (lambda line: tell(f"  {line}")) if ranks.rank == 0 else lambda _: None

@@ -1,6 +1,7 @@
 """All checks of a machine, one after the other."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
@@ -14,11 +15,16 @@ def examine(needs: Needs, hostfile: Path | None = None) -> Iterator[Finding]:
     `hostfile`: machines to ask whether they answer, instead of the recipe's. Raises
     PlanError when it cannot be read.
     """
-    yield from packages.check(needs)
-    yield from accelerators.check(needs)
-    yield from toolchain.check(needs)
-    yield from network.check(needs, hostfile)
-    yield from storage.check(needs)
-    yield from accounts.check(needs)
+    groups = {
+        "packages": packages.check(needs),
+        "accelerators": accelerators.check(needs),
+        "compilers": toolchain.check(needs),
+        "launchers": toolchain.check_programs(needs),
+        "network": network.check(needs, hostfile),
+        "storage": storage.check(needs),
+        "accounts": accounts.check(needs),
+    }
+    for group, findings in groups.items():
+        yield from (replace(finding, group=group) for finding in findings)
     if needs.note:
-        yield Finding("recipe", "plan", "note", needs.note, None, "dmt plan RECIPE")
+        yield Finding("plan", "note", needs.note, None, "dmt plan RECIPE", group="recipe")

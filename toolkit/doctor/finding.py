@@ -1,6 +1,6 @@
 """The findings of the checks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "problem"]
@@ -13,7 +13,7 @@ problem: whatever needs it fails."""
 class Finding:
     """The result of one check of this machine."""
 
-    group: str
+    group: str = field(default="", kw_only=True)
     """Which check: `packages`, `accelerators`, `compilers`, `launchers`, `network`,
     `storage` or `accounts`."""
     name: str
@@ -26,7 +26,7 @@ class Finding:
     """The command that fixes it; never empty unless `level` is ok."""
 
     def __post_init__(self) -> None:
-        assert self.fix or self.level == "ok", f"{self.group}: {self.name} has no fix"
+        assert self.fix or self.level == "ok", f"{self.name} has no fix"
 
     @property
     def blocks(self) -> bool:
@@ -35,14 +35,7 @@ class Finding:
 
 
 def lacking(
-    group: str,
-    name: str,
-    found: str,
-    *,
-    fix: str,
-    needed_by: str | None,
-    otherwise: Level = "note",
+    name: str, found: str, fix: str, needed_by: str | None, otherwise: Level = "note"
 ) -> Finding:
     """Something missing: a problem if it is needed, otherwise of level `otherwise`."""
-    level: Level = "problem" if needed_by else otherwise
-    return Finding(group, name, level, found, needed_by, fix)
+    return Finding(name, "problem" if needed_by else otherwise, found, needed_by, fix)

@@ -16,7 +16,6 @@ from toolkit.doctor.needs import SSH_PORT, Needs
 from toolkit.launchers.base import free_port
 from toolkit.launchers.hostfile import read_hostfile
 
-GROUP = "network"
 USUAL_PORT = 29500
 """Of torchrun and DeepSpeed, where none is named."""
 REACH_S = 3.0
@@ -53,7 +52,7 @@ def _host_name(needs: Needs) -> Finding:
     """What gloo listens on: without GLOO_SOCKET_IFNAME, what the host's name resolves to."""
     name, there = socket.gethostname(), interfaces()
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        return Finding(GROUP, "host name", "ok", f"{name}; GLOO_SOCKET_IFNAME decides for gloo")
+        return Finding("host name", "ok", f"{name}; GLOO_SOCKET_IFNAME decides for gloo")
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -63,7 +62,7 @@ def _host_name(needs: Needs) -> Finding:
     if own and not _is_loopback(own[0]):
         interface = next(name for name, listed in there.items() if own[0] in listed)
         text = f"{name} is {own[0]}: gloo uses interface {interface}"
-        return Finding(GROUP, "host name", "ok", text)
+        return Finding("host name", "ok", text)
     if own or any(map(_is_loopback, addresses)):
         why = f"resolves to {(own or addresses)[0]}"
     elif addresses:
@@ -72,12 +71,11 @@ def _host_name(needs: Needs) -> Finding:
     fix = f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give "
     fix += f"{name} its own address in /etc/hosts"
     return lacking(
-        GROUP,
         "host name",
         f"{name} {why}: gloo falls back to loopback, and {_LOOPBACK}",
-        fix=fix,
-        needed_by=needs.several_machines,
-        otherwise="note",
+        fix,
+        needs.several_machines,
+        "note",
     )
 
 
@@ -101,20 +99,19 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
         if stated is None:
             if variable.startswith("NCCL"):
                 text = "not set: NCCL takes InfiniBand, then the first one but docker and lo"
-                yield Finding(GROUP, variable, "ok", text)
+                yield Finding(variable, "ok", text)
             continue
         exact = variable.startswith("GLOO")
         if _matches(stated, there, exact):
-            yield Finding(GROUP, variable, "ok", stated)
+            yield Finding(variable, "ok", stated)
             continue
         yield lacking(
-            GROUP,
             variable,
             f"{stated!r} names no interface here; there are {', '.join(there)}",
-            fix=f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
+            f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
             # gloo is in every process group, also in that of one machine.
-            needed_by=needs.run if exact else needs.gpu,
-            otherwise="warning",
+            needs.run if exact else needs.gpu,
+            "warning",
         )
 
 
@@ -143,14 +140,14 @@ def _master(needs: Needs) -> Iterator[Finding]:
         text = f"{address!r} does not resolve: {error}"
         fix = "unset MASTER_ADDR, or name rank 0's machine by its address"
         level: Level = "problem" if several else "warning"
-        yield Finding(GROUP, "MASTER_ADDR", level, text, needs.several_machines, fix)
+        yield Finding("MASTER_ADDR", level, text, needs.several_machines, fix)
         return
     if several and _is_loopback(resolved):
         text = f"{address} is {resolved}: {_LOOPBACK}"
         fix = "export MASTER_ADDR=the address of rank 0's machine"
-        yield Finding(GROUP, "MASTER_ADDR", "problem", text, needs.several_machines, fix)
+        yield Finding("MASTER_ADDR", "problem", text, needs.several_machines, fix)
     else:
-        yield Finding(GROUP, "MASTER_ADDR", "ok", f"{address} is {resolved}")
+        yield Finding("MASTER_ADDR", "ok", f"{address} is {resolved}")
 
 
 def _several_in_environment() -> bool:
@@ -170,8 +167,8 @@ def _port() -> Finding:
         except OSError as error:
             text = f"{USUAL_PORT}, that of torchrun and deepspeed, is taken: {error.strerror}"
             fix = f"torchrun --master-port={free}, deepspeed --master_port={free}"
-            return Finding(GROUP, "port", "note", text, None, fix)
-    return Finding(GROUP, "port", "ok", f"{USUAL_PORT} is free, and so is {free}")
+            return Finding("port", "note", text, None, fix)
+    return Finding("port", "ok", f"{USUAL_PORT} is free, and so is {free}")
 
 
 def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
@@ -181,10 +178,10 @@ def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
         for host, failure in zip(hosts, answers, strict=True):
             name = f"machine {host}"
             if failure is None:
-                yield Finding(GROUP, name, "ok", f"accepts connections to port {port}")
+                yield Finding(name, "ok", f"accepts connections to port {port}")
                 continue
             fix = f"ssh -- {shlex.quote(host)} true, from here, must work without a password"
-            yield Finding(GROUP, name, "problem", failure, needed_by, fix)
+            yield Finding(name, "problem", failure, needed_by, fix)
 
 
 def _connect(host: str, port: int) -> str | None:

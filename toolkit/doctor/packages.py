@@ -24,8 +24,6 @@ from toolkit.launcher import all_launchers
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
 
-GROUP = "packages"
-
 
 @dataclass(frozen=True)
 class Package:
@@ -137,7 +135,7 @@ def check(needs: Needs) -> Iterator[Finding]:
     """Python, the kernel and every package of `PACKAGES`."""
     yield _python(needs)
     yield from _kernel(platform.release())
-    yield Finding(GROUP, "dmt", "ok", toolkit.__version__)
+    yield Finding("dmt", "ok", toolkit.__version__)
     with ThreadPoolExecutor() as threads:
         for findings in threads.map(lambda package: [*_package(package, needs)], PACKAGES):
             yield from findings
@@ -146,10 +144,9 @@ def check(needs: Needs) -> Iterator[Finding]:
 def _python(needs: Needs) -> Finding:
     found, allowed = platform.python_version(), _stated()[0]
     if Version(found) in allowed:
-        return Finding(GROUP, "python", "ok", found)
+        return Finding("python", "ok", found)
     wanted = f"DMT needs {allowed}"
     return Finding(
-        GROUP,
         "python",
         "problem",
         f"{found}; {wanted}",
@@ -162,7 +159,7 @@ def _kernel(release: str) -> Iterator[Finding]:
     numbers = release.partition("-")[0].split(".")[:2]
     if all(number.isdecimal() for number in numbers) and (*map(int, numbers),) < OLD_KERNEL:
         text = f"Linux {release}: processes may hang (huggingface/accelerate#1929)"
-        yield Finding(GROUP, "kernel", "warning", text, None, "use Linux 5.5 or later")
+        yield Finding("kernel", "warning", text, None, "use Linux 5.5 or later")
 
 
 def _package(package: Package, needs: Needs) -> Iterator[Finding]:
@@ -178,17 +175,17 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     text = str(version)
     if newest := _newer_than_tested(version, requirement):
         text += f"; newer than the tests ran with ({newest})"
-        yield Finding(GROUP, package.name, "warning", text, needed_by, _install(requirement))
+        yield Finding(package.name, "warning", text, needed_by, _install(requirement))
     elif not requirement.specifier.contains(version, prereleases=True):
         text += f"; DMT needs {requirement.specifier}"
         fix = _install(requirement)
         level: Level = "note" if package.use else "problem"
-        yield lacking(GROUP, package.name, text, fix=fix, needed_by=needed_by, otherwise=level)
+        yield lacking(package.name, text, fix, needed_by, level)
     elif (failure := _import_failure(package, needed_by)) is not None:
         text += f"; cannot be imported: {failure}"
-        yield Finding(GROUP, package.name, "problem", text, needed_by, _reinstall(requirement))
+        yield Finding(package.name, "problem", text, needed_by, _reinstall(requirement))
     else:
-        yield Finding(GROUP, package.name, "ok", text)
+        yield Finding(package.name, "ok", text)
     yield from _known_bad(package.name, version, needed_by)
 
 
@@ -212,12 +209,11 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 
 def _absent(package: Package, needed_by: str | None) -> Finding:
     return lacking(
-        GROUP,
         package.name,
         f"not installed; {package.use}" if package.use else "not installed",
-        fix=_install(_requirement(package)),
-        needed_by=needed_by,
-        otherwise="note" if package.use else "problem",
+        _install(_requirement(package)),
+        needed_by,
+        "note" if package.use else "problem",
     )
 
 
@@ -226,7 +222,7 @@ def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[F
         if bad.package == name and SpecifierSet(bad.versions).contains(version, True):
             text = f"{version}: {bad.why} ({bad.source})"
             fix = f"pip install --upgrade '{plain(_stated()[1].get(name, Requirement(name)))}'"
-            yield Finding(GROUP, name, "warning", text, needed_by, fix)
+            yield Finding(name, "warning", text, needed_by, fix)
 
 
 def _requirement(package: Package) -> Requirement:

@@ -7,17 +7,14 @@ bandwidth, and each has its share of the cores. Rank 0 prints on standard error 
 and writes the result.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.doctor.bench import Bench, measure_and_write, say
+from toolkit.doctor.bench import Bench, Tell, main
 from toolkit.engines.distributed import Ranks
 
 BUDGET_S = 2.5
@@ -59,7 +56,7 @@ class Speeds:
     """Of one step of a ring."""
 
 
-def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
+def measure(ranks: Ranks, sizes: Sizes, tell: Tell) -> Speeds:
     """Measure all quantities; collective. `tell` gets a line about each."""
     bench = Bench(ranks, BUDGET_S)
     flops = {}
@@ -113,15 +110,10 @@ def _all_reduce(bench: Bench, nbytes: int) -> tuple[float, float]:
     return steps / bench.world * nbytes / seconds, latency_s
 
 
-def main() -> None:
-    """Measure, and let rank 0 write the result."""
-    measure_and_write(_measured, Path(sys.argv[1]))
-
-
-def _measured(ranks: Ranks) -> dict[str, Any]:
-    sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
-    return asdict(measure(ranks, sizes, say if ranks.rank == 0 else lambda _: None))
+def measure_here(ranks: Ranks, tell: Tell) -> Speeds:
+    """Measure with the sizes for this device."""
+    return measure(ranks, GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES, tell)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure_here)

@@ -16,8 +16,6 @@ from toolkit.doctor.finding import Finding, Level
 from toolkit.doctor.needs import Needs
 from toolkit.units import byte_size
 
-GROUP = "storage"
-
 TRIAL_BYTES = 64 * 2**20
 """Bytes written to measure a disk: more than the usual cache of a disk's controller."""
 SLOW_BYTES_PER_S = 100e6
@@ -45,7 +43,7 @@ def _disk(needs: Needs) -> Iterator[Finding]:
     name, folder = "run directory", _existing(needs.run_dir)
     if not os.access(folder, os.W_OK):
         fix = "name another folder with --run-dir"
-        yield Finding(GROUP, name, "problem", f"cannot write in {folder}", needs.run, fix)
+        yield Finding(name, "problem", f"cannot write in {folder}", needs.run, fix)
         return
     system = file_system(folder)
     free = shutil.disk_usage(folder).free
@@ -57,12 +55,12 @@ def _disk(needs: Needs) -> Iterator[Finding]:
         if wanted:
             text += f", but {most} checkpoints (checkpoint.keep + 1) take {byte_size(wanted)}"
         fix = "remove old runs, or name another disk with --run-dir"
-        yield Finding(GROUP, name, "warning", text, None, fix)
+        yield Finding(name, "warning", text, None, fix)
     elif system == "tmpfs":
         text += ": in memory, and gone after a restart of the machine"
-        yield Finding(GROUP, name, "note", text, None, "name a folder on a disk with --run-dir")
+        yield Finding(name, "note", text, None, "name a folder on a disk with --run-dir")
     else:
-        yield Finding(GROUP, name, "ok", text)
+        yield Finding(name, "ok", text)
     if free > 2 * TRIAL_BYTES:
         yield _speed(folder, system, needs)
 
@@ -73,13 +71,13 @@ def _speed(folder: Path, system: str, needs: Needs) -> Finding:
         speed = write_speed(folder)
     except OSError as error:
         text = f"writing to {folder} failed: {error}"
-        return Finding(GROUP, name, "problem", text, needs.run, "look at the disk: dmesg")
+        return Finding(name, "problem", text, needs.run, "look at the disk: dmesg")
     shared = ", a network file system" if system.startswith(NETWORK_SYSTEMS) else ""
     text = f"{speed / 1e6:,.0f} MB/s written and synchronised{shared}"
     if speed < SLOW_BYTES_PER_S:
         fix = "name a folder on a faster disk with --run-dir, or raise checkpoint.every_steps"
-        return Finding(GROUP, name, "warning", f"{text}: saves take long", None, fix)
-    return Finding(GROUP, name, "ok", text)
+        return Finding(name, "warning", f"{text}: saves take long", None, fix)
+    return Finding(name, "ok", text)
 
 
 def write_speed(folder: Path) -> float:
@@ -108,15 +106,15 @@ def _nvme(folder: Path) -> Iterator[Finding]:
         quoted = shlex.quote(str(folder))
         fix = f"mkdir -p -- {quoted} && test -w {quoted}"
         text = f"{folder} is not a writable folder"
-        yield Finding(GROUP, name, "problem", text, setting, fix)
+        yield Finding(name, "problem", text, setting, fix)
         return
     system = file_system(folder.resolve())
     if system == "tmpfs":
         text = f"{folder} is tmpfs: offload to it takes the memory that it should spare"
-        yield Finding(GROUP, name, "warning", text, setting, "name a folder on a local disk")
+        yield Finding(name, "warning", text, setting, "name a folder on a local disk")
     else:
         free = byte_size(shutil.disk_usage(folder).free)
-        yield Finding(GROUP, name, "ok", f"{folder}: {system}, {free} free")
+        yield Finding(name, "ok", f"{folder}: {system}, {free} free")
 
 
 def _shared_memory(folder: Path) -> Iterator[Finding]:
@@ -127,9 +125,9 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
     if usage.free < LEAST_SHARED_BYTES:
         fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {folder}"
         text += "; NCCL fails where it is too small (NVIDIA/nccl#342)"
-        yield Finding(GROUP, str(folder), "warning", text, None, fix)
+        yield Finding(str(folder), "warning", text, None, fix)
     else:
-        yield Finding(GROUP, str(folder), "ok", text)
+        yield Finding(str(folder), "ok", text)
 
 
 def _memory() -> Finding:
@@ -138,7 +136,7 @@ def _memory() -> Finding:
     limit = _memory_limit()
     if limit is not None and limit < memory.total:
         text += f"; this group of processes may take {byte_size(limit)}"
-    return Finding(GROUP, "memory", "ok", text)
+    return Finding("memory", "ok", text)
 
 
 def _memory_limit() -> int | None:
@@ -154,21 +152,21 @@ def _memory_limit() -> int | None:
 def _files() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= LEAST_FILES:
-        return Finding(GROUP, "open files", "ok", _limit(limit))
+        return Finding("open files", "ok", _limit(limit))
     text = f"{limit} a process; many ranks and data files need more"
-    return Finding(GROUP, "open files", "note", text, None, f"ulimit -n {LEAST_FILES}")
+    return Finding("open files", "note", text, None, f"ulimit -n {LEAST_FILES}")
 
 
 def _locked(needs: Needs) -> Finding:
     """InfiniBand and DeepSpeed's asynchronous I/O pin memory."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES:
-        return Finding(GROUP, "locked memory", "ok", _limit(limit, "B"))
+        return Finding("locked memory", "ok", _limit(limit, "B"))
     text = f"{byte_size(limit)}; InfiniBand and NVMe offload pin more"
     fix = "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1 …"
     pinning = needs.ops.get("async_io") or (needs.gpu and needs.several_machines)
     level: Level = "warning" if pinning else "note"
-    return Finding(GROUP, "locked memory", level, text, pinning or None, fix)
+    return Finding("locked memory", level, text, pinning or None, fix)
 
 
 def _limit(value: int, unit: str = "") -> str:

@@ -1,12 +1,10 @@
 """Programs: compilers for DeepSpeed's operators, and the programs of launchers."""
 
 import re
-import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 
+from toolkit import interpreter
 from toolkit.compilers import missing_for_torch_compile
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
@@ -24,9 +22,6 @@ from toolkit.engines.deepspeed.ops import (
 )
 from toolkit.errors import BackendUnavailable
 from toolkit.launcher import Program, all_launchers
-
-COMPILERS = "compilers"
-LAUNCHER_PROGRAMS = "launchers"
 
 NUMACTL = Program(
     "numactl",
@@ -46,15 +41,19 @@ def launcher_programs() -> Iterator[Program]:
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """Compilers, then launchers' programs."""
+    """What compiles operators and kernels."""
     put_ninja_on_path()  # as every run does
     yield from _tools(needs)
     yield from _of_torch(needs)
     yield _nvcc(needs)
-    yield _program(COMPILERS, NUMACTL, needs)
+    yield _program(NUMACTL, needs)
     yield from _locks(needs)
+
+
+def check_programs(needs: Needs) -> Iterator[Finding]:
+    """The programs of launchers."""
     for program in launcher_programs():
-        yield _program(LAUNCHER_PROGRAMS, program, needs)
+        yield _program(program, needs)
 
 
 def _tools(needs: Needs) -> Iterator[Finding]:
@@ -63,19 +62,15 @@ def _tools(needs: Needs) -> Iterator[Finding]:
     for name in TOOLS:
         lacked = missing.get(name)
         if lacked is None:
-            yield Finding(COMPILERS, name, "ok", "there")
+            yield Finding(name, "ok", "there")
             continue
         needing = to_compile.values() if name != "libaio" else _of_io(to_compile)
-        yield lacking(
-            COMPILERS,
-            name,
+        text = (
             lacked.what
             if name == "libaio"
-            else f"{lacked.what}: DeepSpeed's offload is compiled",
-            fix=lacked.fix,
-            needed_by=next(iter(needing), None),
-            otherwise="warning",
+            else f"{lacked.what}: DeepSpeed's offload is compiled"
         )
+        yield lacking(name, text, lacked.fix, next(iter(needing), None), "warning")
 
 
 def _of_torch(needs: Needs) -> Iterator[Finding]:
@@ -84,12 +79,7 @@ def _of_torch(needs: Needs) -> Iterator[Finding]:
         return
     for one in missing_for_torch_compile(on_gpu=needs.gpu is not None):
         yield lacking(
-            COMPILERS,
-            f"{one.name} for compiled kernels",
-            one.what,
-            fix=one.fix,
-            needed_by=needs.compiles,
-            otherwise="warning",
+            f"{one.name} for compiled kernels", one.what, one.fix, needs.compiles, "warning"
         )
 
 
@@ -113,7 +103,7 @@ def _nvcc(needs: Needs) -> Finding:
     except BackendUnavailable:
         built_for = "cpu"
     if not built_for.startswith("cu"):
-        return Finding(COMPILERS, "nvcc", "ok", "not needed: this torch is built without CUDA")
+        return Finding("nvcc", "ok", "not needed: this torch is built without CUDA")
     needing = next((why for op, why in _to_compile(needs).items() if op in ON_GPU), None)
     digits = built_for.removeprefix("cu")
     wanted = f"{digits[:-1]}.{digits[-1]}"
@@ -122,20 +112,13 @@ def _nvcc(needs: Needs) -> Finding:
     if found is None:
         text = "there is no nvcc; DeepSpeed's operators for GPUs are compiled with it"
     elif found == wanted:
-        return Finding(COMPILERS, "nvcc", "ok", found)
+        return Finding("nvcc", "ok", found)
     elif found.partition(".")[0] == wanted.partition(".")[0]:
         text = f"{found}, torch is built for {wanted}: mostly the same"
-        return Finding(COMPILERS, "nvcc", "note", text, None, fix)
+        return Finding("nvcc", "note", text, None, fix)
     else:
         text = f"{found}, torch is built for {wanted}: nothing can be compiled"
-    return lacking(
-        COMPILERS,
-        "nvcc",
-        text,
-        fix=fix,
-        needed_by=needing if needs.gpu else None,
-        otherwise="warning",
-    )
+    return lacking("nvcc", text, fix, needing if needs.gpu else None, "warning")
 
 
 def _nvcc_version() -> str | None:
@@ -156,21 +139,15 @@ def _locks(needs: Needs) -> Iterator[Finding]:
     ops = sorted(lock.parent.name for lock in root.glob("*/lock"))
     for lock in stale_locks(ops):
         needed_by = needs.ops.get(lock.name)
-        yield Finding(
-            COMPILERS, f"lock of {lock.name}", "problem", lock.what, needed_by, lock.fix
-        )
+        yield Finding(f"lock of {lock.name}", "problem", lock.what, needed_by, lock.fix)
 
 
-def _program(group: str, program: Program, needs: Needs) -> Finding:
-    # Programs of Python packages are next to this Python, even if that is not in PATH.
-    neighbour = Path(sys.executable).with_name(program.name)
-    path = str(neighbour) if neighbour.is_file() else shutil.which(program.name)
-    if path is not None:
-        return Finding(group, program.name, "ok", path)
+def _program(program: Program, needs: Needs) -> Finding:
+    if path := interpreter.program(program.name):
+        return Finding(program.name, "ok", path)
     return lacking(
-        group,
         program.name,
         f"not on PATH; {program.use} needs it",
-        fix=program.install,
-        needed_by=needs.programs.get(program.name),
+        program.install,
+        needs.programs.get(program.name),
     )

@@ -12,7 +12,7 @@ from toolkit.launchers.base import (
     free_port,
     on_several_machines,
     one_machine,
-    worker_env,
+    spec_of,
 )
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
@@ -46,14 +46,12 @@ class AccelerateStarter:
         place = (*_LONE_RANK, f"MASTER_PORT={free_port()}")
         alone = ("--no_python", "env", *place, sys.executable)
         worker = (*alone, *job.train) if job.cluster.gpus_per_node == 1 else job.train
-        return LaunchSpec(
-            argv=(
+        return spec_of(
+            job,
+            (
                 *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
                 *("--config_file", str(config), *worker),
             ),
-            run_dir=job.run_dir,
-            env=worker_env(job),
-            grace_s=job.grace_s,
             # A file, because otherwise a stray default_config.yaml would be read.
             files={config: _config(job.cluster)},
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
-from typing import Protocol
+from typing import Any, Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.interpreter import safe_path
@@ -215,6 +215,12 @@ def worker_env(job: Job) -> dict[str, str]:
     if job.cluster.gpu == "cpu":
         env |= ON_PROCESSORS
     return env
+
+
+def spec_of(job: Job, argv: tuple[str, ...], **more: Any) -> LaunchSpec:
+    """The specification of a command that starts ranks; `more`: its other fields."""
+    more["env"] = {**worker_env(job), **more.get("env", {})}
+    return LaunchSpec(argv, job.run_dir, grace_s=job.grace_s, **more)
 
 
 def on_several_machines() -> str:

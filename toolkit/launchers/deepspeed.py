@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError
+from toolkit.interpreter import program
 from toolkit.launchers import DEEPSPEED
 from toolkit.launchers.base import (
     Job,
@@ -19,6 +20,7 @@ from toolkit.launchers.base import (
     Outcome,
     free_port,
     settings_here,
+    spec_of,
     worker_env,
 )
 from toolkit.launchers.foreign import run_guarded, run_remote
@@ -44,9 +46,10 @@ class DeepSpeedStarter:
         if job.cluster.nodes > 1:
             return _on_several(job)
         module = ("--module", *job.train[1:]) if job.train[0] == "-m" else job.train
-        return LaunchSpec(
-            argv=(
-                _program(),
+        return spec_of(
+            job,
+            (
+                _program("deepspeed"),
                 # A forgotten default hostfile would send the run to other machines.
                 "--hostfile=/dev/null",
                 *_devices(job.cluster),
@@ -55,9 +58,6 @@ class DeepSpeedStarter:
                 "--no_local_rank",
                 *module,
             ),
-            run_dir=job.run_dir,
-            env=worker_env(job),
-            grace_s=job.grace_s,
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -89,9 +89,10 @@ def _on_several(job: Job) -> LaunchSpec:
         )
     ssh = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     exported = job.run_dir / "launch" / "deepspeed.env"
-    return LaunchSpec(
-        argv=(
-            _program(),
+    return spec_of(
+        job,
+        (
+            _program("deepspeed"),
             f"--hostfile={job.launch.hostfile}",
             f"--launcher={runner}",
             f"--master_addr={address}",
@@ -101,16 +102,13 @@ def _on_several(job: Job) -> LaunchSpec:
             "--no_local_rank",
             # As a script: under Slurm, DeepSpeed ignores that the program is a module.
             *_per_node(runner, job.cluster),
-            *(str(_beside_python("dmt")), "train", str(job.run_dir)),
+            *(_program("dmt"), "train", str(job.run_dir)),
         ),
-        run_dir=job.run_dir,
         env={
-            **worker_env(job),
             # Where DeepSpeed reads what to set on the other machines.
             "DS_ENV_FILE": str(exported),
             "PDSH_SSH_ARGS_APPEND": f"{_SSH} {ssh}".strip(),
         },
-        grace_s=job.grace_s,
         files={exported: _lines(variables)},
         remote=True,
         # At SIGTERM its runner for pdsh ends every DeepSpeed run of this user there.
@@ -127,11 +125,11 @@ def _on_several(job: Job) -> LaunchSpec:
 def _check_programs(runner: str) -> None:
     """Raises BackendUnavailable if the program that starts processes on other machines is
     missing."""
-    for program in DEEPSPEED.remote_programs[runner]:
-        if which(program.name) is None:
-            on_debian, _, _ = program.install.partition("),")
+    for needed in DEEPSPEED.remote_programs[runner]:
+        if which(needed.name) is None:
+            on_debian, _, _ = needed.install.partition("),")
             raise BackendUnavailable(
-                f"launch.remote_start is {runner}, but there is no `{program.name}` here",
+                f"launch.remote_start is {runner}, but there is no `{needed.name}` here",
                 fix=f"{on_debian}), or another remote_start",
             )
 
@@ -260,20 +258,14 @@ def _reach_by_ssh(spec: LaunchSpec) -> None:
         )
 
 
-def _program() -> str:
-    """Return the command installed with this Python, otherwise one in the search path."""
-    return str(_beside_python("deepspeed"))
-
-
-def _beside_python(name: str) -> Path:
-    neighbour = Path(sys.executable).with_name(name)
-    program = str(neighbour) if neighbour.exists() else which(name)
-    if program is None:
+def _program(name: str) -> str:
+    path = program(name)
+    if path is None:
         raise BackendUnavailable(
             f"launch.launcher is deepspeed, but there is no `{name}` command",
             fix=f"pip install {name}, or launch.launcher: local",
         )
-    return Path(program)
+    return path
 
 
 def _devices(cluster: ClusterSection) -> tuple[str, ...]:

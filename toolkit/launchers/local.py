@@ -19,7 +19,7 @@ from toolkit.launchers.base import (
     free_port,
     on_several_machines,
     one_machine,
-    worker_env,
+    spec_of,
 )
 from toolkit.launchers.outcome import USER_CODES, RankExit, report_failure
 from toolkit.launchers.process import (
@@ -56,12 +56,11 @@ class LocalStarter:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
-        return LaunchSpec(
-            argv=(sys.executable, "-u", *job.train),
-            run_dir=job.run_dir,
-            env={**worker_env(job), **rendezvous},
+        return spec_of(
+            job,
+            (sys.executable, "-u", *job.train),
+            env=rendezvous,
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)),
-            grace_s=job.grace_s,
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:

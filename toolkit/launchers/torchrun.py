@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.launchers import TORCHRUN
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, worker_env
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
 
@@ -28,18 +28,10 @@ class TorchrunStarter:
             raise BackendUnavailable("torchrun: torch is missing", fix="pip install torch")
         agent = (sys.executable, "-m", "torch.distributed.run")
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
-        alone = TORCHRUN.supervises(job.cluster.nodes)
-        return LaunchSpec(
-            argv=(
-                (*agent, "--standalone", processes, *job.train)
-                if alone
-                else (*agent, *_meeting(job), processes, *_planning_worker(job))
-            ),
-            run_dir=job.run_dir,
-            env=worker_env(job),
-            grace_s=job.grace_s,
-            files={} if alone else {job.recipe_file: job.recipe},
-        )
+        if TORCHRUN.supervises(job.cluster.nodes):
+            return spec_of(job, (*agent, "--standalone", processes, *job.train))
+        words = (*agent, *_meeting(job), processes, *_planning_worker(job))
+        return spec_of(job, words, files={job.recipe_file: job.recipe})
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the agent, without its traceback, and wait; see Starter."""

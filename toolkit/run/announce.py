@@ -7,7 +7,6 @@ its results when it ends.
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.backend import BACKENDS
 from toolkit.models.families import model_spec
@@ -20,9 +19,6 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
-if TYPE_CHECKING:
-    from toolkit.run.assignment import Assignment
-
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
     """What this plan keeps exactly, approximates and refuses."""
@@ -31,9 +27,8 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
     return ledger(recipe, plan, model_spec(config), config, engine_config)
 
 
-def show_plan(assignment: "Assignment") -> None:
+def show_plan(recipe: Recipe, plan: Plan) -> None:
     """The decisions with their reasons, and the ledger."""
-    recipe, plan = assignment.recipe, assignment.plan
     for line in [*plan.reasons, *summary(ledger_of(recipe, plan))]:
         tell(line)
 

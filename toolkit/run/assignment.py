@@ -202,7 +202,7 @@ def assign(
     run = RunDirectory(assignment.run_dir)
     # What `dmt launch` left for the ranks, it has shown itself.
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
-        show_plan(assignment)
+        show_plan(assignment.recipe, assignment.plan)
     preflight(assignment.recipe, assignment.plan, "worker", tell)
     handed_over = recipe_path.absolute() == run.handed_over
     places = None if handed_over else stated_in(recipe_path, overrides)
@@ -240,7 +240,7 @@ def _assign_anew(
     assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
     write(assignment, command)
     tell(f"dmt: {world} ranks instead of {before}: planned again")
-    show_plan(assignment)
+    show_plan(assignment.recipe, assignment.plan)
     return assignment
 
 

@@ -5,7 +5,7 @@ import importlib.util
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers.ray import RaySection
 from toolkit.interpreter import python
-from toolkit.launchers.base import Job, LaunchSpec, Outcome, worker_env
+from toolkit.launchers.base import Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_remote
 from toolkit.launchers.process import StopSignals
 
@@ -31,11 +31,10 @@ class RayStarter:
         address = job.launch.own(RaySection).address
         if address is not None:
             words += ["--address", address]
-        return LaunchSpec(
-            argv=(*python(), "-m", "toolkit.extras.launchers.ray_job", *words),
-            run_dir=job.run_dir,
-            env={**worker_env(job), "RAY_USAGE_STATS_ENABLED": "0"},
-            grace_s=job.grace_s,
+        return spec_of(
+            job,
+            (*python(), "-m", "toolkit.extras.launchers.ray_job", *words),
+            env={"RAY_USAGE_STATS_ENABLED": "0"},
             files={job.recipe_file: job.recipe},
             remote=True,
         )
