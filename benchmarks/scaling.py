@@ -16,9 +16,10 @@ import document  # next to this script
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair, recompute_text
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import fusing
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -106,7 +107,7 @@ def published_table() -> Iterator[str]:
             gradient_accumulation=one.batch // one.layout.dp,
             fused=fusing.whose(job, MEGATRON),
         )
-        theirs = evaluate(MEGATRON, job.workload(MEGATRON), layout, cluster)
+        theirs = evaluate(MEGATRON, workload_of(job, MEGATRON), layout, cluster)
         ours = search(job, cluster).best
         yield _line(f"{one.name}, published", theirs, cluster, one.source)
         yield _line("chosen", ours, cluster, "this planner")

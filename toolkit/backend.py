@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from toolkit.layout import Layout
     from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.plan import Plan
-    from toolkit.plan.rules.models import PlanRequest
+    from toolkit.plan.request import PlanRequest
     from toolkit.recipe.schema import Recipe, ZeroSection
 
 ANY = 65536

@@ -14,7 +14,8 @@ from toolkit.models.families import model_spec
 from toolkit.models.weights import is_correction_bias
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules.models import PlanRequest, problems
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.models import problems
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.rehearse.shrink import shrink_freeze
 

@@ -20,7 +20,8 @@ from toolkit.models.parameter_groups import (
 )
 from toolkit.optimizers.adamw import ADAMW
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules.models import PlanRequest, problems
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.models import problems
 from toolkit.recipe.schema import AdapterSection, OptimizerSection, ParameterGroup, Recipe
 from toolkit.rehearse.rehearsal import Options, prepare
 

@@ -8,7 +8,7 @@ from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe
-from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import (
     ClusterSection,

@@ -13,6 +13,7 @@ from toolkit.plan.cost.workload import Workload
 from toolkit.plan.ledger import ledger
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe, settled
+from toolkit.plan.workloads import workload_of
 
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 GEMMA2 = TINY | {"model_type": "gemma2", "head_dim": 32}
@@ -84,7 +85,7 @@ def test_eager_attention_is_planned_and_refuses_no_layout() -> None:
             explore(recipe(**long, parallel__engine=engine, kernels__attention=kernel))
             for kernel in ("auto", "eager")
         )
-        workload = eager.job.workload(eager.best.pair)
+        workload = workload_of(eager.job, eager.best.pair)
         assert workload.attention == "eager" and not workload.cudnn
         assert eager.best.memory_gib > fused.best.memory_gib
         assert eager.best.step_s > fused.best.step_s
@@ -120,7 +121,7 @@ def test_the_planner_knows_its_speed() -> None:
     )
 
     def workload(found: Any) -> Workload:
-        return found.job.workload(found.best.pair)  # type: ignore[no-any-return]
+        return workload_of(found.job, found.best.pair)  # type: ignore[no-any-return]
 
     assert workload(first).cudnn and not workload(own).cudnn
     assert first.best.step_s < 0.9 * own.best.step_s

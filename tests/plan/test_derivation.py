@@ -10,7 +10,7 @@ from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.owners import owner_updates
+from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import Setup, estimate
 

@@ -10,6 +10,7 @@ from toolkit.models.families import model_spec
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import explore
+from toolkit.plan.workloads import workload_of
 
 
 def test_what_scores_keep() -> None:
@@ -28,7 +29,7 @@ def test_what_scores_keep() -> None:
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
 def test_a_shipped_model_is_planned_so(name: str) -> None:
     found = explore(load_recipe(RECIPES / f"gpt-oss/{name}-pretrain.yaml"))
-    workload = found.job.workload(found.best.pair)
+    workload = workload_of(found.job, found.best.pair)
     assert workload.attention == "eager" and workload.spec.scores == "sinks"
 
 
@@ -41,7 +42,7 @@ def test_memory_and_time_know_it() -> None:
     }  # fmt: skip
     config = TINY | {"model_type": "gemma2", "head_dim": 16, "max_position_embeddings": 4096}
     found = explore(recipe(model__config=config, **settings))
-    workload = found.job.workload(found.best.pair)
+    workload = workload_of(found.job, found.best.pair)
     assert workload.attention == "eager" and workload.spec.scores == "capped"
     plain = explore(recipe(model__config=TINY | {"max_position_embeddings": 4096}, **settings))
     scores = 8 * workload.spec.heads * workload.spec.layers * 4096**2 / 2**30

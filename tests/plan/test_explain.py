@@ -23,6 +23,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import MARGIN, Search, equally_fast, room, search
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import KernelsSection, Recipe
 
 SEVENTY = ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
@@ -134,7 +135,7 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
                 decided_by.add(field)
                 break
         job, best = chosen.job, chosen.best
-        check(estimate(Setup(job.workload(best.pair), best.layout, chosen.cluster)))
+        check(estimate(Setup(workload_of(job, best.pair), best.layout, chosen.cluster)))
         one = next(what_if(chosen, source.sample(sorted(NAMES), len(NAMES))), None)
         if one is not None:
             answer = asked(wanted, chosen, {one.setting: one.value})

@@ -20,7 +20,7 @@ from toolkit.plan.cost.memory import (
     peak_memory,
     stage_memory,
 )
-from toolkit.plan.cost.owners import owner_updates
+from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 from toolkit.units import GIB

@@ -10,8 +10,9 @@ from tests.plan.making import intent, optimizer_of
 from toolkit.errors import Problem
 from toolkit.layout import Pair
 from toolkit.models.config_check import check_config
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
+from toolkit.plan.rules.models import able_pairs, problems
 from toolkit.plan.space import fallbacks, partial_layouts
 from toolkit.recipe.schema import ClusterSection, TrainingSection
 

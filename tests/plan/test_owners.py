@@ -15,7 +15,8 @@ from toolkit.models.families import model_spec
 from toolkit.optimizers.muon import MUON, MuonSection
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.operators import device, matmul_s
-from toolkit.plan.cost.owners import busiest, owner_updates
+from toolkit.plan.cost.owned import owner_updates
+from toolkit.plan.cost.owners import busiest
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.recipe.schema import OptimizerName

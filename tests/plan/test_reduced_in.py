@@ -10,6 +10,7 @@ from tests.plan.making import recipe
 from toolkit.plan.cost.traffic import reduce_bytes
 from toolkit.plan.planner import explore
 from toolkit.plan.search import Search
+from toolkit.plan.workloads import workload_of
 
 GPUS = {"cluster__gpu": "h100-80gb", "cluster__nodes": 2, "training__precision": "bf16"}
 
@@ -19,7 +20,7 @@ def explored(**changes: Any) -> Search:
 
 
 def reduced_in(found: Search) -> float | None:
-    return found.job.workload(found.best.pair).reduce_bytes
+    return workload_of(found.job, found.best.pair).reduce_bytes
 
 
 @pytest.mark.parametrize(("stated", "nbytes"), [("bf16", 2), ("fp32", 4), (None, None)])
@@ -44,4 +45,4 @@ def test_every_engine_reduces_fp16_in_fp32(engine: str) -> None:
     """megatron-core's `grad_reduce_in_fp32` is always on, so fp16 saves no traffic."""
     half = {"cluster__gpu": "v100-32gb", "training__precision": "fp16"}
     found = explored(parallel__engine=engine, **half)
-    assert reduce_bytes(found.job.workload(found.best.pair)) == 4
+    assert reduce_bytes(workload_of(found.job, found.best.pair)) == 4

@@ -32,9 +32,9 @@ from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import compiling, fusing
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import (
     MARGIN,
     MARGIN_COST,
@@ -51,6 +51,7 @@ from toolkit.plan.search import (
     shortage,
 )
 from toolkit.plan.space import partial_layouts
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe, TrainingSection
 
 GPT3_175B = {
@@ -528,7 +529,7 @@ def test_no_more_layers_are_recomputed_than_leave_a_margin() -> None:
         chosen, checked = found(place, name), 0
         for one in chosen.fitting:
             if isinstance(some := one.layout.recompute, int):
-                workload = chosen.job.workload(one.pair)
+                workload = workload_of(chosen.job, one.pair)
                 less = replace(one.layout, recompute=some - 1 or "none")
                 near = demand(workload, less, chosen.cluster)
                 wanted = room(one, chosen.cluster)

@@ -38,6 +38,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_of
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
@@ -171,7 +172,7 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
 def layout_estimate(found: Search, one: Candidate) -> Estimate:
     """Memory and time of a candidate by part."""
     job = found.job
-    return estimate(Setup(job.workload(one.pair), one.layout, found.cluster))
+    return estimate(Setup(workload_of(job, one.pair), one.layout, found.cluster))
 
 
 # For programs

@@ -23,9 +23,9 @@ from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.recipe.schema import (
     LENGTH_SETTINGS,
     OBJECTIVE_SECTIONS,

@@ -15,8 +15,9 @@ from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
 from toolkit.plan.cost.time_derivation import time_derivations, utilization
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Room, demand, device_memory, room, shortage
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 from toolkit.units import GIB
 
@@ -72,7 +73,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     job = PlanRequest.of(recipe, where, model_config(recipe.model))
     place = cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu)
     place = place.limited(where.memory_fraction)
-    workload = job.workload(Pair(plan.engine, plan.model))
+    workload = workload_of(job, Pair(plan.engine, plan.model))
     return estimate(Setup(workload, plan.layout, place))
 
 

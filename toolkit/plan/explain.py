@@ -12,10 +12,10 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.layout import SETTINGS, Layout, Pair, layout_text, stage_layers
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import (
     MARGIN,
     TIE,

@@ -16,10 +16,11 @@ from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import SHOWN, choice, decisions
 from toolkit.plan.plan import LengthCost, Plan
 from toolkit.plan.remedies import over, remedies
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, search
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe, TrainingSection
 
 _LOSS_SCALE = 2.0**16
@@ -79,7 +80,7 @@ def plan_of(found: Search) -> Plan:
     """The plan for the best layout of a search."""
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
-    workload = job.workload(best.pair)
+    workload = workload_of(job, best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
     changes = () if found.fits else tuple(remedies(found))
@@ -106,8 +107,8 @@ def plan_of(found: Search) -> Plan:
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
-        attention="eager" if job.attention_kernel == "eager" else "sdpa",
-        attention_kernel=job.attention_kernel,
+        attention="eager" if attention.kernel(job) == "eager" else "sdpa",
+        attention_kernel=attention.kernel(job),
         loss_scale=first_loss_scale(training.precision),
         remedies=changes,
         lengths=tuple(_length_costs(found, workload)),
@@ -134,7 +135,7 @@ def first_loss_scale(precision: str) -> float | None:
 
 def _attention_reason(job: PlanRequest) -> str:
     """What computes attention, and why."""
-    kernel, why = job.attention_kernel, "asked for"
+    kernel, why = attention.kernel(job), "asked for"
     if job.kernels.attention == "auto":
         why = "auto, the fastest on Hopper"
         if objection := attention.objection(job):

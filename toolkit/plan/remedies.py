@@ -12,9 +12,9 @@ from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.explain import described
 from toolkit.plan.plan import Remedy
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import TIE, Candidate, Search, search
 from toolkit.recipe.schema import AdapterSection, OptimizerSection
 

@@ -25,8 +25,9 @@ from toolkit.plan.cost.memory import (
 )
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import PlanRequest, can_recompute_some
+from toolkit.plan.rules.models import can_recompute_some
 from toolkit.plan.space import (
     Fallback,
     PartialLayout,

@@ -13,9 +13,11 @@ from math import gcd, isqrt
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules.legality import divisors, table
-from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
+from toolkit.plan.rules.models import able_pairs, pair_problems
+from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ParallelSection
 
 Offload = tuple[Placement, Placement]
@@ -62,7 +64,7 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
     """Every partial layout that needs no more than `fallback`, in a fixed order."""
     training = job.training
     for pair in able_pairs(job):
-        workload = job.workload(pair)
+        workload = workload_of(job, pair)
         recomputes = _recomputes(job, pair)
         for parallel in _settled(job, pair, fallback):
             layout = _layout(job, pair, parallel)

@@ -11,10 +11,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from toolkit.recipe.schema import StageSection, TrainingSection
+
+class ChangedLength(Protocol):
+    """A stage of `data.stages`."""
+
+    @property
+    def from_step(self) -> int | None: ...
+    @property
+    def from_tokens(self) -> int | None: ...
+    @property
+    def sequence_length(self) -> int | None: ...
+
+
+class RunLength(Protocol):
+    """The section `training`."""
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def tokens(self) -> int | None: ...
+    @property
+    def epochs(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ class SequenceLengths:
     @classmethod
     def of(
         cls,
-        stages: Sequence["StageSection"],
+        stages: Sequence[ChangedLength],
         sequence_length: int,
         global_batch_size: int,
         rows_per_sample: int = 1,
@@ -60,7 +79,7 @@ class SequenceLengths:
             lengths = lengths._then(stage, longest)
         return lengths
 
-    def _then(self, stage: "StageSection", longest: int) -> "SequenceLengths":
+    def _then(self, stage: ChangedLength, longest: int) -> "SequenceLengths":
         """With one more stage."""
         first = stage.from_step or self.steps_of_tokens(stage.from_tokens or 0)
         length = stage.sequence_length or self.stages[-1].sequence_length
@@ -136,7 +155,7 @@ class SequenceLengths:
         return min([steps, *ends])
 
     def total_steps(
-        self, training: "TrainingSection", blocks_per_epoch: int | None = None
+        self, training: RunLength, blocks_per_epoch: int | None = None
     ) -> int | None:
         """Optimizer steps of the run; without `blocks_per_epoch`, the number of steps of a run
         whose length is given in epochs is unknown: None."""

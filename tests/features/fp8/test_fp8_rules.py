@@ -13,7 +13,8 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.features.fp8 import Fp8Section, LayersInBf16
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
-from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.models import able_pairs, problems
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
 
 LLAMA_8B = "llama/llama-3.1-8b-pretrain"

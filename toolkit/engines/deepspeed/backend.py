@@ -23,8 +23,9 @@ from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import first_loss_scale
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.models import PlanRequest, known
+from toolkit.plan.rules.models import known
 from toolkit.recipe.schema import Recipe, ZeroSection
 
 BUCKET = 1e8

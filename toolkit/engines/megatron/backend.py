@@ -10,7 +10,8 @@ from toolkit.errors import Problem
 from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules.models import PlanRequest, known
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.models import known
 from toolkit.recipe.schema import Recipe
 
 

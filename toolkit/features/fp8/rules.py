@@ -12,8 +12,8 @@ from toolkit.layout import Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.models import PlanRequest
 from toolkit.recipe.schema import Recipe
 
 

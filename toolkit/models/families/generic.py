@@ -25,11 +25,10 @@ from toolkit.models.families.base import (
     Settings,
 )
 from toolkit.models.spec import ModelSpec
+from toolkit.registry import load
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from toolkit.models.counting import Count
 
 _ANY = Kind("what transformers accepts", lambda _: True)
 _PUBLISHED = ("torch_dtype", "use_cache", "model_type", "_name_or_path")
@@ -94,20 +93,22 @@ def build_config(config: Mapping[str, Any]) -> "PretrainedConfig":
     return AutoConfig.for_model(**deepcopy(dict(config)))
 
 
-def _count(settings: Settings) -> "Count":
-    """What was counted of this model, remembered by its config as text."""
-    from toolkit.models.counting import count
-
-    return count(json.dumps(settings.stated, sort_keys=True, default=str))
+def _count(settings: Settings) -> Any:
+    """The `Count` of this model by transformers' own classes, remembered by its config as
+    text."""
+    text = json.dumps(settings.stated, sort_keys=True, default=str)
+    return load("toolkit.models.counting:count")(text)
 
 
 def _shape(settings: Settings) -> ModelSpec:
-    return _count(settings).spec
+    spec: ModelSpec = _count(settings).spec
+    return spec
 
 
 def _tensors(spec: ModelSpec, settings: Settings) -> MegatronModel:
     del spec
-    return _count(settings).tensors
+    tensors: MegatronModel = _count(settings).tensors
+    return tensors
 
 
 def _attention(settings: Settings) -> Attention:

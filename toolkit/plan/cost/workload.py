@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
+from toolkit.plan.cost.owned import OwnerUpdates
 from toolkit.recipe.schema import TrainingSection, ZeroSection
-
-if TYPE_CHECKING:
-    from toolkit.plan.cost.owners import OwnerUpdates
 
 Attention = Literal["fused", "unfused", "eager"]
 TensorOverlap = Literal["none", "backward", "all"]
@@ -77,7 +75,7 @@ class Workload:
     which also computes the masked scores."""
     cudnn: bool = False
     """Attention uses cuDNN's kernel, as in Transformer Engine."""
-    updates: "OwnerUpdates | None" = None
+    updates: OwnerUpdates | None = None
     """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
@@ -141,7 +139,7 @@ def planned_workload(
     pair: Pair,
     *,
     isolates: bool = False,
-    updates: "OwnerUpdates | None" = None,
+    updates: OwnerUpdates | None = None,
     overlap: bool = True,
     keeps_sent: bool = False,
     attention: Attention = "fused",

@@ -6,15 +6,12 @@ supports the inputs, so another order never fails.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel
 from toolkit.models.families import attention
-
-if TYPE_CHECKING:
-    from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.request import PlanRequest
 
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 """Which have both kernels."""
@@ -22,7 +19,7 @@ LARGEST_HEAD = 128
 """Of cuDNN's backward pass on all of them."""
 
 
-def kernel(job: "PlanRequest") -> AttentionKernel:
+def kernel(job: PlanRequest) -> AttentionKernel:
     """The recipe's value; for `auto` cuDNN's where it is faster, which is known for Hopper
     (huggingface/transformers#48163: 1.7 to 2.3 times FlashAttention-2 there, slower on Ampere
     and Blackwell)."""
@@ -33,7 +30,7 @@ def kernel(job: "PlanRequest") -> AttentionKernel:
     return "sdpa" if objection(job) else "cudnn"
 
 
-def objection(job: "PlanRequest") -> str:
+def objection(job: PlanRequest) -> str:
     """Why `auto` does not try cuDNN's kernel first; empty where it does."""
     if why := next(_objections(job), ""):
         return why
@@ -45,12 +42,12 @@ def objection(job: "PlanRequest") -> str:
     return "it is not deterministic" if job.training.deterministic else ""
 
 
-def whole_scores(job: "PlanRequest") -> bool:
+def whole_scores(job: PlanRequest) -> bool:
     """Are attention's scores written to memory? Models without attention have none."""
-    return job.attention_kernel == "eager" and job.spec.score_flops > 0
+    return kernel(job) == "eager" and job.spec.score_flops > 0
 
 
-def problems(job: "PlanRequest") -> Iterator[Problem]:
+def problems(job: PlanRequest) -> Iterator[Problem]:
     """Why the kernel that the recipe states would never run."""
     asked, gpu = job.kernels.attention, job.cluster.gpu
     if asked in ("auto", "eager") or (asked == "sdpa" and attention(job.config) == "sdpa"):
@@ -71,7 +68,7 @@ def problems(job: "PlanRequest") -> Iterator[Problem]:
         )
 
 
-def _objections(job: "PlanRequest") -> Iterator[str]:
+def _objections(job: PlanRequest) -> Iterator[str]:
     """Why neither FlashAttention-2 nor cuDNN computes this model's attention."""
     if attention(job.config) != "sdpa":
         yield f"{job.config['model_type']}'s attention is computed by plain products"

@@ -5,26 +5,23 @@ the backward pass; torchtitan's published runs show both.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import CompiledParts, Pair, Stage
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
 
-if TYPE_CHECKING:
-    from toolkit.plan.rules.models import PlanRequest
 
-
-def parts(job: "PlanRequest", pair: Pair, stage: Stage) -> CompiledParts:
+def parts(job: PlanRequest, pair: Pair, stage: Stage) -> CompiledParts:
     """The recipe's value; for `auto` the layers, unless there is an `objection`."""
     if job.kernels.compile != "auto":
         return job.kernels.compile
     return "none" if objection(job, pair, stage) else "layers"
 
 
-def objection(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
+def objection(job: PlanRequest, pair: Pair, stage: Stage) -> str:
     """Why `auto` compiles nothing in a ZeRO stage of a pair; empty if it compiles."""
     device = accelerator(job.cluster.gpu)
     if why := _uncompilable(job, pair, stage):
@@ -40,7 +37,7 @@ def objection(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
     return "no published run compiles adapters" if job.adapter else ""
 
 
-def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """Why `pair` cannot compile the layers that the recipe wants compiled."""
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
     if not stages or job.spec.moe_layers:
@@ -62,7 +59,7 @@ def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
 _GATHERS = "stage 3 gathers weights inside of a layer"
 
 
-def _uncompilable(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
+def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
     stages = legality.table()[pair].kernel_stages
     if not stages:
         by_itself = "megatron-core compiles what it fuses by itself"

@@ -6,15 +6,12 @@ as fast where the products of each take longer than that.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import ExpertProducts, Pair
-
-if TYPE_CHECKING:
-    from toolkit.plan.rules.models import PlanRequest
-    from toolkit.recipe.schema import ParallelSection
+from toolkit.plan.request import PlanRequest
+from toolkit.recipe.schema import ParallelSection
 
 GENERATIONS = ("hopper", "blackwell")
 """Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu); elsewhere torch
@@ -28,14 +25,14 @@ MULTIPLE = 8
 """Rows of 16 bytes, which the kernels want, have a multiple of these elements."""
 
 
-def products(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> ExpertProducts:
+def products(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> ExpertProducts:
     """What the recipe states; for `auto` grouped ones, unless there is an `objection`."""
     if job.kernels.experts != "auto":
         return job.kernels.experts
     return "sequential" if objection(job, pair, parallel) else "grouped"
 
 
-def objection(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> str:
+def objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
     """Why `auto` groups nothing in a settled layout; empty where it does."""
     if why := _ungroupable(job, pair, parallel):
         return why
@@ -49,7 +46,7 @@ def objection(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> st
     return ""
 
 
-def reason(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> str:
+def reason(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
     """Why `auto` decides as it does."""
     why = objection(job, pair, parallel)
     return why or (
@@ -58,7 +55,7 @@ def reason(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> str:
     )
 
 
-def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """Why `pair` cannot compute experts as the recipe states."""
     asked = job.kernels.experts
     why = ""
@@ -75,7 +72,7 @@ def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
         )
 
 
-def _ungroupable(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") -> str:
+def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
     if pair.model == "hf":
         return "transformers' models choose it by themselves"
     if not job.spec.moe_layers:
@@ -91,13 +88,13 @@ def _ungroupable(job: "PlanRequest", pair: Pair, parallel: "ParallelSection") ->
     return ""
 
 
-def _inner(job: "PlanRequest", parallel: "ParallelSection") -> float:
+def _inner(job: PlanRequest, parallel: ParallelSection) -> float:
     """The intermediate size of an expert on a rank: split where experts are not spread."""
     spread = _number(parallel.expert) > 1
     return job.spec.expert_intermediate / (1 if spread else _number(parallel.tensor))
 
 
-def _products_s(job: "PlanRequest", parallel: "ParallelSection") -> float:
+def _products_s(job: PlanRequest, parallel: ParallelSection) -> float:
     """Seconds of one expert's forward and backward pass at the peak, of evenly routed tokens of
     a micro batch; of one sample where its size is open."""
     spec, training = job.spec, job.training

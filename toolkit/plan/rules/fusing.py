@@ -8,16 +8,13 @@ chooses them.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.features.base import excluding
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import FusedKernels, Pair
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
-
-if TYPE_CHECKING:
-    from toolkit.plan.rules.models import PlanRequest
 
 LIGER_FAMILIES = (
     "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
@@ -27,14 +24,14 @@ LIGER_FAMILIES = (
 replaces every norm, the rotary positions and, without experts, every MLP."""
 
 
-def whose(job: "PlanRequest", pair: Pair) -> FusedKernels:
+def whose(job: PlanRequest, pair: Pair) -> FusedKernels:
     """The recipe's value; for `auto` megatron-core's, unless there is an `objection`."""
     if job.kernels.fused != "auto":
         return job.kernels.fused
     return "none" if objection(job, pair) else "megatron"
 
 
-def objection(job: "PlanRequest", pair: Pair) -> str:
+def objection(job: PlanRequest, pair: Pair) -> str:
     """Why `auto` fuses nothing on a pair; empty if it fuses."""
     if why := _not_by_megatron(job, pair):
         return why
@@ -42,7 +39,7 @@ def objection(job: "PlanRequest", pair: Pair) -> str:
     return "on CPUs nobody measured that it pays" if on_cpu else ""
 
 
-def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """Why `pair` cannot use the kernels that the recipe states."""
     asked = job.kernels.fused
     if asked in ("auto", "none"):
@@ -57,7 +54,7 @@ def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
         )
 
 
-def _not_by_liger(job: "PlanRequest", pair: Pair) -> str:
+def _not_by_liger(job: PlanRequest, pair: Pair) -> str:
     if pair.model != "hf" or not legality.table()[pair].kernel_stages:
         return "Liger's kernels are for transformers' models on ddp, fsdp and deepspeed"
     if accelerator(job.cluster.gpu).generation == "cpu":
@@ -74,7 +71,7 @@ def _not_by_liger(job: "PlanRequest", pair: Pair) -> str:
     return ""
 
 
-def _not_by_megatron(job: "PlanRequest", pair: Pair) -> str:
+def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
     if pair.model == "hf":
         return "megatron-core's kernels are for its own layers"
     if job.spec.moe_layers:

@@ -5,165 +5,19 @@ this model can be split that way. Every rule names the line of megatron-core 0.1
 stop the run or silently compute wrong results, and the nearest legal value.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator
 from math import gcd
 
 from toolkit.adapters import lora
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
-from toolkit.features.base import Settings, changed, hooks
-from toolkit.layout import AttentionKernel, Pair
+from toolkit.features.base import hooks
+from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
-from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
-from toolkit.plan.cost.workload import Workload, planned_workload
+from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, compiling, experts, fusing, legality
 from toolkit.plan.rules.legality import divisors, nearest
-from toolkit.recipe.schema import (
-    AdapterSection,
-    ClusterSection,
-    KernelsSection,
-    OptimizerSection,
-    ParallelSection,
-    Recipe,
-    TrainingSection,
-)
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The rules' inputs from a recipe; `config` is valid."""
-
-    parallel: ParallelSection
-    cluster: ClusterSection
-    training: TrainingSection
-    config: Mapping[str, object]
-    freeze: tuple[str, ...] = ()
-    """The recipe's `model.freeze`."""
-    isolates: bool = False
-    """The documents of a sequence are isolated."""
-    adapter: AdapterSection | None = None
-    """The recipe's `adapter`."""
-    optimizer: OptimizerSection = field(
-        default_factory=lambda: OptimizerSection(learning_rate=1.0)
-    )
-    kernels: KernelsSection = field(default_factory=KernelsSection)
-    features: Settings = field(default_factory=dict)
-    """The settings of the features that are on."""
-    lengths: tuple[int, ...] = ()
-    """Of sequences, where `data.stages` changes it; `training` has the longest."""
-    has_weights: bool = False
-    """Training begins with weights that exist."""
-
-    @classmethod
-    def of(
-        cls, recipe: Recipe, cluster: ClusterSection, config: Mapping[str, object]
-    ) -> "PlanRequest":
-        """What the rules read of `recipe` on this cluster, for the model of this `config`."""
-        lengths = recipe.trained_lengths
-        return cls(
-            recipe.parallel,
-            cluster,
-            recipe.training.model_copy(update={"sequence_length": lengths[-1]}),
-            config,
-            recipe.model.freeze,
-            recipe.data.isolates,
-            recipe.adapter,
-            recipe.optimizer,
-            recipe.kernels,
-            recipe.features,
-            lengths if len(lengths) > 1 else (),
-            recipe.model.init != "random",
-        )
-
-    def uneven(self, tensor: int) -> int | None:
-        """A sequence length that a tensor-parallel degree does not divide."""
-        lengths = self.lengths or (self.training.sequence_length,)
-        return next((length for length in lengths if length % tensor), None)
-
-    def workload(self, pair: Pair) -> Workload:
-        """What is trained, on an engine and a model implementation.
-
-        On CPUs, whose cores also communicate, the gain of less overlapping communication was
-        not measured.
-        """
-        on_cpus, auto = self.cluster.gpu == "cpu", self.parallel.overlap == "auto"
-        pays = not on_cpus or not legality.table()[pair].without_overlap
-        plain = planned_workload(
-            self.spec,
-            self.training,
-            pair,
-            isolates=self.isolates,
-            updates=self.updates,
-            overlap=auto and pays,
-            keeps_sent=auto and on_cpus,
-            attention="eager" if attention.whole_scores(self) else "fused",
-            cudnn=self.attention_kernel == "cudnn",
-            reduce_bytes=BACKENDS[pair.engine].reduce_bytes(self.parallel.zero),
-            zero=self.parallel.zero,
-        )
-        workload: Workload = changed("cost", plain, self.features)
-        return workload
-
-    @cached_property
-    def attention_kernel(self) -> AttentionKernel:
-        """Which of torch's attention kernels is tried first."""
-        return attention.kernel(self)
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        """The model's shape, with its frozen tensors and adapters."""
-        return lora.spec_of(self.config, self.freeze, self.adapter)
-
-    @cached_property
-    def updates(self) -> OwnerUpdates | None:
-        """What an optimizer other than AdamW updates as wholes."""
-        return owner_updates(self.config, self.freeze, self.optimizer)
-
-    @cached_property
-    def mapped(self) -> MegatronModel:
-        """The model in megatron-core's terms; its map exists even if it is not expressible."""
-        return mapped(self.config)
-
-    @cached_property
-    def inexpressible(self) -> str | None:
-        """Why megatron-core cannot compute this model exactly; None if it can."""
-        return unsupported(self.config)
-
-    @cached_property
-    def trained(self) -> frozenset[str]:
-        """The checkpoint tensors that train."""
-        return lora.trained_tensors(self.config, self.freeze, self.adapter)
-
-    @cached_property
-    def divided(self) -> tuple[list[Problem], list[Problem]]:
-        """Why transformers, and why megatron-core, cannot freeze a part of a parameter or use
-        another learning rate for it."""
-        if not self.freeze and not self.optimizer.groups:
-            return [], []
-        names = frozen.matching(self.freeze, frozen.names_of(self.config))
-        adapters = lora.lora_of(self.adapter, self.config)
-        model = adapters.adapted(self.mapped) if adapters else self.mapped
-        stacked, fused = (
-            [
-                *frozen.part_problems(names, parameters),
-                *parameter_groups.part_problems(
-                    self.optimizer.groups, ({*one} & self.trained for one in parameters)
-                ),
-            ]
-            for parameters in (frozen.stacked(self.config), frozen.fused(model))
-        )
-        return stacked, fused
-
-    def asking(self, parallel: ParallelSection) -> "PlanRequest":
-        """The same job with another intent; values derived from the config are kept."""
-        other = replace(self, parallel=parallel)
-        for name in ("spec", "updates", "attention_kernel", "inexpressible", "divided"):
-            other.__dict__[name] = getattr(self, name)
-        return other
 
 
 def able_pairs(job: PlanRequest) -> list[Pair]:

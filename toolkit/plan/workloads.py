@@ -1,0 +1,33 @@
+"""The workload of a request: what the cost model computes with."""
+
+from toolkit.backend import BACKENDS
+from toolkit.features.base import changed
+from toolkit.layout import Pair
+from toolkit.plan.cost.workload import Workload, planned_workload
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules import attention, legality
+
+
+def workload_of(job: PlanRequest, pair: Pair) -> Workload:
+    """What is trained, on an engine and a model implementation.
+
+    On CPUs, whose cores also communicate, the gain of less overlapping communication was
+    not measured.
+    """
+    on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
+    pays = not on_cpus or not legality.table()[pair].without_overlap
+    plain = planned_workload(
+        job.spec,
+        job.training,
+        pair,
+        isolates=job.isolates,
+        updates=job.updates,
+        overlap=auto and pays,
+        keeps_sent=auto and on_cpus,
+        attention="eager" if attention.whole_scores(job) else "fused",
+        cudnn=attention.kernel(job) == "cudnn",
+        reduce_bytes=BACKENDS[pair.engine].reduce_bytes(job.parallel.zero),
+        zero=job.parallel.zero,
+    )
+    workload: Workload = changed("cost", plain, job.features)
+    return workload
