@@ -5,7 +5,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,8 +29,6 @@ from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource, is_correction_bias
-from toolkit.objectives.base import LossTerms
-from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -77,8 +75,6 @@ class Case:
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
     export_to: str | None = None
     """Folder: export there, and measure the validation loss of the export as well."""
-    weighted: bool = False
-    """Batches with loss weights and positions, and an objective with a metric."""
     isolated: bool = False
     """The data isolates documents."""
     freeze: tuple[str, ...] = ()
@@ -130,7 +126,6 @@ class Case:
         parts += [f"fused by {self.fused}"] if self.fused != "none" else []
         parts += [f"{self.experts} experts"] if self.experts != "auto" else []
         resumed = ["resumed"] if self.resume_in else []
-        resumed += ["weighted"] * self.weighted
         resumed += ["in buckets"] * (self.bucket is not None)
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
@@ -204,66 +199,6 @@ def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         masked = torch.rand(labels.shape, generator=generator) >= keep
         labels[masked] = IGNORE_INDEX
         yield tokens[:, :-1], labels
-
-
-def weighted_fields(step: int) -> dict[str, torch.Tensor]:
-    """Very uneven loss weights, a quarter of them 0; positions that restart in each row."""
-    generator = torch.Generator().manual_seed(step)
-    shape = GLOBAL_BATCH, LENGTH
-    weights = torch.rand(shape, generator=generator) * torch.linspace(3, 0.1, LENGTH)
-    weights[torch.rand(shape, generator=generator) < 0.25] = 0.0
-    restart = torch.randint(1, LENGTH, (GLOBAL_BATCH, 1), generator=generator)
-    here = torch.arange(LENGTH)
-    return {
-        "loss_weights": weights,
-        "positions": torch.where(here < restart, here, here - restart),
-    }
-
-
-class Watched(Pretrain):
-    """The objective of weighted cases: names a metric, the mean probability of the labels."""
-
-    metrics = ("probability",)
-
-    def loss(self, log_probs: torch.Tensor, batch: MicroBatch) -> LossTerms:
-        trained = batch.labels != IGNORE_INDEX
-        probability = (log_probs.exp() * trained).sum()
-        return LossTerms(super().loss(log_probs, batch).loss, {"probability": probability})
-
-
-def weighted_reference(steps: int, family: dict[str, Any]) -> dict[str, list[float]]:
-    """As `reference`, with `weighted_fields`; at the end, the validation loss."""
-    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
-    losses, norms, probabilities = [], [], []
-    for step, (inputs, labels) in enumerate(global_batches(steps)):
-        loss, probability = weighted_loss(model, step, inputs, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(clipped(model))
-        optimizer.step()
-        losses.append(loss.item())
-        probabilities.append(probability.item())
-    with torch.no_grad():
-        validation, _ = weighted_loss(model, 0, *next(global_batches(1)))
-    return {
-        "loss": losses, "grad_norm": norms, "probability": probabilities,
-        "validation": [validation.item()],
-    }  # fmt: skip
-
-
-def weighted_loss(
-    model: torch.nn.Module, step: int, inputs: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean cross entropy and the labels' probability over the weights' sum."""
-    fields = weighted_fields(step)
-    # A mask, or transformers isolates what it takes for documents.
-    logits = model(
-        inputs, position_ids=fields["positions"], attention_mask=torch.ones_like(inputs)
-    ).logits
-    kept = labels != IGNORE_INDEX
-    chosen = logits.log_softmax(-1)[kept].gather(1, labels[kept][:, None])[:, 0]
-    weights = fields["loss_weights"][kept]
-    return -(chosen * weights).sum() / weights.sum(), chosen.exp().sum() / weights.sum()
 
 
 def reference_model(
@@ -366,8 +301,6 @@ def new_engine(
     if case.bucket is not None:
         rendered["ddp"]["bucket_size"] = case.bucket
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
-    if case.weighted:
-        setup = replace(setup, objective=Watched())
     return build_engine(plan.engine, setup), plan.layout
 
 
@@ -380,17 +313,12 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
             folder = Path(case.resume_in) / case.name
             folder.mkdir(parents=True, exist_ok=True)
             engine, layout = save_and_load(case, ranks, engine, folder)
-        fields = weighted_fields(step) if case.weighted else {}
-        batches = micro_batches(inputs, labels, ranks, layout, **fields)
-        count: float = unmasked(labels)
-        if case.weighted:
-            count = fields["loss_weights"][labels != IGNORE_INDEX].sum().item()
+        batches = micro_batches(inputs, labels, ranks, layout)
         torch.manual_seed(step)  # as the training loop does, for dropout
-        results.append(engine.train_step(batches, count, case.learning_rate))
+        results.append(engine.train_step(batches, unmasked(labels), case.learning_rate))
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
-    fields = weighted_fields(0) if case.weighted else {}
-    validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout, **fields))
+    validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
     exported = None
     if case.export_to is not None:
         exported = exported_loss(case, ranks, engine, inputs, labels)

@@ -28,7 +28,7 @@ from toolkit.data.chat.tokens import ChatReport, StoredChats
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
-from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
@@ -284,24 +284,21 @@ def train(
 
 
 def train_all(
-    cases: Sequence[tuple[parity.Case, Objective]], found: Sequence[Sequence[float]]
+    ranks: Ranks,
+    cases: Sequence[tuple[parity.Case, Objective]],
+    found: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
-    ranks = join()
-    results = [train(case, objective, ranks, found) for case, objective in cases]
-    leave()
-    return results
+    return [train(case, objective, ranks, found) for case, objective in cases]
 
 
-def log_probs_of(cases: Sequence[parity.Case]) -> list[list[float]]:
+def log_probs_of(ranks: Ranks, cases: Sequence[parity.Case]) -> list[list[float]]:
     """The log-probabilities of the first batch of pairs, by each engine; of this rank's."""
-    ranks = join()
     results = []
     for case in cases:
         engine, layout, _ = new_engine(case, Objective("orpo"), ranks)
         batches = list(shares(pairs(1)[0], (), layout, ranks.rank, uneven=False))
         results.append(engine.sequence_log_probs(batches).tolist())
         engine.close()
-    leave()
     return results
 
 

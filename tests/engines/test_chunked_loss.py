@@ -1,7 +1,6 @@
-"""`kernels.loss: chunked`: the numbers of whole logits on every engine, in less memory."""
+"""`kernels.loss: chunked`: the numbers of whole logits, in less memory."""
 
 import resource
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, PreTrainedModel
 
-from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, run, zero
-from tests.engines.parity_worker import Case, reference
 from tests.forked import run_ranks
 from toolkit import layout
 from toolkit.batch import MicroBatch
@@ -18,18 +15,6 @@ from toolkit.errors import PlanError
 from toolkit.layout import LossKernel
 from toolkit.models import huggingface as hf
 
-TRANSFORMERS = [
-    Case("ddp", 2),
-    *(Case("deepspeed", 2, stage=stage) for stage in (0, 2, 3)),
-    Case("fsdp", 1, stage=3, recompute="full"),
-]
-MEGATRON = [
-    megatron(tensor=2),
-    megatron(tensor=2, sequence=False),
-    megatron(pipeline=2, virtual_pipeline=2),
-    megatron(4, stage=1),
-    zero(1),
-]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"head_dim": 8},
@@ -79,32 +64,6 @@ def test_a_model_that_always_makes_all_logits() -> None:
     config = AutoConfig.for_model("xlstm", vocab_size=97, hidden_size=32, num_heads=2)
     with pytest.raises(PlanError, match="xLSTMForCausalLM makes all logits at once"):
         hf.chunk_loss(hf.meta_model(config), "chunked")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param([TRANSFORMERS[0], MEGATRON[0]], marks=pytest.mark.quick),
-        [*TRANSFORMERS[1:], *MEGATRON[1:]],
-    ],
-    ids=["some", "others"],
-)
-def test_engines(cases: list[Case]) -> None:
-    expected = reference(family=LAYERS)
-    chunked = [replace(case, family=LAYERS, loss="chunked") for case in cases]
-    for name, result in run(chunked, world=2).items():
-        print(name)
-        for what in ("loss", "grad_norm"):
-            assert result[what] == pytest.approx(expected[what], rel=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_experts() -> None:
-    expected = reference(family=MIXTRAL)
-    case = replace(megatron(family=MIXTRAL, expert=2), loss="chunked")
-    (result,) = run([case], world=2).values()
-    assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
 
 
 def peak_bytes(kernel: LossKernel) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.engines.cases import LAYERS, TOLERANCE, run
-from tests.engines.parity_worker import Case, reference, weighted_reference
+from tests.engines.parity_worker import Case, reference
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
 from toolkit import compilers
@@ -33,16 +33,6 @@ pytestmark = [
 ]
 
 STEPS = 5
-CASES = [
-    Case("fsdp", 2, 2),
-    Case("ddp", 2, recompute="full"),
-    Case("deepspeed", 2, 2),
-]
-SELDOM = [
-    Case("ddp", 2),
-    Case("fsdp", 1, 3, recompute="full"),
-    *(Case("deepspeed", 2, stage) for stage in (0, 1)),
-]
 DENSE = [
     name
     for name in CONFIGS
@@ -55,33 +45,15 @@ def case(one: Case) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(CASES[:1], marks=pytest.mark.quick),
-        CASES[1:],
-        pytest.param(SELDOM, marks=pytest.mark.soak),
-    ],
-    ids=["some", "others", "seldom"],
-)
-def test_every_layout(cases: list[Case], tmp_path: Path) -> None:
+@pytest.mark.quick
+def test_resumed(tmp_path: Path) -> None:
     """Saved half-way, and continued in a new engine that starts from other weights."""
     expected = reference(family=LAYERS)
-    for name, result in run(
-        [replace(case(one), resume_in=str(tmp_path)) for one in cases], 2
-    ).items():
-        for quantity in ("loss", "grad_norm"):
-            found = result[quantity]
-            assert found == pytest.approx(expected[quantity][:STEPS], rel=TOLERANCE), name
-
-
-@pytest.mark.slow
-def test_weights_and_positions() -> None:
-    """The validation loss, without gradients, is of a second graph."""
-    expected = weighted_reference(STEPS, LAYERS)
-    (result,) = run([replace(case(Case("ddp", 2)), weighted=True)], 1).values()
-    assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-    assert result["validation"] == pytest.approx(expected["validation"][0], rel=TOLERANCE)
+    resumed = replace(case(Case("fsdp", 2, 2)), resume_in=str(tmp_path))
+    (result,) = run([resumed], 2).values()
+    for quantity in ("loss", "grad_norm"):
+        wanted = expected[quantity][:STEPS]
+        assert result[quantity] == pytest.approx(wanted, rel=TOLERANCE)
 
 
 @pytest.fixture

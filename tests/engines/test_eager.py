@@ -24,11 +24,10 @@ def eager(case: Case) -> Case:
     "case",
     [
         pytest.param(Case("fsdp", 2, 2, family=LAYERS), marks=pytest.mark.quick),
-        Case("deepspeed", 2, 1, recompute="full", family=LAYERS),
         pytest.param(megatron(tensor=2), marks=pytest.mark.quick),
         megatron(tensor=2, family=CHUNKED),
     ],
-    ids=["fsdp", "deepspeed", "megatron", "chunks"],
+    ids=["fsdp", "megatron", "chunks"],
 )
 def test_layouts(case: Case) -> None:
     model, optimizer = reference_model(replace(case, engine="ddp", parallel={}))

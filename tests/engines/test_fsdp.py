@@ -134,9 +134,8 @@ def test_copies_of_shards_sum_their_gradients_once_a_step(tmp_path: Path) -> Non
     assert sum(found["saved"]) == found["whole"]
     pairs = found["saved"], found["held"]
     assert all(0 < saved < held for saved, held in zip(*pairs, strict=True))
-    resumed = replace(case, resume_in=str(tmp_path))
-    reduced_once = replace(case, stage=1)
+    cases = [replace(case, resume_in=str(tmp_path)), replace(case, stage=1)]
     expected = reference()
-    for result in run([case, resumed, reduced_once], world=4).values():
+    for result in run(cases, world=4).values():
         assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, zero
+from tests.engines.cases import MIXTRAL, TOLERANCE, megatron
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
@@ -22,33 +22,16 @@ SOME_WINDOWED = {
 }  # fmt: skip
 PLAIN = {"num_key_value_heads": 4, "intermediate_size": 256}
 """What gpt2 and gpt_neox have instead of grouped heads and a gated MLP."""
-GPT2 = PLAIN | {"model_type": "gpt2", "n_positions": 16}
-
-SOME = [
+CASES = [
     Case("ddp", 2),
     Case("deepspeed", 2, stage=3),
     megatron(tensor=2),
-    zero(1),
-]
-OTHERS = [
-    Case("fsdp", 2, stage=3, recompute="full"),
-    Case("deepspeed", 2, stage=1),
-    Case("deepspeed", 2, stage=3, recompute="full"),
-    megatron(tensor=2, sequence=False, recompute="full"),
     megatron(pipeline=2),
-    megatron(pipeline=2, virtual_pipeline=2, family={"num_hidden_layers": 4}),
     megatron(tensor=2, family=WINDOWED),
     megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
-    megatron(pipeline=2, family=GPT2),
     megatron(expert=2, family=MIXTRAL),
-    Case("ddp", 2, family=WINDOWED),
     Case("ddp", 2, family=SOME_WINDOWED, recompute="full"),
 ]
-SELDOM = [
-    *(Case("deepspeed", 2, stage=stage) for stage in (0, 2)),
-    Case("ddp", 2, family=SOME_WINDOWED, compile="layers"),
-]
-"""Left to `make soak`."""
 
 
 def _of_family(model_type: str) -> list[Case]:
@@ -87,17 +70,9 @@ def assert_isolated(cases: list[Case], world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(SOME, marks=pytest.mark.quick),
-        OTHERS,
-        pytest.param(SELDOM, marks=pytest.mark.soak),
-    ],
-    ids=["some", "others", "seldom"],
-)
-def test_documents_of_a_row_are_apart(cases: list[Case]) -> None:
-    assert_isolated(cases, world=2)
+@pytest.mark.quick
+def test_documents_of_a_row_are_apart() -> None:
+    assert_isolated(CASES, world=2)
 
 
 @pytest.mark.slow

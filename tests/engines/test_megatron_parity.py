@@ -64,49 +64,31 @@ BIASED = [
 
 EIGHT = {"num_hidden_layers": 8}
 TWO = [
-    megatron(4, tensor=2),
-    megatron(pipeline=2),
-    megatron(tensor=2, sequence=False),
-    megatron(tensor=2, recompute="full"),
-    megatron(tensor=2, family=PADDED),
     megatron(tensor=2, sequence=False, family=PADDED),
-    megatron(pipeline=2, recompute="selective"),
     megatron(pipeline=2, virtual_pipeline=2),
-    megatron(stage=0),
-    megatron(4, stage=1),
     megatron(tensor=2, family=QWEN3),
-    megatron(tensor=2, sequence=False, family=QWEN3),
     megatron(tensor=2, family=GRANITE),
     megatron(pipeline=2, family=GRANITE),
     megatron(tensor=2, sequence=False, family=OLMO2),
     megatron(pipeline=2, recompute="selective", family=GEMMA2),
     megatron(tensor=2, recompute="full", family=GEMMA3),
-    megatron(tensor=2, family=MIXTRAL),
-    megatron(expert=2, family=MIXTRAL),
-    megatron(expert=2, stage=0, family=MIXTRAL),
     megatron(tensor=2, family=config_of("deepseek_v3", num_hidden_layers=2)),
-    megatron(tensor=2, family=GPT_OSS),
-    megatron(expert=2, family=config_of("glm4_moe", num_hidden_layers=2)),
+    megatron(expert=2, family=GPT_OSS),
     megatron(tensor=2, recompute="selective", family=LLAMA4),
     megatron(expert=2, family=LLAMA4),
     megatron(pipeline=2, family=LLAMA4),
 ]
+"""Families that can be cut wrongly; all layouts of others are in test_pairs.py."""
 FOUR = [
     megatron(tensor=2, pipeline=2, family=PADDED),
     megatron(tensor=4, family=OLMO2),
-    megatron(tensor=2, pipeline=2, virtual_pipeline=2),
-    megatron(pipeline=2, stage=1),
-    megatron(expert=2, pipeline=2, family=MIXTRAL),
-    megatron(tensor=2, expert=2, family=MIXTRAL),
     megatron(tensor=2, expert=2, family=GPT_OSS),
-    megatron(tensor=2, pipeline=2, family=LLAMA4),
-    zero(1),
-    zero(3, recompute="full"),
     zero(2, **OLMO2),
 ]
 SELDOM = [
     megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
-    *(zero(stage) for stage in (0, 2, 3)),
+    megatron(tensor=2, pipeline=2, family=LLAMA4),
+    megatron(expert=2, pipeline=2, family=MIXTRAL),
     zero(2, **QWEN3),
 ]
 """Left to `make soak`."""
@@ -139,11 +121,8 @@ def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [pytest.param(TWO[:2], marks=pytest.mark.quick), TWO[2:]], ids=["some", "others"]
-)
-def test_two_processes(cases: list[Case]) -> None:
-    check(cases, world=2)
+def test_two_processes() -> None:
+    check(TWO, world=2)
 
 
 @pytest.mark.slow
@@ -190,7 +169,7 @@ def test_pipeline_messages_on_their_way() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_zero_with_cpu_offload() -> None:
-    check([zero(2, "cpu"), zero(3, "cpu")], world=4, tolerance=OFFLOAD_TOLERANCE)
+    check([zero(3, "cpu")], world=4, tolerance=OFFLOAD_TOLERANCE)
 
 
 @pytest.mark.slow

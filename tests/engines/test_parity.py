@@ -1,55 +1,17 @@
-"""Same seed, same loss: every layout against a plain transformers loop.
-
-Masks are uneven across ranks and micro batches, so any mean of means would differ in the
-first digits.
+"""Same seed, same loss: runs of one process, resumed ones, in 16 bits, against a plain
+transformers loop. Every layout with every feature is in test_pairs.py.
 """
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.cases import LAYERS, OFFLOAD_TOLERANCE, TOLERANCE, megatron, run, zero
-from tests.engines.parity_worker import GLOBAL_BATCH, STEPS, Case, reference, weighted_reference
+from tests.engines.cases import OFFLOAD_TOLERANCE, TOLERANCE, run
+from tests.engines.parity_worker import STEPS, Case, reference
 
-SPLITS = (4, 2, 1)
 SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
-OF_EVERY_ENGINE = [
-    Case("ddp", 2),
-    *(Case("deepspeed", 2, stage=stage) for stage in range(4)),
-    *(Case("fsdp", 1, stage=stage) for stage in (1, 2, 3)),
-]
-PAIRS = [
-    *(Case("ddp", micro) for micro in (4, 1)),
-    *(Case("deepspeed", micro, stage=stage) for stage in range(4) for micro in (4, 1)),
-    *(Case("fsdp", 4, stage=stage) for stage in (1, 2, 3)),
-    Case("fsdp", 2, stage=3, recompute="full"),
-    Case("fsdp", 2, stage=3, offload="cpu"),
-    Case("ddp", 2, recompute=1),
-    Case("deepspeed", 2, stage=3, recompute="full"),
-]
-OFFLOADED = [
-    Case("deepspeed", 2, stage=1, offload="cpu"),
-    Case("deepspeed", 2, stage=2, offload="cpu"),
-    *(Case("deepspeed", micro, stage=3, offload="cpu") for micro in SPLITS),
-]
-WEIGHTED = [
-    replace(case, family=LAYERS, weighted=True)
-    for case in (
-        Case("ddp", 2),
-        Case("deepspeed", 2, stage=2),
-        megatron(tensor=2),
-        Case("deepspeed", 4, stage=0),
-        Case("deepspeed", 2, stage=3),
-        Case("fsdp", 1, stage=3),
-        megatron(tensor=2, sequence=False, recompute=3),
-        megatron(pipeline=2, virtual_pipeline=2),
-        megatron(4, stage=1),
-        zero(1),
-    )
-]
 
 
 @cache
@@ -78,39 +40,13 @@ def test_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [pytest.param(OF_EVERY_ENGINE, marks=pytest.mark.quick), PAIRS],
-    ids=["some", "others"],
-)
-def test_two_processes(cases: list[Case]) -> None:
-    for name, result in run(cases, world=2).items():
-        print(name)
-        assert_equals_reference(result, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [pytest.param(WEIGHTED[:3], marks=pytest.mark.quick), WEIGHTED[3:]],
-    ids=["some", "others"],
-)
-def test_loss_weights_positions_and_metrics(cases: list[Case]) -> None:
-    expected = weighted_reference(STEPS, LAYERS)
-    for name, result in run(cases, world=2).items():
-        print(name)
-        assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
-        found = [metrics["probability"] for metrics in result["metrics"]]
-        assert found == pytest.approx(expected["probability"], rel=TOLERANCE)
-        assert [result["validation"]] == pytest.approx(expected["validation"], rel=TOLERANCE)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_two_processes_with_cpu_offload(tmp_path: Path) -> None:
-    resumed = Case("deepspeed", 4, stage=3, offload="cpu", resume_in=str(tmp_path))
-    for name, result in run([*OFFLOADED, resumed], world=2).items():
+    cases = [
+        Case("deepspeed", 2, stage=1, offload="cpu"),
+        Case("deepspeed", 4, stage=3, offload="cpu", resume_in=str(tmp_path)),
+    ]
+    for name, result in run(cases, world=2).items():
         print(name)
         assert_equals_reference(result, OFFLOAD_TOLERANCE)
 
@@ -161,15 +97,3 @@ def test_bf16_stages_agree() -> None:
     assert results[2]["loss"] == pytest.approx(results[3]["loss"], rel=1e-5)
     assert results[4]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "FSDP2"
     assert results[5]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "DDP"
-
-
-def test_masks_are_uneven() -> None:
-    """The parity above means nothing without this."""
-    from tests.engines.parity_worker import global_batches
-
-    _, labels = next(global_batches(1))
-    kept = (labels >= 0).sum(dim=1)
-    assert kept[0] == labels.shape[1]
-    assert kept[-1] == 0
-    first, second = kept[: GLOBAL_BATCH // 2].sum(), kept[GLOBAL_BATCH // 2 :].sum()
-    assert first > 2 * second

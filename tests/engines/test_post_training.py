@@ -5,7 +5,6 @@ their shares into micro batches of one and two pairs, each in another order.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
+from tests.engines.cases import LAYERS, TOLERANCE, megatron
 from tests.engines.parity_worker import Case
 from tests.engines.post_training_worker import (
     REWARDS,
@@ -30,7 +29,7 @@ from tests.engines.post_training_worker import (
     train_all,
     unpacked,
 )
-from tests.forked import run_ranks
+from tests.forked import call_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 """TRL calls transformers by a name that it renames."""
@@ -48,25 +47,13 @@ LOSSES = {
 }
 SIGMOID = LOSSES["sigmoid"]
 
-TRANSFORMERS = [
+CASES = [
     Case("ddp", 1, family=LAYERS),
-    Case("ddp", 3, family=LAYERS),
-    Case("fsdp", 1, stage=3, family=LAYERS),
-    *(Case("deepspeed", 1, stage=stage, family=LAYERS) for stage in (1, 2, 3)),
-]
-IN_MEGATRON = [
+    Case("deepspeed", 1, stage=2, family=LAYERS),
     megatron(1, tensor=2),
     megatron(3, pipeline=2),
-    megatron(1, pipeline=2, virtual_pipeline=2),
-    megatron(3, tensor=2, sequence=False),
-    megatron(1, stage=1),
 ]
-"""Tensor 2 is with sequence parallel."""
-FOUR = [
-    megatron(1, tensor=2, pipeline=2),
-    *(replace(zero(stage), micro_batch=micro) for stage, micro in ((1, 1), (2, 3))),
-]
-ALL = [*((case, 2) for case in (*TRANSFORMERS, *IN_MEGATRON)), *((case, 4) for case in FOUR)]
+"""What else layouts can do to an objective is in test_pairs.py."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,14 +84,11 @@ def by_trl(objective: str) -> dict[str, list[float]]:
 
 
 @cache
-def trained(world: int) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Every case of so many processes with sft, packed or not, and with dpo; the first with
-    every loss of dpo."""
-    cases = [case for case, size in ALL if size == world]
-    jobs = [(case, objective) for case in cases for objective in (SFT, PACKED, SIGMOID)]
-    if world == 2:
-        jobs += [(cases[0], LOSSES[loss]) for loss in ("ipo", "hinge")]
-    found, *others = run_ranks(train_all, world, jobs, reference_log_probs())
+def trained() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Every case with sft, packed or not, and with dpo; the first with every loss of dpo."""
+    jobs = [(case, objective) for case in CASES for objective in (SFT, PACKED, SIGMOID)]
+    jobs += [(CASES[0], LOSSES[loss]) for loss in ("ipo", "hinge")]
+    found, *others = call_ranks(train_all, 2, jobs, reference_log_probs())
     assert all(other == found for other in others), "every rank logs the same"
     names = [
         (case.name, "packed" if o.packed else o.settings.get("loss", o.name))
@@ -120,31 +104,29 @@ def check(found: dict[str, list[float]], objective: str) -> None:
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE), name
 
 
-@pytest.mark.parametrize(("case", "world"), ALL, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("objective", ["sft", "packed", "sigmoid"])
-def test_steps_equal_trl(case: Case, world: int, objective: str) -> None:
-    check(trained(world)[case.name, objective], objective)
+def test_steps_equal_trl(case: Case, objective: str) -> None:
+    check(trained()[case.name, objective], objective)
 
 
 @pytest.mark.parametrize("loss", ["ipo", "hinge"])
 def test_losses_of_dpo_equal_trl(loss: str) -> None:
-    check(trained(2)[TRANSFORMERS[0].name, loss], loss)
+    check(trained()[CASES[0].name, loss], loss)
 
 
 @pytest.mark.parametrize("objective", CONVERSATIONS)
 def test_sft_equals_a_plain_loop(objective: str) -> None:
     losses, norms = plain_sft(initial_model(**LAYERS), CONVERSATIONS[objective]())
-    found = trained(2)[TRANSFORMERS[0].name, objective]
+    found = trained()[CASES[0].name, objective]
     assert found["loss"] == pytest.approx(losses, rel=TOLERANCE)
     assert found["grad_norm"] == pytest.approx(norms, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_log_probs_of_rows_are_those_of_single_sequences(world: int) -> None:
-    cases = [case for case, size in ALL if size == world]
+def test_log_probs_of_rows_are_those_of_single_sequences() -> None:
     expected = references(initial_model(**LAYERS), pairs(1)[0])
-    by_rank = run_ranks(log_probs_of, world, cases)
-    for number, case in enumerate(cases):
+    by_rank = call_ranks(log_probs_of, 2, CASES)
+    for number, case in enumerate(CASES):
         # Of two data-parallel ranks, the second has the second half; others have all.
         shares = [rank[number] for rank in by_rank]
         assert shares[-1] == pytest.approx(expected[-len(shares[-1]) :], rel=TOLERANCE), case

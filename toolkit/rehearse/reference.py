@@ -161,6 +161,8 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
     embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
     trained = []
     for parameter, tensors in hf.tensors_of(model):
+        if not parameter.requires_grad:
+            continue
         rate, decay, name = settings.learning_rate, settings.weight_decay, min(tensors)
         for group in reversed(settings.groups):
             if any(fnmatchcase(name, pattern) for pattern in group.parameters):

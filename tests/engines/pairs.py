@@ -1,0 +1,353 @@
+"""Small recipes in which every layout meets every feature, each with several features at once.
+
+What is legal is asked of the product's own rules. The features of a case are chosen greedily:
+each new case has as many as it can that its layout has not met.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from toolkit.batch import MicroBatch
+from toolkit.engines.distributed import Ranks
+from toolkit.errors import PlanError, RecipeError
+from toolkit.intake.checks import broken_rules
+from toolkit.recipe.schema import Recipe
+from toolkit.rehearse.batches import global_batches
+from toolkit.rehearse.comparison import Comparison, compare, tolerance
+from toolkit.rehearse.layouts import STANDARD
+from toolkit.rehearse.record import Record
+from toolkit.rehearse.reference import plain_run
+from toolkit.rehearse.small_run import small_run
+from toolkit.run.assignment import decide
+
+Settings = dict[str, Any]
+
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    one.name: (one.processes, one.parallel.model_dump(mode="json")) for one in STANDARD
+} | {
+    "zero2-offload": (
+        2, {"engine": "deepspeed", "zero": {"stage": 2, "offload_optimizer": "cpu"}},
+    ),
+    "fsdp3-offload": (2, {
+        "engine": "fsdp",
+        "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    }),
+    "megatron-dp2": (2, {"engine": "megatron", "zero": {"stage": 0}}),
+    "megatron-ep2-distopt": (2, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
+    "megatron-tp2-ep2": (4, {"engine": "megatron", "tensor": 2, "expert": 2}),
+    "megatron-pp2-distopt": (4, {"engine": "megatron", "pipeline": 2, "zero": {"stage": 1}}),
+    "megatron-tp4": (4, {"engine": "megatron", "tensor": 4}),
+    "megatron-tp2-zero0": (
+        4, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
+    ),
+    "fsdp3-replicated": (4, {"engine": "fsdp", "replicate": 2, "zero": {"stage": 3}}),
+    "zero3-hpz2": (4, {"engine": "deepspeed", "zero": {"stage": 3, "hpz": 2}}),
+}  # fmt: skip
+"""By name, the number of processes and `parallel`."""
+
+DENSE = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 101,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""No degree divides the vocabulary; tensor 4 exceeds the key/value heads."""
+UNTIED = DENSE | {"tie_word_embeddings": False}
+MIXTRAL = UNTIED | {
+    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+GLM = UNTIED | {
+    "model_type": "glm4_moe", "n_routed_experts": 8, "head_dim": 16, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_inner": 128,
+    "n_positions": 32, "vocab_size": 101, "tie_word_embeddings": True,
+}  # fmt: skip
+BOTTOM = ("model.embed_tokens.*", "model.layers.[01].*")
+"""All of the first of two pipeline stages."""
+GROUPS = (
+    {"parameters": ("model.embed_tokens.*",), "lr_mult": 0.25, "wd_mult": 0.0},
+    {"parameters": ("model.layers.0.*", "*.1.mlp.*"), "lr_mult": 0.5},
+    {"parameters": ("model.layers.[0-2].*",), "lr_mult": 1.5, "wd_mult": 40.0},
+    {"parameters": ("*norm.weight",), "lr_mult": 2.0, "wd_mult": 5.0},
+)
+"""Some that overlap, one for all that has no weight decay, and parameters in none."""
+
+
+def _model(config: Settings) -> Settings:
+    return {"model": {"config": config}}
+
+
+def _optimizer(name: str, rate: float, **own: Any) -> Settings:
+    return {"optimizer": {"name": name, "learning_rate": rate, **({name: own} if own else {})}}
+
+
+def _lora(**changes: Any) -> Settings:
+    return {"adapter": {"rank": 3, "alpha": 5, **changes}}
+
+
+def _objective(name: str, kind: str, **settings: Any) -> Settings:
+    train = {"kind": kind, "path": "unused.jsonl"}
+    chosen = {"training": {"objective": name}, "data": {"train": train, "packing": "none"}}
+    return chosen | ({name: settings} if settings else {})
+
+
+def _kernels(**kernels: str) -> Settings:
+    return {"kernels": kernels}
+
+
+FEATURES: dict[str, dict[str, Settings]] = {
+    "model": {
+        "dense": {},
+        "untied": _model(UNTIED),
+        "mixtral": _model(MIXTRAL),
+        "glm": _model(GLM),
+        "gpt2": _model(GPT2),
+    },
+    "optimizer": {
+        "adamw": {},
+        "muon": _optimizer("muon", 7e-5),
+        "muon, other": _optimizer(
+            "muon", 7e-5, momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original"
+        ),
+        "adafactor": _optimizer("adafactor", 1e-3, eps=1e-12),
+        "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
+    },
+    "adapter": {
+        "none": {},
+        "all": _lora(targets="all-linear"),
+        "some": _lora(targets=["v_proj", "up_proj"], rslora=True),
+    },
+    "frozen": {
+        "none": {},
+        "attention": {
+            "model": {"freeze": ["*.self_attn.*", "*.post_attention_layernorm.weight"]}
+        },
+        "bottom": {"model": {"freeze": [*BOTTOM]}},
+    },
+    "groups": {
+        "none": {},
+        "groups": {"optimizer": {"groups": [*GROUPS]}},
+        "layer decay": {"optimizer": {"layer_decay": 0.6}},
+    },
+    "documents": {"joined": {}, "apart": {"data": {"isolate_documents": True}}},
+    "objective": {
+        "pretrain": {},
+        "sft": _objective("sft", "chat"),
+        "dpo": _objective("dpo", "preference", beta=0.3, sft_weight=0.5),
+        "orpo": _objective("orpo", "preference", beta=0.5),
+    },
+    "weights": {"even": {}, "uneven": {}},
+    "loss": {"whole": _kernels(loss="whole"), "chunked": _kernels(loss="chunked")},
+    "compile": {"none": {}, "layers": _kernels(compile="layers")},
+    "fused": {"none": {}, "megatron": _kernels(fused="megatron")},
+    "experts": {"apart": {}, "grouped": _kernels(experts="grouped")},
+    "attention": {"auto": {}, "eager": _kernels(attention="eager")},
+    "balance": {
+        "none": {},
+        "loss": {
+            "model": {"balance": {"kind": "sequence_loss", "coefficient": 0.05, "z_loss": 0.02}}
+        },
+        "bias": {
+            "model": {"balance": {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02}}
+        },
+    },
+    "recompute": {
+        "none": {},
+        "full": {"parallel": {"recompute": "full"}},
+        "selective": {"parallel": {"recompute": "selective"}},
+        "one layer": {"parallel": {"recompute": 1}},
+    },
+    "micro batch": {
+        "2": {},
+        "1": {"training": {"micro_batch_size": 1}},
+        "4": {"training": {"micro_batch_size": 4}},
+    },
+}
+"""By axis, the values and what each adds to the recipe. The first is that of `BASE`."""
+STEPS = 5
+BASE: Settings = {
+    "name": "pairs",
+    "model": {"config": DENSE},
+    "data": {"train": {"kind": "text", "files": ["unused"]}, "isolate_documents": False},
+    "training": {
+        "steps": STEPS, "sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2,
+        "precision": "fp32",
+    },
+    # An eps above what rounding makes of a gradient that is 0, or AdamW makes a step of it; a
+    # decay and a limit of the norm that show.
+    "optimizer": {
+        "learning_rate": 2e-3, "eps": 1e-6, "weight_decay": 0.5, "clip_grad_norm": 0.5,
+    },
+    "schedule": {"name": "constant"},
+}  # fmt: skip
+Value = tuple[str, str]
+"""An axis and one of its values."""
+FIRST = {axis: next(iter(values)) for axis, values in FEATURES.items()}
+VALUES: tuple[Value, ...] = (
+    *((axis, value) for axis in FEATURES for value in FEATURES[axis] if value != FIRST[axis]),
+    *FIRST.items(),  # last: cases for the others have these, too
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with some features; axes that are not named have their first value."""
+
+    layout: str
+    features: tuple[Value, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def values(self) -> set[Value]:
+        """Of all axes."""
+        return set((FIRST | dict(self.features)).items())
+
+    @property
+    def weighted(self) -> bool:
+        return ("weights", "uneven") in self.features
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {', '.join(map(' '.join, self.features))}"
+
+
+@cache
+def recipe_of(case: Case) -> Recipe | None:
+    """None where the product refuses it."""
+    world, parallel = LAYOUTS[case.layout]
+    plain = BASE | {"parallel": parallel, "cluster": {"gpus_per_node": world, "gpu": "cpu"}}
+    chosen = dict(case.features)
+    for axis, value in case.features:
+        added = FEATURES[axis][value]
+        if axis == "model" and value != "dense":
+            plain = plain | {"model": added["model"]}
+            continue
+        for section, settings in added.items():
+            plain = plain | {section: {**plain.get(section, {}), **settings}}
+    if case.weighted and (chosen.keys() & {"objective", "documents"}):
+        return None  # neither has positions that restart anywhere
+    try:
+        recipe = Recipe.model_validate(plain)
+        if [*broken_rules(recipe)]:
+            return None
+        decide(recipe, None)
+    except (ValidationError, PlanError, RecipeError):
+        return None
+    return recipe
+
+
+def _with(case: Case, value: Value) -> Case | None:
+    """The case with another value of one axis, if that is legal."""
+    features = dict(case.features) | dict([value])
+    ordered = tuple((axis, features[axis]) for axis in FEATURES if axis in features)
+    more = Case(case.layout, ordered)
+    return more if recipe_of(more) is not None else None
+
+
+def _models(layout: str) -> list[Case]:
+    """The layout with each model that it can train."""
+    cases = [Case(layout, (("model", model),)) for model in FEATURES["model"]]
+    return [case for case in cases if recipe_of(case) is not None]
+
+
+def covering(layouts: Sequence[str]) -> Iterator[Case]:
+    """Cases in which each value that one of the layouts can have appears at least once."""
+    starts = {layout: _models(layout) for layout in layouts}
+    missing = dict.fromkeys(
+        value
+        for value in VALUES
+        if any(_with(start, value) for cases in starts.values() for start in cases)
+    )
+    for number, layout in enumerate(cycle(layouts)):
+        if not missing:
+            return
+        first = next(iter(missing))
+        case = next(filter(None, (_with(start, first) for start in starts[layout])), None)
+        if case is None:
+            if number % len(layouts) == 0:  # another layout has it
+                missing[first] = missing.pop(first)
+            continue
+        for value in list(missing):
+            axis = value[0]
+            if axis in dict(case.features) and (axis != "model" or first[0] == "model"):
+                continue
+            case = _with(case, value) or case
+        for value in case.values:
+            missing.pop(value, None)
+        yield case
+
+
+def whole_product() -> Iterator[Case]:
+    """Each legal pair of values in each layout: for `make soak`."""
+    for layout in LAYOUTS:
+        pairs = ((a, b) for a, b in product(VALUES, VALUES) if a[0] < b[0])
+        cases = (Case(layout, pair) for pair in pairs)
+        yield from (case for case in cases if recipe_of(case) is not None)
+
+
+def weighted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """With uneven loss weights, a quarter of them 0, and positions that restart in each row."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for batch in batches:
+        rows, length = batch.labels.shape
+        weights = torch.rand(batch.labels.shape, generator=generator)
+        weights *= torch.linspace(3, 0.1, length)
+        weights[torch.rand(batch.labels.shape, generator=generator) < 0.25] = 0.0
+        restart = torch.randint(1, length, (rows, 1), generator=generator)
+        here = torch.arange(length)
+        positions = torch.where(here < restart, here, here - restart)
+        found.append(
+            MicroBatch(batch.input_ids, batch.labels, loss_weights=weights, positions=positions)
+        )
+    return found
+
+
+def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
+    if not case.weighted:
+        return None
+    assert recipe.model.config is not None
+    return weighted(global_batches(recipe, recipe.model.config["vocab_size"]))
+
+
+def record(case: Case, ranks: Ranks) -> Record:
+    """What a rank does for a case."""
+    recipe = recipe_of(case)
+    assert recipe is not None
+    results = [*small_run(decide(recipe, None), ranks, batches_of(case, recipe))]
+    return Record(tuple(one.loss for one in results), tuple(one.grad_norm for one in results))
+
+
+def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:
+    return [record(case, ranks) for case in cases]
+
+
+def reference(case: Case) -> Record:
+    """transformers, PEFT and torch alone, in this process."""
+    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "recompute"}
+    kept = tuple(one for one in case.features if one[0] not in ours | {"micro batch"})
+    return _reference(Case("ddp", kept))
+
+
+@cache
+def _reference(case: Case) -> Record:
+    recipe = recipe_of(case)
+    assert recipe is not None
+    losses, norms = zip(*plain_run(recipe, batches_of(case, recipe)), strict=True)
+    return Record(losses, norms)
+
+
+def compared(case: Case, found: Record) -> Comparison:
+    """With the reference."""
+    recipe = recipe_of(case)
+    assert recipe is not None
+    return compare(found, reference(case), tolerance(decide(recipe, None).plan.layout))

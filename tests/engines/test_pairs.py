@@ -1,0 +1,71 @@
+"""Every layout with every feature against plain transformers, PEFT and torch in one process.
+
+Masks are uneven across ranks and micro batches, so any mean of means would differ in the first
+digits. What one feature does by itself, and what an engine keeps, is in the other files.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import pytest
+import torch
+
+from tests.engines.pairs import LAYOUTS, Case, compared, covering, records, whole_product
+from tests.forked import call_ranks
+
+TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
+QUICK = ("ddp", "zero3", "fsdp3", "megatron-tp2-sp", "megatron-pp2", "megatron-ep2")
+FOUR = {
+    "in DeepSpeed": [f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)],
+    "in pipelines": ["megatron-tp2-pp2-sp", "megatron-pp2-distopt"],
+    "in tensor groups": ["megatron-tp4", "megatron-tp2-ep2"],
+    "of transformers": ["fsdp3-replicated", "zero3-hpz2"],
+}
+"""Layouts of four processes that share the features: theirs by twos are among `TWO`."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For the reference: the ranks have the cores, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(cases: Sequence[Case]) -> None:
+    wrong = []
+    for world, group in groupby(cases, key=lambda case: case.world):
+        together = [*group]
+        found = call_ranks(records, world, together)[0]
+        for case, record in zip(together, found, strict=True):
+            comparison = compared(case, record)
+            far = f"{comparison.max_rel_loss:.0e} {comparison.max_rel_grad_norm:.0e}"
+            print(f"{far}  {case}")
+            if comparison.verdict not in ("exact", "within"):
+                wrong.append(f"{case}: {comparison.first}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one for one in TWO],
+)
+def test_two_processes(layout: str, request: pytest.FixtureRequest) -> None:
+    if "offload" in layout:
+        request.getfixturevalue("cpu_adam")
+    check([*covering([layout])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", FOUR.values(), ids=FOUR)
+def test_four_processes(layouts: list[str]) -> None:
+    check([*covering(layouts)])
+
+
+@pytest.mark.soak
+def test_the_whole_product() -> None:
+    check([*whole_product()])
