@@ -17,9 +17,10 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.checks import broken_rules
+from toolkit.recipe.layers import merge
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.batches import global_batches
-from toolkit.rehearse.comparison import Comparison, compare, tolerance
+from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
 from toolkit.rehearse.layouts import STANDARD
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.reference import plain_run
@@ -116,7 +117,9 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "muon, other": _optimizer(
             "muon", 7e-5, momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original"
         ),
-        "adafactor": _optimizer("adafactor", 1e-3, eps=1e-12),
+        "adafactor": merge(
+            _optimizer("adafactor", 1e-3, eps=1e-12), {"optimizer": {"eps": 1e-8}}
+        ),
         "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
     },
     "adapter": {
@@ -187,6 +190,7 @@ BASE: Settings = {
     },
     "schedule": {"name": "constant"},
 }  # fmt: skip
+IN_16_BITS = Bounds(3e-2, 3e-2)
 Value = tuple[str, str]
 """An axis and one of its values."""
 FIRST = {axis: next(iter(values)) for axis, values in FEATURES.items()}
@@ -202,6 +206,7 @@ class Case:
 
     layout: str
     features: tuple[Value, ...] = ()
+    precision: str = "fp32"
 
     @property
     def world(self) -> int:
@@ -225,7 +230,7 @@ def recipe_of(case: Case) -> Recipe | None:
     """None where the product refuses it."""
     world, parallel = LAYOUTS[case.layout]
     plain = BASE | {"parallel": parallel, "cluster": {"gpus_per_node": world, "gpu": "cpu"}}
-    chosen = dict(case.features)
+    plain["training"] = {**plain["training"], "precision": case.precision}
     for axis, value in case.features:
         added = FEATURES[axis][value]
         if axis == "model" and value != "dense":
@@ -233,7 +238,97 @@ def recipe_of(case: Case) -> Recipe | None:
             continue
         for section, settings in added.items():
             plain = plain | {section: {**plain.get(section, {}), **settings}}
-    if case.weighted and (chosen.keys() & {"objective", "documents"}):
+    if case.weighted and {("objective", "pretrain"), ("documents", "joined")} - case.values:
+        return None  # neither has positions that restart anywhere
+    try:
+        recipe = Recipe.model_validate(plain)
+        if [*broken_rules(recipe)]:
+            return None
+        decide(recipe, None)
+    except (ValidationError, PlanError, RecipeError):
+        return None
+    return recipe
+
+
+def _with(case: Case, value: Value) -> Case | None:
+    """The case with another value of one axis, if that is legal."""
+    features = dict(case.features) | dict([value])
+    ordered = tuple((axis, features[axis]) for axis in FEATURES if axis in features)
+    more = Case(case.layout, ordered)
+    return more if recipe_of(more) is not None else None
+
+
+def _models(layout: str) -> list[Case]:
+    """The layout with each model that it can train."""
+    cases = [Case(layout, (("model", model),)) for model in FEATURES["model"]]
+    return [case for case in cases if recipe_of(case) is not None]
+
+
+def covering(layouts: Sequence[str]) -> Iterator[Case]:
+    """Cases in which each value that one of the layouts can have appears at least once."""
+    starts = {layout: _models(layout) for layout in layouts}
+    missing = dict.fromkeys(
+        value
+        for value in VALUES
+        if any(_with(start, value) for cases in starts.values() for start in cases)
+    )
+    for number, layout in enumerate(cycle(layouts)):
+        if not missing:
+            return
+        first = next(iter(missing))
+        case = next(filter(None, (_with(start, first) for start in starts[layout])), None)
+        if case is None:
+            if number % len(layouts) == 0:  # another layout has it
+                missing[first] = missing.pop(first)
+            continue
+        for value in list(missing):
+            axis = value[0]
+            if axis in dict(case.features) and (axis != "model" or first[0] == "model"):
+                continue
+            case = _with(case, value) or case
+        for value in case.values:
+            missing.pop(value, None)
+        yield case
+
+
+def whole_product(layout: str) -> Iterator[Case]:
+    """Each legal pair of values of different axes, one of which is the optimizer."""
+    for optimizer, value in product(FEATURES["optimizer"], VALUES):
+        if value[0] != "optimizer":
+            case = Case(layout, tuple({value[0]: value[1], "optimizer": optimizer}.items()))
+            if recipe_of(case) is not None:
+                yield case
+
+
+def in_16_bits(layout: str) -> Iterator[Case]:
+    """Each optimizer, in bf16 and fp16."""
+    for precision, optimizer in product(("bf16", "fp16"), FEATURES["optimizer"]):
+        case = Case(layout, (("optimizer", optimizer),), precision)
+        if recipe_of(case) is not None:
+            yield case
+
+
+def weighted(self) -> bool:
+        return ("weights", "uneven") in self.features
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {', '.join(map(' '.join, self.features))}"
+
+
+@cache
+def recipe_of(case: Case) -> Recipe | None:
+    """None where the product refuses it."""
+    world, parallel = LAYOUTS[case.layout]
+    plain = BASE | {"parallel": parallel, "cluster": {"gpus_per_node": world, "gpu": "cpu"}}
+    plain["training"] = {**plain["training"], "precision": case.precision}
+    for axis, value in case.features:
+        added = FEATURES[axis][value]
+        if axis == "model" and value != "dense":
+            plain = plain | {"model": added["model"]}
+            continue
+        for section, settings in added.items():
+            plain = plain | {section: {**plain.get(section, {}), **settings}}
+    if case.weighted and {("objective", "pretrain"), ("documents", "joined")} - case.values:
         return None  # neither has positions that restart anywhere
     try:
         recipe = Recipe.model_validate(plain)
@@ -347,7 +442,9 @@ def _reference(case: Case) -> Record:
 
 
 def compared(case: Case, found: Record) -> Comparison:
-    """With the reference."""
+    """With the reference, which is in fp32."""
     recipe = recipe_of(case)
     assert recipe is not None
-    return compare(found, reference(case), tolerance(decide(recipe, None).plan.layout))
+    layout = decide(recipe, None).plan.layout
+    bounds = tolerance(layout) if case.precision == "fp32" else IN_16_BITS
+    return compare(found, reference(case), bounds)

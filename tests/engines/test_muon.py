@@ -1,8 +1,7 @@
-"""`optimizer.name: muon`: in every layout the run of transformers with `torch.optim.Muon` and
-`torch.optim.AdamW` in one process."""
+"""`optimizer.name: muon`: its rule is torch's, and its state moves between layouts; every layout
+trains with it in test_pairs.py."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ from torch import nn
 from tests.checkpoint.reshape_worker import SAVED_AT
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
-from tests.engines.cases import MIXTRAL
 from tests.engines.muon_worker import orthogonalized
 from tests.engines.owner_cases import (
-    BOTTOM,
-    GPT2,
-    Parts,
-    check,
     deepspeed,
-    in_16_bits,
-    in_four,
-    plain_model,
     small,
 )
-from tests.engines.parity_worker import Case, plain_loop
+from tests.engines.parity_worker import Case
 from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
@@ -47,98 +38,6 @@ def muon(case: Case, **settings: Any) -> Case:
         {"muon": settings} if settings else {}
     )
     return replace(case, optimizer=optimizer)
-
-
-class Both(Parts):
-    """torch's Muon and AdamW; experts that transformers stacks are matrices each. `grouped`: as
-    with `GROUPS`."""
-
-    def __init__(self, model: nn.Module, *, grouped: bool = False, **settings: Any) -> None:
-        super().__init__()
-        matrices, others, halved = [], [], []
-        for name, parameter in model.named_parameters():
-            if grouped and "mlp" in name:
-                halved.append(parameter)
-            elif parameter.requires_grad and parameter.ndim == 3:
-                matrices += self.experts(name, parameter)
-            elif parameter.requires_grad:
-                layer = ".layers." in name or ".h." in name
-                (matrices if layer and parameter.ndim == 2 else others).append(parameter)
-        adjust = settings.pop("adjust_lr", "match_rms_adamw")
-        slow = {"params": halved, "lr": 0.5 * RATE, "weight_decay": 0.2}
-        muon = torch.optim.Muon(
-            [{"params": matrices}, *([slow] if halved else [])],
-            lr=RATE, weight_decay=0.1, adjust_lr_fn=adjust, **settings,
-        )  # fmt: skip
-        groups = [
-            {"params": [p for p in others if p.ndim > 1]},
-            {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        adamw = torch.optim.AdamW(
-            groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-        )
-        self.optimizers = [muon, adamw]
-
-
-@cache
-def reference(family: Any, settings: Any, freeze: tuple[str, ...], grouped: bool) -> Any:
-    model = plain_model(family, freeze)
-    optimizer: Any = Both(model, grouped=grouped, **dict(settings))
-    return plain_loop(model, optimizer)
-
-
-def reference_of(case: Case) -> Any:
-    settings = tuple(case.optimizer.get("muon", {}).items())
-    return reference(tuple(case.family.items()), settings, case.freeze, bool(case.groups))
-
-
-TWO = [
-    muon(Case("ddp", 2)),
-    muon(Case("fsdp", 2, 3)),
-    *(muon(deepspeed(stage)) for stage in (0, 1, 2, 3)),
-    muon(small(tensor=2)),
-    muon(small(pipeline=2)),
-    muon(small(stage=1)),
-    muon(small(expert=2, family=MIXTRAL)),
-]
-MORE = [
-    muon(Case("fsdp", 2, 2, family=MIXTRAL)),
-    muon(deepspeed(3, family=MIXTRAL)),
-    muon(deepspeed(1), **OTHER),
-    muon(small(tensor=2, family=GPT2)),
-    muon(small(tensor=2, sequence=True), **OTHER),
-    replace(muon(small(pipeline=2)), freeze=BOTTOM),
-    replace(muon(deepspeed(3)), freeze=BOTTOM),
-    *(
-        replace(muon(case), groups=GROUPS)
-        for case in (Case("ddp", 2), deepspeed(2), deepspeed(3), small(tensor=2))
-    ),
-]
-FOUR = in_four(muon)
-HALF = in_16_bits(muon)
-
-
-def test_one_process() -> None:
-    check([muon(Case("ddp", 8)), muon(Case("ddp", 4), **OTHER)], 1, reference_of)
-
-
-def test_two_processes() -> None:
-    check(TWO, 2, reference_of)
-
-
-@pytest.mark.soak
-def test_more_layouts() -> None:
-    check(MORE, 2, reference_of)
-
-
-@pytest.mark.slow
-def test_four_processes() -> None:
-    check(FOUR, 4, reference_of)
-
-
-@pytest.mark.soak
-def test_16_bits() -> None:
-    check(HALF, 2, reference_of, 3e-2)
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (128, 32)])

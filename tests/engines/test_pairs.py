@@ -10,7 +10,16 @@ from itertools import groupby
 import pytest
 import torch
 
-from tests.engines.pairs import LAYOUTS, Case, compared, covering, records, whole_product
+from tests.engines.pairs import (
+    LAYOUTS,
+    VALUES,
+    Case,
+    compared,
+    covering,
+    in_16_bits,
+    records,
+    whole_product,
+)
 from tests.forked import call_ranks
 
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
@@ -66,6 +75,19 @@ def test_four_processes(layouts: list[str]) -> None:
     check([*covering(layouts)])
 
 
+def test_every_feature_is_legal_somewhere() -> None:
+    """Or no layout would have met it."""
+    met = {value for layout in QUICK for case in covering([layout]) for value in case.values}
+    assert met == set(VALUES)
+
+
 @pytest.mark.soak
-def test_the_whole_product() -> None:
-    check([*whole_product()])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_whole_product(layout: str) -> None:
+    check([*whole_product(layout)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", TWO)
+def test_16_bits(layout: str) -> None:
+    check([*in_16_bits(layout)])

@@ -1,8 +1,7 @@
-"""`optimizer.name: adafactor`: in every layout the run of transformers with its own
-Adafactor in one process."""
+"""`optimizer.name: adafactor`: its rule is transformers', and its state moves between layouts;
+every layout trains with it in tests/engines/test_pairs.py."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
 from tests.engines.owner_cases import (
-    BOTTOM,
-    GPT2,
-    Parts,
-    check,
     deepspeed,
-    in_16_bits,
-    in_four,
-    plain_model,
     small,
     zeros,
 )
-from tests.engines.parity_worker import Case, plain_loop
+from tests.engines.parity_worker import Case
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
@@ -43,64 +35,6 @@ def adafactor(case: Case, **settings: Any) -> Case:
     optimizer = {"name": "adafactor", "learning_rate": RATE}
     optimizer |= {"adafactor": settings} if settings else {}
     return replace(case, optimizer=optimizer)
-
-
-class Factored(Parts):
-    """transformers' Adafactor; experts that it stacks are matrices each."""
-
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
-        super().__init__()
-        decayed, others = [], []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.ndim == 3:
-                decayed += self.experts(name, parameter)
-            elif parameter.requires_grad:
-                (decayed if parameter.ndim == 2 else others).append(parameter)
-        optimizer = Transformers(
-            [
-                {"params": decayed, "weight_decay": 0.1},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=RATE, scale_parameter=False, relative_step=False,
-            decay_rate=-settings.get("decay", 0.8), eps=(settings.get("eps", 1e-30), 0.0),
-            clip_threshold=settings.get("clip", 1.0),
-        )  # fmt: skip
-        self.optimizers = [optimizer]
-
-
-@cache
-def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
-    model = plain_model(family, freeze)
-    return plain_loop(model, Factored(model, **dict(settings)))  # type: ignore[arg-type]
-
-
-def reference_of(case: Case) -> Any:
-    settings = tuple(case.optimizer.get("adafactor", {}).items())
-    return reference(tuple(case.family.items()), settings, case.freeze)
-
-
-TWO = [
-    adafactor(Case("ddp", 2)),
-    adafactor(Case("fsdp", 2, 2)),
-    adafactor(Case("fsdp", 2, 3)),
-    *(adafactor(deepspeed(stage)) for stage in (0, 1, 2, 3)),
-    adafactor(small(tensor=2)),
-    adafactor(small(pipeline=2)),
-    adafactor(small(stage=1)),
-    adafactor(small(expert=2, family=MIXTRAL)),
-]
-MORE = [
-    adafactor(Case("fsdp", 2, 3, family=MIXTRAL)),
-    adafactor(deepspeed(2, family=MIXTRAL), **OTHER),
-    # Its key biases have a gradient of rounding errors, of which a tiny eps makes whole steps.
-    adafactor(small(tensor=2, family=GPT2), eps=1e-12),
-    adafactor(small(tensor=2, sequence=True), **OTHER),
-    replace(adafactor(small(pipeline=2)), freeze=BOTTOM),
-    replace(adafactor(deepspeed(3)), freeze=BOTTOM),
-    replace(adafactor(Case("fsdp", 2, 3)), freeze=BOTTOM),
-]
-FOUR = in_four(adafactor)
-HALF = in_16_bits(adafactor)
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (9,)])
@@ -123,29 +57,6 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
         assert update.square().mean().sqrt() <= 2.0 + 1e-5
     for name, state in states.items():
         assert torch.allclose(state, theirs.state[weight][name], rtol=1e-6), name
-
-
-def test_one_process() -> None:
-    check([adafactor(Case("ddp", 8)), adafactor(Case("ddp", 4), **OTHER)], 1, reference_of)
-
-
-def test_two_processes() -> None:
-    check(TWO, 2, reference_of)
-
-
-@pytest.mark.soak
-def test_more_layouts() -> None:
-    check(MORE, 2, reference_of)
-
-
-@pytest.mark.soak
-def test_four_processes() -> None:
-    check(FOUR, 4, reference_of)
-
-
-@pytest.mark.soak
-def test_16_bits() -> None:
-    check(HALF, 2, reference_of, 3e-2)
 
 
 @pytest.mark.slow

@@ -1,18 +1,16 @@
-"""`optimizer.name: adamw_8bit`: in every layout the run of transformers with bitsandbytes' own
-AdamW8bit in one process."""
+"""`optimizer.name: adamw_8bit`: its rule is bitsandbytes', and its state moves between layouts;
+every layout trains with it in tests/engines/test_pairs.py."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.optim import AdamW8bit as Theirs
-from bitsandbytes.optim import AdamW32bit
 from torch import nn
 
 from tests.checkpoint.reshape_worker import SAVED_AT
@@ -20,18 +18,11 @@ from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
 from tests.engines.owner_cases import (
-    BOTTOM,
-    GPT2,
-    Parts,
-    check,
     deepspeed,
-    in_16_bits,
-    in_four,
-    plain_model,
     small,
     zeros,
 )
-from tests.engines.parity_worker import Case, plain_loop
+from tests.engines.parity_worker import Case
 from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
@@ -49,62 +40,6 @@ OTHER = {"betas": [0.8, 0.99], "eps": 1e-6}
 def eight(case: Case, **settings: Any) -> Case:
     optimizer = {"name": "adamw_8bit", "learning_rate": RATE, **settings}
     return replace(case, optimizer=optimizer)
-
-
-class InEightBits(Parts):
-    """bitsandbytes' AdamW8bit, as Hugging Face's Trainer sets it up: embeddings in 32 bits;
-    experts that transformers stacks are matrices each."""
-
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
-        super().__init__()
-        embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
-        found: dict[tuple[bool, float], list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                stacked = parameter.ndim == 3
-                parts = self.experts(name, parameter) if stacked else [parameter]
-                decay = 0.1 if parameter.ndim > 1 else 0.0
-                found.setdefault((parameter in embeddings, decay), []).extend(parts)
-        settings = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": RATE} | settings
-        self.optimizers = [
-            (AdamW32bit if whole else Theirs)(parameters, weight_decay=decay, **settings)
-            for (whole, decay), parameters in found.items()
-        ]
-
-
-@cache
-def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
-    model = plain_model(family, freeze)
-    return plain_loop(model, InEightBits(model, **dict(settings)))  # type: ignore[arg-type]
-
-
-def reference_of(case: Case) -> Any:
-    settings = {key: case.optimizer[key] for key in OTHER if key in case.optimizer}
-    pairs = tuple((key, tuple(v) if key == "betas" else v) for key, v in settings.items())
-    return reference(tuple(case.family.items()), pairs, case.freeze)
-
-
-TWO = [
-    eight(Case("ddp", 2)),
-    eight(Case("fsdp", 2, 2)),
-    eight(Case("fsdp", 2, 3)),
-    *(eight(deepspeed(stage)) for stage in (0, 1, 2, 3)),
-    eight(small(tensor=2)),
-    eight(small(pipeline=2)),
-    eight(small(stage=1)),
-    eight(small(expert=2, family=MIXTRAL)),
-]
-MORE = [
-    eight(Case("fsdp", 2, 3, family=MIXTRAL)),
-    eight(deepspeed(2, family=MIXTRAL), **OTHER),
-    eight(small(tensor=2, family=GPT2)),
-    eight(small(tensor=2, sequence=True), **OTHER),
-    replace(eight(small(pipeline=2)), freeze=BOTTOM),
-    replace(eight(deepspeed(3)), freeze=BOTTOM),
-    replace(eight(Case("fsdp", 2, 3)), freeze=BOTTOM),
-]
-FOUR = in_four(eight)
-HALF = in_16_bits(eight)
 
 
 @pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])
@@ -126,29 +61,6 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
         assert ours.dtype == state[name].dtype
         assert torch.equal(ours, state[name]), name
     assert (len(names) == 4) == (len(torch.empty(shape).flatten()) >= 4096)
-
-
-def test_one_process() -> None:
-    check([eight(Case("ddp", 8)), eight(Case("ddp", 4), **OTHER)], 1, reference_of)
-
-
-def test_two_processes() -> None:
-    check(TWO, 2, reference_of)
-
-
-@pytest.mark.soak
-def test_more_layouts() -> None:
-    check(MORE, 2, reference_of)
-
-
-@pytest.mark.slow
-def test_four_processes() -> None:
-    check(FOUR, 4, reference_of)
-
-
-@pytest.mark.soak
-def test_16_bits() -> None:
-    check(HALF, 2, reference_of, 3e-2)
 
 
 @pytest.mark.slow
