@@ -1,5 +1,5 @@
-"""`optimizer.name: muon`: its rule is torch's, and its state moves between layouts; every layout
-trains with it in test_pairs.py."""
+"""`optimizer.name: muon`: its rule is torch's, and its state moves between layouts. Every
+layout trains with it in test_pairs.py."""
 
 from dataclasses import replace
 from pathlib import Path
