@@ -17,7 +17,6 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.checks import broken_rules
-from toolkit.recipe.layers import merge
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.batches import global_batches
 from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
@@ -117,9 +116,14 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "muon, other": _optimizer(
             "muon", 7e-5, momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original"
         ),
-        "adafactor": merge(
-            _optimizer("adafactor", 1e-3, eps=1e-12), {"optimizer": {"eps": 1e-8}}
-        ),
+        "adafactor": {
+            "optimizer": {
+                "name": "adafactor",
+                "learning_rate": 1e-3,
+                "eps": 1e-8,
+                "adafactor": {"eps": 1e-12},
+            },
+        },
         "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
     },
     "adapter": {
