@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "megatron-ep2-distopt": (2, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
     "megatron-tp2-ep2": (4, {"engine": "megatron", "tensor": 2, "expert": 2}),
     "megatron-pp2-distopt": (4, {"engine": "megatron", "pipeline": 2, "zero": {"stage": 1}}),
+    "megatron-dp4-ep2-distopt": (4, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
     "megatron-tp4": (4, {"engine": "megatron", "tensor": 4}),
     "megatron-tp2-zero0": (
         4, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
