@@ -1,4 +1,4 @@
-"""Dropout draws other numbers on each data-parallel rank and in each step, and the same again."""
+"""Dropout draws other numbers on each data-parallel rank and in each step; the same again."""
 
 import itertools
 
