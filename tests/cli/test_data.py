@@ -180,7 +180,7 @@ def test_stats(recipe: Path, tmp_path: Path) -> None:
 def test_stats_compare_documents_across_chunks(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.data.statistics._CHUNK_TOKENS", 50)
+    monkeypatch.setattr("toolkit.data.packing._CHUNK_TOKENS", 50)
     found = json.loads(dmt_data("stats", recipe, "--json"))["*.txt"]
     assert (found["documents"], found["compared"], found["duplicates"]) == (6, 6, 5)
     assert found["length_quantiles"]["0"] == found["length_quantiles"]["1"] == 116

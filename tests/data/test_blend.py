@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.batches import GlobalBatches
 from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.interleave import Interleaving
@@ -62,22 +61,6 @@ def test_any_part_of_the_order_is_the_same(position: int, count: int, seed: int)
     whole = order.indices(position, count)
     parts = [order.indices(position + n, 1) for n in range(count)]
     assert whole.tolist() == np.concatenate(parts).tolist()
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_every_layout_and_restart_gets_the_same_samples(tmp_path: Path, world: int) -> None:
-    data = build(tmp_path)
-    expected = [
-        batch.samples
-        for step in range(12)
-        for batch in GlobalBatches(data.train, data.order, 8).micro_batches(8 * step, 0, 1, 8)
-    ]
-    for micro in (1, 8 // world):
-        fresh = GlobalBatches(data.train, data.order, 8)  # resumed at step 5
-        for step in range(5, 12):
-            shares = [fresh.micro_batches(8 * step, r, world, micro) for r in range(world)]
-            found = tuple(i for share in shares for batch in share for i in batch.samples)
-            assert found == expected[step]
 
 
 def build(folder: Path, **data: Any) -> TrainingData:

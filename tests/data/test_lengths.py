@@ -206,18 +206,6 @@ def test_every_layout_and_restart_gets_the_same_rows(
                 assert step_rows(after, step, world, micro) == expected[step]
 
 
-def test_what_was_tokenised_ahead_is_the_same(tmp_path: Path) -> None:
-    data = streamed(tmp_path)
-    expected = [step_rows(data, step) for step in range(STEPS)]
-    prepared = streamed(tmp_path, cache="prepared")
-    assert prepared.streams is not None
-    for number, chunk in prepared.streams.all_chunks():
-        source = prepared.streams.sources[number]
-        assert source is not None
-        source.tokens(chunk)
-    assert [step_rows(prepared, step) for step in range(STEPS)] == expected
-
-
 def test_shares_of_a_blend_hold_in_blocks(tmp_path: Path) -> None:
     """Blocks of the stages: 5·8·8/32 = 10, 2·8 = 16, 16, 12, 16."""
     data = blend(tmp_path)

@@ -190,11 +190,6 @@ def test_a_column_that_is_not_there(tmp_path: Path, name: str) -> None:
         read(source(name, text_field="content"), tmp_path, 50)
 
 
-def test_what_arrow_does_not_read_but_json_allows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "text": "b"}\n{"text": "c"}\n')
-    assert read(source("a.jsonl"), tmp_path, 10**6) == [["b", "c"]]
-
-
 def test_a_file_that_has_changed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     what = source("a.jsonl")

@@ -152,7 +152,6 @@ def test_tokens_are_not_read_before_they_are_used(
 @pytest.mark.usefixtures("pair")
 def test_statistics_read_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "REMOTE_COUNTED_TOKENS", 5000)
-    monkeypatch.setattr(statistics, "REMOTE_COUNTED_TOKENS", 5000)
     data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     train = data.sources[0].train
     assert train.token_counts().sum() == 5000

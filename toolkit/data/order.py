@@ -38,7 +38,16 @@ class Shuffled:
     """Number of the source: sources of equal size are shuffled differently."""
 
     def indices(self, position: int, count: int) -> Int64Array:
-        return sample_indices(self.seed, self.n_samples, position, count, self.source)
+        positions = np.arange(position, position + count, dtype=np.uint64)
+        epochs, within = np.divmod(positions, np.uint64(self.n_samples))
+        indices = np.empty(count, dtype=np.int64)
+        # The first source has the order of a data set that is not blended.
+        source = [self.source] * (self.source > 0)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            key = derive_key(self.seed, SAMPLE_ORDER, int(epoch), *source)
+            indices[chosen] = permute(within[chosen], self.n_samples, key)
+        return indices
 
 
 class InOrder:
@@ -46,21 +55,6 @@ class InOrder:
 
     def indices(self, position: int, count: int) -> Int64Array:
         return np.arange(position, position + count)
-
-
-def sample_indices(
-    seed: int, n_samples: int, position: int, count: int, source: int = 0
-) -> Int64Array:
-    """See `Shuffled`: epoch `position // n_samples` passes over all samples once."""
-    positions = np.arange(position, position + count, dtype=np.uint64)
-    epochs, within = np.divmod(positions, np.uint64(n_samples))
-    indices = np.empty(count, dtype=np.int64)
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        # The first source has the order of a data set that is not blended.
-        key = derive_key(seed, SAMPLE_ORDER, int(epoch), *[source] * (source > 0))
-        indices[chosen] = permute(within[chosen], n_samples, key)
-    return indices
 
 
 def permute(values: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:

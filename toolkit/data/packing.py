@@ -9,7 +9,7 @@ from toolkit.batch import IGNORE_INDEX
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedTokens
 from toolkit.data.remote.blocks import BlockArray
-from toolkit.data.rows import Int64Array, Row, documents
+from toolkit.data.rows import Int64Array, Row, documents, occurrences
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
@@ -82,6 +82,19 @@ class TokenStream:
         pieces = self._pieces(start, stop)
         read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
         return read.astype(np.int64), self.document_ends(start, stop)
+
+    def beginning(self) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """What `read` gives, piece by piece, of all tokens; of a remote store, the first."""
+        n_tokens = min(len(self), REMOTE_COUNTED_TOKENS) if self.is_remote else len(self)
+        for start in range(0, n_tokens, _CHUNK_TOKENS):
+            yield self.read(start, min(start + _CHUNK_TOKENS, n_tokens))
+
+    def document_lengths(self, n_tokens: int) -> Int64Array:
+        """Tokens of each document that ends in the first so many tokens, from the index."""
+        ends = [np.array([-1])]
+        for start in range(0, n_tokens, _CHUNK_TOKENS):
+            ends.append(self.document_ends(start, min(start + _CHUNK_TOKENS, n_tokens)) + start)
+        return np.diff(np.concatenate(ends))
 
     def expect(self, start: int, stop: int) -> None:
         """Prefetch tokens that `read` will return, from a remote store."""
@@ -217,17 +230,13 @@ class PackedDataset:
     def token_counts(self) -> Int64Array:
         """How often each token id occurs in the stream, int64 [largest id + 1]; of tokens in a
         remote store, in its beginning."""
-        counts = np.zeros(0, dtype=np.int64)
-        n_tokens = len(self.stream)
-        if self.stream.is_remote:
-            n_tokens = min(n_tokens, REMOTE_COUNTED_TOKENS)
-        for start in range(0, n_tokens, _CHUNK_TOKENS):
-            tokens, _ = self.stream.read(start, min(start + _CHUNK_TOKENS, n_tokens))
-            self._check_vocabulary(tokens)
-            more = np.bincount(tokens, minlength=len(counts))
-            more[: len(counts)] += counts
-            counts = more
-        return counts
+
+        def checked() -> Iterator[Int64Array]:
+            for tokens, _ in self.stream.beginning():
+                self._check_vocabulary(tokens)
+                yield tokens
+
+        return occurrences(checked())
 
 
 class FittedDataset(PackedDataset):

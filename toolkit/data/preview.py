@@ -11,7 +11,6 @@ from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TokenisedSamples
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.data.chat.template import MarkedTokens
-from toolkit.data.packing import PackedDataset
 from toolkit.data.rows import Int64Array
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def preview(
         # The stream gives all tokens but the first of each document as labels.
         share = 1 - train.n_documents / max(train.n_tokens, 1)
         filled = min(train.n_tokens / positions, 1.0)
-        lengths = _document_lengths(train)
+        lengths = train.stream.document_lengths(min(train.n_tokens, _MEASURED_TOKENS))
     return Preview(
         tuple(
             ShownSample(
@@ -133,11 +132,6 @@ def _shown(
     )
     n_trained = int(document.trained.sum())
     return ShownDocument(len(document.ids), n_trained, passages, len(document.ids) - len(ids))
-
-
-def _document_lengths(train: PackedDataset) -> Int64Array:
-    ends = train.stream.document_ends(0, min(len(train.stream), _MEASURED_TOKENS))
-    return np.diff(ends, prepend=-1)
 
 
 def _bins(lengths: Int64Array) -> Iterator[LengthBin]:

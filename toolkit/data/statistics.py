@@ -8,10 +8,8 @@ import numpy as np
 from toolkit.data.build import TokenisedSamples
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.data.files import damage_hash
-from toolkit.data.packing import REMOTE_COUNTED_TOKENS, TokenStream
-from toolkit.data.rows import Int64Array
+from toolkit.data.packing import TokenStream
 
-_CHUNK_TOKENS = 2**22
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -35,7 +33,8 @@ def source_statistics(train: TokenisedSamples) -> SourceStatistics:
     if isinstance(train, ChatSamples):
         lengths, hashes = train.lengths(), _chat_hashes(train)
     else:
-        lengths, hashes = _lengths(train.stream), _document_hashes(train.stream)
+        stream = train.stream
+        lengths, hashes = stream.document_lengths(len(stream)), _document_hashes(stream)
     at = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist() if len(lengths) else []
     quantiles = dict(zip(map(str, QUANTILES), at, strict=False))
     if len(lengths):
@@ -49,23 +48,10 @@ def source_statistics(train: TokenisedSamples) -> SourceStatistics:
     )
 
 
-def _lengths(stream: TokenStream) -> Int64Array:
-    """Tokens of each document, from the index alone."""
-    ends = [np.array([-1])]
-    for start in range(0, len(stream), _CHUNK_TOKENS):
-        stop = min(start + _CHUNK_TOKENS, len(stream))
-        ends.append(stream.document_ends(start, stop) + start)
-    return np.diff(np.concatenate(ends))
-
-
 def _document_hashes(stream: TokenStream) -> "array[int]":
     """64 bits of the hash of each document's tokens."""
     found, hashed = array("Q"), damage_hash()
-    n_tokens = len(stream)
-    if stream.is_remote:
-        n_tokens = min(n_tokens, REMOTE_COUNTED_TOKENS)
-    for start in range(0, n_tokens, _CHUNK_TOKENS):
-        tokens, ends = stream.read(start, min(start + _CHUNK_TOKENS, n_tokens))
+    for tokens, ends in stream.beginning():
         at = 0
         for behind in (ends + 1).tolist():
             hashed.update(tokens[at:behind].data)

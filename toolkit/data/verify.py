@@ -1,5 +1,6 @@
 """Whether what lies in the data cache is what was written there."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,6 @@ from toolkit.data.formats.indexed import bin_path, is_undamaged
 from toolkit.data.progress import Track
 from toolkit.data.remote.blocks import is_whole
 from toolkit.data.remote.copies import hash_path
-
-_PIECE_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,6 @@ def _is_block_whole(block: Path) -> bool:
 
 
 def _is_copy_whole(copy: Path) -> bool:
-    hashed = damage_hash()
     with copy.open("rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            hashed.update(piece)
+        hashed = hashlib.file_digest(stream, damage_hash)
     return hashed.hexdigest() == hash_path(copy).read_text()

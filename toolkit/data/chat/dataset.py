@@ -11,7 +11,7 @@ from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.files import fingerprint_of
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedTokens
-from toolkit.data.rows import Int64Array, Row, documents
+from toolkit.data.rows import Int64Array, Row, documents, occurrences
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import cached_rows
 
@@ -93,16 +93,15 @@ class ChatSamples:
 
     def token_counts(self) -> Int64Array:
         """How often each token id is trained, int64 [largest id + 1]."""
-        counts = np.zeros(0, dtype=np.int64)
-        for first in range(0, len(self._numbers), _COUNTED_AT_ONCE):
-            chats = map(
-                self.chats.read, self._numbers[first : first + _COUNTED_AT_ONCE].tolist()
-            )
-            trained = [chat.ids[1:][chat.trained[1:]] for chat in chats]
-            more = np.bincount(np.concatenate(trained), minlength=len(counts))
-            more[: len(counts)] += counts
-            counts = more
-        return counts
+        starts = range(0, len(self._numbers), _COUNTED_AT_ONCE)
+        return occurrences(
+            self._trained(self._numbers[at : at + _COUNTED_AT_ONCE]) for at in starts
+        )
+
+    def _trained(self, numbers: Int64Array) -> Int64Array:
+        """The trained tokens of some conversations."""
+        chats = map(self.chats.read, numbers.tolist())
+        return np.concatenate([chat.ids[1:][chat.trained[1:]] for chat in chats])
 
     def _row(self, chats: Sequence[MarkedTokens]) -> Row:
         """Concatenated conversations, and padding."""

@@ -15,7 +15,6 @@ from toolkit.recipe.schema import HfSource, RowsSource
 class Arrow(Format):
     """A row of a record batch."""
 
-    title = "Arrow files"
     endings = (".arrow",)
     builder = "arrow"
     whole_by_datasets = True

@@ -21,7 +21,7 @@ class Format:
     """Files of one kind that hold rows. Its modules import nothing heavy."""
 
     title = ""
-    """What messages call its files."""
+    """What messages call its files, where a setting for other formats is refused."""
     endings: tuple[str, ...] = ()
     """Of its files' names, before that of a compression; none where an index names them."""
     index: tuple[str, ...] = ()

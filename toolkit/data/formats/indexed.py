@@ -17,6 +17,7 @@ by Megatron's own tools, with several sequences per document, are read as well; 
 tested against megatron-core.
 """
 
+import hashlib
 import os
 import struct
 import time
@@ -53,7 +54,6 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
 }
 _SEAL = b"DMT XXH3"
 _HASH_BYTES = damage_hash().digest_size
-_PIECE_BYTES = 2**24
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
 _CHECKED_AT_ONCE = 2**20
@@ -381,9 +381,7 @@ def is_undamaged(prefix: Path) -> bool | None:
     seal = len(index) - _HASH_BYTES - len(_SEAL)
     if seal < 0 or not index[seal:].startswith(_SEAL):
         return None
-    hashed = damage_hash()
     with bin_path(prefix).open("rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            hashed.update(piece)
+        hashed = hashlib.file_digest(stream, damage_hash)
     hashed.update(index[:seal])
     return bool(hashed.digest() == index[-_HASH_BYTES:])

@@ -42,7 +42,6 @@ _TOO_DEEP = Broken("it is nested too deeply")
 class Json(Format):
     """A row of a file of lines, or of one list."""
 
-    title = "JSON"
     endings = (".json", ".jsonl")
     cut = (".jsonl",)
     states_columns = False

@@ -113,7 +113,6 @@ def unreadable_lines(part: FileRange, error: Exception) -> DataError:
 class Lines(Format):
     """A text file, each line of which is a document."""
 
-    title = "text files"
     endings = (".txt",)
     cut = (".txt",)
     builder = "text"

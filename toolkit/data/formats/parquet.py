@@ -15,7 +15,6 @@ from toolkit.recipe.schema import RowsSource
 class Parquet(Format):
     """A row of a row group."""
 
-    title = "Parquet files"
     endings = (".parquet",)
     cut = (".parquet",)
     builder = "parquet"

@@ -33,9 +33,7 @@ class _Splits(BaseModel):
 class SavedFolder(Format):
     """Arrow files that a folder's `state.json` names."""
 
-    title = "what `save_to_disk` wrote"
     index = (_STATE, _SPLITS)
-    builder = "arrow"
     whole_by_datasets = True
     has_splits = True
 
