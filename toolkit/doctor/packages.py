@@ -56,13 +56,18 @@ _REQUIRED = (
 )
 
 
-def _of_launchers() -> Iterator[Package]:
-    """What a launcher needs and DMT itself does not."""
-    for launcher in all_launchers():
-        for text, module in launcher.packages.items():
-            package = Requirement(text)
-            use = f"`launch.launcher: {launcher.name}` needs it"
-            if package.name not in {required.name for required in _REQUIRED}:
+def _of_choices() -> Iterator[Package]:
+    """What a launcher, an optimizer or a feature needs and DMT itself does not."""
+    required = {package.name for package in _REQUIRED}
+    choices = [
+        *((f"launch.launcher: {each.name}", each.packages) for each in all_launchers()),
+        *((f"optimizer.name: {name}", kind.packages) for name, kind in OPTIMIZERS.items()),
+        *((feature.name, feature.packages) for feature in all_features()),
+    ]
+    for setting, packages in choices:
+        for text, module in packages.items():
+            package, use = Requirement(text), f"`{setting}` needs it"
+            if package.name not in required:
                 yield Package(package.name, module, extra="".join(package.extras), use=use)
 
 
@@ -75,17 +80,7 @@ PACKAGES = (
     ),
     Package("alembic", "alembic", use="`logging.mlflow` with a database of its own needs it"),
     Package("trackio", "trackio", use="`logging.trackio` needs it"),
-    *_of_launchers(),
-    *(
-        Package(package, module, use=f"`optimizer.name: {name}` needs it")
-        for name, kind in OPTIMIZERS.items()
-        for package, module in kind.packages.items()
-    ),
-    *(
-        Package(package, module, use=f"`{feature.name}` needs it")
-        for feature in all_features()
-        for package, module in feature.packages.items()
-    ),
+    *_of_choices(),
     Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),
     Package("gcsfs", "gcsfs", use="data on gs:// needs it"),
