@@ -53,8 +53,6 @@ class Support:
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     replicate: int = 1
     """Largest number of replicas of the sharded model (hybrid sharding)."""
-    zero_plus: bool = False
-    """Whether it supports ZeRO++: `parallel.zero.hpz` and quantized communication."""
     offload_together: bool = False
     """Whether optimizer states and parameters are always on the same device."""
     without_overlap: bool = False

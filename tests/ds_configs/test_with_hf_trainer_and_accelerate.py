@@ -20,6 +20,7 @@ RUNNABLE = [name for name in PRESETS if name not in ("zeropp", "zero3_nvme")]
 """ZeRO++ quantizes with kernels that DeepSpeed has for CUDA only; NVMe has its own test."""
 TOLERANCE = {"trainer": 1e-5, "accelerate": 5e-3}
 """Relative to the loss of zero1: Trainer runs in fp32, Accelerate in bf16."""
+BOTH = [*({"zeropp"} & {*PRESETS}), pytest.param("zero3_nvme", marks=pytest.mark.soak)]
 NVME_TOLERANCE = 5e-3
 """Without CUDA, DeepSpeed keeps parameters on NVMe in bf16, also in an fp32 run, when the
 model is not built under `deepspeed.zero.Init`."""
@@ -91,7 +92,7 @@ for config in (hf.config, accelerate.deepspeed_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zeropp", pytest.param("zero3_nvme", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", BOTH)
 def test_is_filled_completely_by_both(name: str, tmp_path: Path) -> None:
     """What cannot run everywhere is at least understood by both libraries."""
     result = subprocess.run(

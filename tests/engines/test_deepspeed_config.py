@@ -23,6 +23,7 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
+from toolkit.features.base import FEATURES
 from toolkit.layout import Layout
 from toolkit.recipe.schema import OptimizerSection
 
@@ -30,6 +31,14 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
 OPTIMIZER = OptimizerSection(
     learning_rate=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0
 )
+
+
+def zero_plus(**settings: int) -> dict[str, object]:
+    """DeepSpeed's settings of ZeRO++: its defaults, and these."""
+    found = {"hpz_partition_size": 1, "quantized_weights": False, "quantized_gradients": False}
+    return {f"zero_optimization.zero_{key}": v for key, v in (found | settings).items()}
+
+
 CASES: dict[str, DeepSpeedRequest] = {
     "zero0-fp32": DeepSpeedRequest(Layout(dp=2, micro_batch=4), "fp32", OPTIMIZER),
     "zero0-bf16": DeepSpeedRequest(Layout(micro_batch=1), "bf16", OPTIMIZER),
@@ -62,17 +71,24 @@ CASES: dict[str, DeepSpeedRequest] = {
         OPTIMIZER,
         nvme_path="/nvme",
     ),
+}
+ZERO_PLUS = {
     "zeropp": DeepSpeedRequest(
         Layout(dp=16, zero_stage=3, hpz=8),
         "bf16",
         OPTIMIZER,
         config="zeropp",
-        quantized_weights=True,
+        features=zero_plus(hpz_partition_size=8, quantized_weights=True),
     ),
     "zero3-hpz-fp16": DeepSpeedRequest(
-        Layout(dp=16, zero_stage=3, hpz=4), "fp16", OPTIMIZER, quantized_gradients=True
+        Layout(dp=16, zero_stage=3, hpz=4),
+        "fp16",
+        OPTIMIZER,
+        features=zero_plus(hpz_partition_size=4, quantized_gradients=True),
     ),
 }
+if "zero_plus" in FEATURES.names:
+    CASES |= ZERO_PLUS
 LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
 
 
@@ -101,7 +117,7 @@ def test_golden(name: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.json")} == set(CASES)
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {*CASES, *ZERO_PLUS}
 
 
 READ_ALL = """
@@ -188,8 +204,7 @@ def test_deepspeed_reads_what_the_recipe_says(name: str, as_read: dict[str, Any]
     assert read["nvme"] == [
         "/nvme" if place == "nvme" else "None" for place in placed if place != "none"
     ]
-    quantized = [request.quantized_weights, request.quantized_gradients]
-    assert read["zeropp"] == [layout.hpz, *quantized]
+    assert read["zeropp"] == [*{**zero_plus(), **request.features}.values()]
     assert read["bucket"] == (100_000_000 if layout.zero_stage else 500_000_000)
 
 

@@ -147,16 +147,6 @@ def test_the_recipes_own_file_says_how_gradients_are_sent(
     assert why.endswith("4 data-parallel ranks in bf16")
 
 
-def test_zeropp_quantizes_what_it_sends() -> None:
-    zero = {"config": "zeropp", "stage": 3, "hpz": 4}
-    wanted = recipe(**SIXTEEN_BITS, cluster__gpu="h100-80gb", parallel__zero=zero)
-    wanted = adopt_engine_config(wanted)
-    entries = ledger_of(wanted, plan_recipe(wanted))
-    found = {entry.what: entry.why for entry in entries}
-    assert "gradient reduction" not in found
-    assert found["gathered weights"] == "in quantized blocks, from 4 data-parallel ranks"
-
-
 def test_padded_vocabulary_is_exact() -> None:
     odd = {"model__config": TINY | {"vocab_size": 509}}
     assert "padded vocabulary" not in names("exact", **odd)

@@ -37,6 +37,13 @@ class Feature:
     """What it requires of the recipe's other settings."""
     reads: tuple[str, ...] = ()
     """Those settings; `check` is skipped where one is wrong."""
+    # (settings, parallel: ParallelSection, pair: Pair | None, ranks: int | None)
+    #     -> Iterator[Problem]
+    intent: Hook = ""
+    """What it requires of `parallel`, whatever the model: alone, on a pair of engine and model,
+    or (`ranks`) of so many data-parallel ranks. It must be `inside` of `parallel`."""
+    degrees: tuple[str, ...] = ()
+    """Fields of `Layout` with the values of its keys of the same names, or 1."""
     # (job: PlanRequest, pair: Pair) -> Iterator[Problem]
     refuse: Hook = ""
     """Why an engine cannot train a model with it."""
@@ -61,6 +68,10 @@ class Feature:
     bounds: tuple[float, float] | None = None
     """Relative differences of loss and gradient norm from fp32 that a small model with the
     defaults may have, which `dmt doctor --selftest` then trains; None: not tried."""
+    zero_defaults: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    """By its key: DeepSpeed's name of it in `zero_optimization`, and DeepSpeed's default."""
+    presets: tuple[str, ...] = ()
+    """Files of `ds_configs/` that turn it on."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, and the module of each."""
     excludes: frozenset[str] = frozenset()
@@ -93,7 +104,10 @@ class Feature:
         """Its settings in a recipe; None where it is off."""
         if not self.inside:
             return getattr(recipe, self.name)  # type: ignore[no-any-return]
-        around = attrgetter(self.inside)(recipe)
+        return self.read(attrgetter(self.inside)(recipe))
+
+    def read(self, around: Section) -> Section | None:
+        """Its settings in the section that it is inside of; None where all are defaults."""
         values = {name: getattr(around, name) for name in self.section.model_fields}
         settings = self.section.model_construct(**values)
         return None if settings == self.section() else settings
@@ -103,6 +117,7 @@ FEATURES: Registry[Feature] = Registry(
     "dmt.features",
     {
         "fp8": "toolkit.features.fp8:FEATURE",
+        "zero_plus": "toolkit.features.zero_plus:FEATURE",
     },
 )
 """Every feature by its name; other packages add theirs as entry points."""
@@ -153,6 +168,26 @@ def with_features(path: str, after: str) -> Callable[[AnySection], AnySection]:
         return section
 
     return add
+
+
+def intent_problems(
+    parallel: Section, pair: Any = None, ranks: int | None = None
+) -> Iterator[Any]:
+    """See `Feature.intent`: the problems of all features that are on."""
+    for feature in all_features():
+        if feature.intent:
+            around = attrgetter(feature.inside.removeprefix("parallel."))(parallel)
+            if (settings := feature.read(around)) is not None:
+                yield from feature.call("intent", settings, parallel, pair, ranks)
+
+
+def degrees(settings: Settings) -> dict[str, int]:
+    """The fields of `Layout` that features decide."""
+    return {
+        degree: getattr(section, degree) or 1
+        for name, section in settings.items()
+        for degree in FEATURES[name].degrees
+    }
 
 
 def excluding(what: str, settings: Settings) -> list[str]:

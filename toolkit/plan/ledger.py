@@ -55,13 +55,14 @@ def ledger(
     random["router_jitter_noise"] = jitter
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
     own = _of_features(recipe, plan, spec, engine_config or {})
+    of_engine = BACKENDS[plan.engine].approximations(
+        plan, recipe.training.precision, engine_config or {}
+    )
     found = {
         "exact": _exact(recipe, plan, spec, own),
         "approximated": [
             *_approximated(recipe, plan, spec, random, own),
-            *BACKENDS[plan.engine].approximations(
-                plan, recipe.training.precision, engine_config or {}
-            ),
+            *(entry for entry in of_engine if entry[0] not in dict(own["approximated"])),
         ],
         "refused": _refused(Pair(plan.engine, plan.model)),
     }
@@ -122,8 +123,6 @@ def _exact(
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     yield from own["exact"]
-    if layout.hpz > 1:
-        yield "second copy of the weights", f"the same numbers, spread over {layout.hpz} ranks"
     rows = padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
         yield "loss in chunks", "the logits of some tokens at a time, the same numbers"

@@ -11,6 +11,7 @@ from itertools import combinations, product
 from math import gcd, isqrt
 
 from toolkit.errors import PlanError
+from toolkit.features.base import degrees
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.request import PlanRequest
@@ -259,13 +260,13 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         ep=int(parallel.expert),
         sequence_parallel=bool(parallel.sequence),
         replicate=int(parallel.replicate),
-        hpz=zero.hpz or 1,
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
         compile=compiling.parts(job, pair, zero.stage),  # type: ignore[arg-type]
         fused=fusing.whose(job, pair),
         experts=experts.products(job, pair, parallel),
+        **degrees(job.features),  # type: ignore[arg-type]
     )
 
 

@@ -27,7 +27,6 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         attention="eager" if attention.whole_scores(job) else "fused",
         cudnn=attention.kernel(job) == "cudnn",
         reduce_bytes=BACKENDS[pair.engine].reduce_bytes(job.parallel.zero),
-        zero=job.parallel.zero,
     )
     workload: Workload = changed("cost", plain, job.features)
     return workload

@@ -633,6 +633,7 @@ class EvaluationSection(Section):
     """Global batches per evaluation (fewer when the validation data is smaller)."""
 
 
+@with_features("parallel.zero", after="nvme_path")
 class ZeroSection(Section):
     """ZeRO: what data-parallel ranks shard instead of replicating."""
 
@@ -649,15 +650,6 @@ class ZeroSection(Section):
     offloads optimizer states and parameters together: both `cpu` or both `none`."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
-    hpz: Degree | None = None
-    """Engine deepspeed, stage 3 (ZeRO++): number of ranks, usually those of a node, over which
-    a second copy of the weights is sharded in the first forward pass of a step; later passes
-    gather from this copy. null: the value in `config`, otherwise 1, no second copy."""
-    quantized_weights: bool | None = None
-    """Engine deepspeed, stage 3, on GPUs (ZeRO++): weights are quantised to 8 bits when they
-    are gathered. null: the value in `config`, otherwise false."""
-    quantized_gradients: bool | None = None
-    """The same for gradients, in 4 bits between nodes; with `training.precision: fp16` only."""
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or your own JSON file, relative to
     the recipe's file. Default: the preset that fits stage and offload."""

@@ -10,11 +10,12 @@ from toolkit.engines.deepspeed.config import (
     REQUIRED,
     DeepSpeedRequest,
     communication_bytes,
+    features_of,
     offload_of,
     open_config,
+    owned_by_features,
     render,
     stage_of,
-    zero_plus_of,
 )
 from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
@@ -24,7 +25,6 @@ from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import known
 from toolkit.recipe.schema import Recipe, ZeroSection
 
@@ -94,7 +94,6 @@ class DeepSpeedBackend(Backend):
             kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
-            zero_plus=True,
             offload_optimizer=_CPU_OR_NVME,
             offload_parameters=_CPU_OR_NVME,
         ),
@@ -149,7 +148,7 @@ class DeepSpeedBackend(Backend):
                 update["offload_optimizer"] = optimizer
             if zero.offload_parameters == "auto" and parameters is not None:
                 update["offload_parameters"] = parameters
-            stated = zero_plus_of(file)
+            stated = features_of(file)
             update |= {k: v for k, v in stated.items() if getattr(zero, k) is None}
         return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
 
@@ -167,10 +166,9 @@ class DeepSpeedBackend(Backend):
             recipe.optimizer,
             zero.nvme_path,
             zero.config,
-            bool(zero.quantized_weights),
-            bool(zero.quantized_gradients),
             zero.extra or {},
             first_loss_scale(precision),
+            owned_by_features(recipe),
         )
         rendered: dict[str, Any] = render(request)
         quantized = "zero_quantized_nontrainable_weights"
@@ -216,7 +214,6 @@ class DeepSpeedBackend(Backend):
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which is no
         longer marked as tensor-parallel: each rank clips by its own norm."""
-        yield from _quantized(job)
         if model == "hf":
             return
         precision, tensor = job.training.precision, job.parallel.tensor
@@ -246,42 +243,13 @@ class DeepSpeedBackend(Backend):
         ranks = plan.layout.dp
         if ranks == 1:
             return
-        zero = config.get("zero_optimization", {})
         # engine.py, `communication_data_type`: by default the training precision.
         sent_in = config.get("communication_data_type") or precision
-        if zero.get("zero_quantized_gradients"):
-            sent_in = "quantized blocks"
         if sent_in != "fp32":
             yield (
                 "gradient reduction",
                 f"gradients are summed over {ranks:,} data-parallel ranks in {sent_in}",
             )
-        if zero.get("zero_quantized_weights"):
-            yield "gathered weights", f"in quantized blocks, from {ranks:,} data-parallel ranks"
-
-
-def _quantized(job: PlanRequest) -> Iterator[Problem]:
-    """What DeepSpeed's quantizer does not support, or silently computes incorrectly.
-
-    It is a CUDA operator (`QuantizerBuilder`). Weights are cast to fp16 before it, gradients
-    are not: csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads their bits as fp16.
-    Among the ranks of one node stage3.py (`__avg_scatter_grads`) does not quantize gradients.
-    """
-    precision, cluster = job.training.precision, job.cluster
-    for name in legality.zero_plus(job.parallel.zero):
-        key, why = f"parallel.zero.{name}", ""
-        if name == "hpz":
-            continue
-        if cluster.gpu == "cpu":
-            found, why = f"cluster.gpu: {cluster.gpu}", "GPUs: the quantizer is a CUDA kernel"
-        elif precision == "fp32":
-            found, why = f"precision: {precision}", "bf16 or fp16: the quantizer reads no fp32"
-        elif name == "quantized_gradients" and precision != "fp16":
-            found, why = f"precision: {precision}", "fp16: the quantizer reads its bits as fp16"
-        elif name == "quantized_gradients" and cluster.nodes == 1:
-            found, why = "cluster.nodes: 1", "several nodes: within one, nothing is quantized"
-        if why:
-            yield Problem(key, f"true with {found}", f"true only with {why}", f"remove {key}")
 
 
 BACKEND = DeepSpeedBackend()

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,9 +19,10 @@ from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
+from toolkit.features.base import all_features
 from toolkit.layout import Layout, Placement, Precision
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.recipe.schema import OptimizerSection
+from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.suggest import did_you_mean
 
 ZERO = "zero_optimization"
@@ -40,6 +42,11 @@ DEFAULTS: Mapping[str, object] = {
 }
 """Written if the file does not state them."""
 
+_OF_FEATURES: Mapping[str, str] = {
+    f"{ZERO}.{name}": f"{feature.inside}.{key}"
+    for feature in all_features()
+    for key, (name, _) in feature.zero_defaults.items()
+}
 OWNED: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -55,9 +62,7 @@ OWNED: Mapping[str, str] = {
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     f"{ZERO}.stage": "parallel.zero.stage",
-    f"{ZERO}.zero_hpz_partition_size": "parallel.zero.hpz",
-    f"{ZERO}.zero_quantized_weights": "parallel.zero.quantized_weights",
-    f"{ZERO}.zero_quantized_gradients": "parallel.zero.quantized_gradients",
+    **_OF_FEATURES,
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
     f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
     f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
@@ -81,9 +86,9 @@ weights and moments, mean gradients, the recipe's precision and data order) and 
 out of the weights."""
 
 ABSENT: Mapping[str, object] = {
-    f"{ZERO}.zero_hpz_partition_size": 1,
-    f"{ZERO}.zero_quantized_weights": False,
-    f"{ZERO}.zero_quantized_gradients": False,
+    f"{ZERO}.{name}": default
+    for feature in all_features()
+    for name, default in feature.zero_defaults.values()
 }
 """Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""
 
@@ -108,12 +113,12 @@ class DeepSpeedRequest:
     config: str | None = None
     """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
     fits the layout."""
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
     """The plan's initial loss scale, a power of two; None unless fp16."""
+    features: Mapping[str, object] = field(default_factory=lambda: ABSENT)
+    """Values of the settings of `ABSENT`, which features decide."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +219,14 @@ def communication_bytes(file: JsonFile) -> int | None:
     return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(_stated(file, "communication_data_type")))
 
 
-def zero_plus_of(file: JsonFile) -> dict[str, int | bool]:
-    """ZeRO++ settings of a config, by the recipe's names.
+def owned_by_features(recipe: Recipe) -> dict[str, object]:
+    """The values of `ABSENT` that a recipe states, or DeepSpeed's defaults."""
+    stated = {key: attrgetter(OWNED[key])(recipe) for key in ABSENT}
+    return {key: ABSENT[key] if value is None else value for key, value in stated.items()}
+
+
+def features_of(file: JsonFile) -> dict[str, int | bool]:
+    """Settings of features in a config, by the recipe's names.
 
     Raises RecipeError for a value of the wrong type.
     """
@@ -258,9 +269,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
         f"{ZERO}.stage": layout.zero_stage,
-        f"{ZERO}.zero_hpz_partition_size": layout.hpz,
-        f"{ZERO}.zero_quantized_weights": request.quantized_weights,
-        f"{ZERO}.zero_quantized_gradients": request.quantized_gradients,
+        **request.features,
     }
     if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
@@ -295,7 +304,7 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
         # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
         settings["data_types.grad_accum_dtype"] = "fp32"
     fp32 = sends_fp32(request.precision, request.layout.zero_stage)
-    if fp32 and not request.quantized_gradients:
+    if fp32 and not request.features.get(f"{ZERO}.zero_quantized_gradients"):
         # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
         # those.
         settings["communication_data_type"] = "fp32"

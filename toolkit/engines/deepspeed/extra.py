@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.engines.deepspeed.config import REQUIRED, ZERO, open_config, same
+from toolkit.engines.deepspeed.config import OWNED, REQUIRED, ZERO, open_config, same
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS, ZERO_POSITIVE, ZERO_SIZES, ZERO_SWITCHES
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.errors import Problem, RecipeError
@@ -17,12 +17,9 @@ from toolkit.suggest import did_you_mean
 
 _KEY = "parallel.zero.extra"
 _RECIPE_KEYS: Mapping[str, str] = {
-    "stage": "parallel.zero.stage",
-    "offload_optimizer": "parallel.zero.offload_optimizer",
-    "offload_param": "parallel.zero.offload_parameters",
-    "zero_hpz_partition_size": "parallel.zero.hpz",
-    "zero_quantized_weights": "parallel.zero.quantized_weights",
-    "zero_quantized_gradients": "parallel.zero.quantized_gradients",
+    name.split(".")[1]: key
+    for name, key in [*OWNED.items()][::-1]  # of a block, the key of its device
+    if name.startswith(f"{ZERO}.")
 }
 """Settings that the recipe decides, and its key for each."""
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from toolkit.features.base import all_features
 from toolkit.layout import Layout
 
 FOLDER = (Path(__file__).parents[2] / "ds_configs").resolve()
@@ -16,7 +17,7 @@ PRESETS = (
     "zero2_offload",
     "zero3_offload",
     "zero3_nvme",
-    "zeropp",
+    *(preset for feature in all_features() for preset in feature.presets),
 )
 """Names of the shipped presets."""
 

@@ -9,7 +9,7 @@ from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
-from toolkit.recipe.schema import TrainingSection, ZeroSection
+from toolkit.recipe.schema import TrainingSection
 
 Attention = Literal["fused", "unfused", "eager"]
 TensorOverlap = Literal["none", "backward", "all"]
@@ -145,7 +145,6 @@ def planned_workload(
     attention: Attention = "fused",
     cudnn: bool = False,
     reduce_bytes: float | None = None,
-    zero: ZeroSection | None = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -157,7 +156,6 @@ def planned_workload(
     """
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
-    zero = zero or ZeroSection()
     return Workload(
         spec=spec,
         sequence_length=training.sequence_length,
@@ -174,6 +172,5 @@ def planned_workload(
         updates=updates,
         attention=attention,
         cudnn=cudnn,
-        reduce_bytes=0.5 if zero.quantized_gradients else reduce_bytes,
-        gather_bytes=1.0 if zero.quantized_weights else None,
+        reduce_bytes=reduce_bytes,
     )

@@ -11,6 +11,7 @@ from functools import cache
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
+from toolkit.features.base import intent_problems
 from toolkit.layout import Pair, Precision, Stage
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
@@ -158,7 +159,7 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "1 with offload, which is for models that copies of shards leave no room for",
             "set parallel.replicate to 1 (or auto)",
         )
-    yield from _zero_plus_needs(zero)
+    yield from intent_problems(parallel)
     if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
         yield Problem(
             "parallel.zero.offload_parameters",
@@ -166,26 +167,6 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "none below stage 3, which alone shards parameters",
             "set parallel.zero.stage to 3 (or auto)",
         )
-
-
-def _zero_plus_needs(zero: ZeroSection) -> Iterator[Problem]:
-    """ZeRO++ applies only to gathered weights."""
-    for name in zero_plus(zero):
-        key, shown = f"parallel.zero.{name}", str(getattr(zero, name)).lower()
-        if zero.stage not in (3, "auto"):
-            yield Problem(
-                key,
-                f"{shown} with stage: {zero.stage}",
-                "nothing below stage 3, which alone gathers weights",
-                "set parallel.zero.stage to 3 (or auto)",
-            )
-        elif zero.offload_parameters not in ("none", "auto"):
-            yield Problem(
-                key,
-                f"{shown} with offload_parameters: {zero.offload_parameters}",
-                "nothing with offloaded parameters, whose second copy would be there as well",
-                "remove it, or set parallel.zero.offload_parameters to none",
-            )
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
@@ -218,7 +199,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
         yield from _copies(parallel, world // product)
-        yield from _second_copy(parallel.zero, world // product)
+        yield from intent_problems(parallel, ranks=world // product)
         return
     largest = max(degrees, key=lambda name: degrees[name])
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
@@ -246,25 +227,6 @@ def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
         f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
         f"set parallel.replicate to {nearest(wanted, fit)}",
     )
-
-
-def _second_copy(zero: ZeroSection, ranks: int) -> Iterator[Problem]:
-    """Groups of equal size share a second copy of the weights."""
-    if zero.hpz is None or ranks % zero.hpz == 0:
-        return
-    fit = divisors(ranks)
-    yield Problem(
-        "parallel.zero.hpz",
-        f"{zero.hpz} on {ranks} ranks",
-        f"{' or '.join(map(str, fit))}: groups of equally many ranks",
-        f"set parallel.zero.hpz to {nearest(zero.hpz, fit)}",
-    )
-
-
-def zero_plus(zero: ZeroSection) -> list[str]:
-    """The settings of ZeRO++ that are on."""
-    names = ("quantized_weights", "quantized_gradients")
-    return ["hpz"] * ((zero.hpz or 1) > 1) + [name for name in names if getattr(zero, name)]
 
 
 def copies_of(ranks: int) -> list[int]:
@@ -314,7 +276,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         able = " or ".join(p.engine for p, one in table().items() if one.without_overlap)
         instead = f"set parallel.overlap to auto, or parallel.engine to {able}"
         refuse("overlap", "none", "auto", instead, ", which overlaps what it can")
-    or_engine = "" if support.zero_config else _or_zero(parallel)
+    or_engine = or_zero(parallel, pair)
     if zero.stage != "auto" and zero.stage not in support.zero_stages:
         stages = ", ".join(map(str, support.zero_stages))
         why = _PIPELINE_AND_ZERO if _above_one(parallel.pipeline) else ""
@@ -333,9 +295,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         ways = ", ".join(support.recompute)
         why = ": selective is megatron-core's, and the model here is transformers'"
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
-    for name in () if support.zero_plus else zero_plus(zero):
-        shown, able = str(getattr(zero, name)).lower(), "transformers' models under deepspeed"
-        refuse(f"zero.{name}", shown, "null", f"remove it{or_engine}", f": it is for {able}")
+    found += intent_problems(parallel, pair)
     if zero.config is not None and not support.zero_config:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
     if zero.extra and not support.zero_config:
@@ -385,8 +345,10 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     return f", or {' and '.join(changes)}" if changes else ""
 
 
-def _or_zero(parallel: ParallelSection) -> str:
-    """DeepSpeed as the alternative fix, if the degrees allow it."""
+def or_zero(parallel: ParallelSection, pair: Pair) -> str:
+    """DeepSpeed as the alternative fix, if the pair is not its and the degrees allow it."""
+    if table()[pair].zero_config:
+        return ""
     degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
     engines = [pair.engine for pair, support in table().items() if support.zero_config]
     if not engines or any(map(_above_one, degrees)):

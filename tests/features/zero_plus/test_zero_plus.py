@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import Case, each_case, reference
-from tests.engines.zero_plus_worker import look
+from tests.features.zero_plus.zero_plus_worker import look
 from tests.forked import call_ranks
 from tests.plan.making import LLAMA_8B, recipe
 from toolkit.backend import BACKENDS, adopt_engine_config
@@ -142,6 +142,15 @@ def test_the_ledger_names_what_is_rounded() -> None:
     assert found["second copy of the weights"].kind == "exact"
     assert found["gathered weights"].why == "in quantized blocks, from 8 data-parallel ranks"
     assert found["gradient reduction"].why.endswith("ranks in quantized blocks")
+
+
+def test_a_preset_quantizes_what_it_gathers() -> None:
+    sixteen = {**ON_GPUS, "training__precision": "bf16", "cluster__nodes": 1}
+    zero = {"config": "zeropp", "stage": 3, "hpz": 4}
+    wanted = adopt_engine_config(recipe(**sixteen, parallel__zero=zero))
+    found = {one.what: one.why for one in ledger_of(wanted, plan_recipe(wanted))}
+    assert "gradient reduction" not in found
+    assert found["gathered weights"] == "in quantized blocks, from 4 data-parallel ranks"
 
 
 def test_memory_and_time_by_hand() -> None:
