@@ -32,3 +32,11 @@ def byte_size(count: int) -> str:
         if count >= limit:
             return f"{count / limit:.1f} {unit}"
     return f"{count} B"
+
+
+def human(number: float) -> str:
+    """1234567 → `1.23M`."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * limit:  # which three digits round up
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:g}"

@@ -14,10 +14,10 @@ import pytest
 from tests.processes import HANG_S, ROOT
 from tests.recipe.good import GOOD
 from toolkit import __version__
-from toolkit.cli.check import human
 from toolkit.cli.main import VERBS, Verb, main
 from toolkit.errors import BackendUnavailable, Stopped
 from toolkit.models.families import model_spec
+from toolkit.units import human
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets import Report, against, places_in
 from toolkit.terminal import printable
+from toolkit.units import human
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,6 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     ranks = recipe.cluster.world_size
     parts.append(f"{ranks} × {recipe.cluster.gpu}")
     return ", ".join(parts)
-
-
-def human(number: float) -> str:
-    """1234567 → `1.23M`."""
-    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * limit:  # which three digits round up
-            return f"{number / limit:.3g}{suffix}"
-    return f"{number:g}"
 
 
 def _length(recipe: Recipe) -> str:

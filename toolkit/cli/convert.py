@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.bars import byte_progress
-from toolkit.cli.check import human
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError, RunFailed
 from toolkit.interpreter import python
 from toolkit.models.convert.agreement import Agreement
 from toolkit.terminal import tell
+from toolkit.units import human
 
 if TYPE_CHECKING:
     from toolkit.models.convert.source import ConvertibleModel

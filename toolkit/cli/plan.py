@@ -11,7 +11,6 @@ from rich.text import Text
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli import plan_formulas, plan_tables
 from toolkit.cli.bars import bars, memory_lines
-from toolkit.cli.check import human
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.output import output
@@ -42,7 +41,7 @@ from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
-from toolkit.units import seconds
+from toolkit.units import human, seconds
 
 _DEGREES = {
     "tensor": "tp",

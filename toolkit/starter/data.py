@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from toolkit.data.amount import count_samples
 from toolkit.data.formats.base import format_of
 from toolkit.data.formats.columns import MESSAGES, TEXT
@@ -12,7 +10,7 @@ from toolkit.data.formats.files import ListedFile
 from toolkit.data.local import columns_of_file
 from toolkit.errors import DataError, PlanError
 from toolkit.recipe.schema import ChatRowsSource, Recipe
-from toolkit.starter.draft import Task
+from toolkit.starter.draft import Task, as_recipe
 
 BYTES_PER_TOKEN = 4
 """Of English text, for a tokenizer that is not here."""
@@ -20,6 +18,7 @@ UPDATES = 20
 """An epoch has at least so many steps, where the data allows it."""
 WARMUP = 0.1
 """Share of the steps."""
+_FIX = "write the recipe without --data, and change its `data` section"
 _KINDS: dict[Task, str] = {
     "pretrain": "text",
     "sft": "chat",
@@ -42,7 +41,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     shown["schedule"] = schedule
     if not fraction:
         shown.pop("evaluation", None)
-    samples, ranks = _samples(_checked(shown), data), recipe.cluster.world_size
+    samples, ranks = _samples(as_recipe(shown, "--data", _FIX), data), recipe.cluster.world_size
     usual = recipe.training.global_batch_size
     batch = max(min(usual, samples // UPDATES // ranks * ranks), ranks)
     if samples < batch:
@@ -56,23 +55,11 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     fits = 0 < usual <= WARMUP * steps
     shown["training"]["global_batch_size"] = batch
     shown["schedule"] |= {"warmup_steps": usual} if fits else {"warmup_ratio": WARMUP}
-    return _checked(shown)
+    return as_recipe(shown, "--data", _FIX)
 
 
 def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in names}
-
-
-def _checked(shown: dict[str, Any]) -> Recipe:
-    try:
-        return Recipe.model_validate(shown)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise PlanError(
-            f"--data: no recipe can be made of it: {where}: {first['msg']}",
-            fix="write the recipe without --data, and change its `data` section",
-        ) from error
 
 
 def _source(data: Path, task: Task) -> dict[str, Any]:

@@ -150,15 +150,18 @@ def _usual_recipe(
             del data["model"]["balance"]  # PEFT's folder has no such bias
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
+    return as_recipe(data, model["hub"], "choose another model")
+
+
+def as_recipe(data: Mapping[str, Any], source: str, fix: str) -> Recipe:
+    """A drafted recipe, checked. Raises PlanError with the first mistake."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise PlanError(
-            f"{model['hub']}: no recipe can be made of it: {where}: {first['msg']}",
-            fix="choose another model",
-        ) from error
+        message = f"{source}: no recipe can be made of it: {where}: {first['msg']}"
+        raise PlanError(message, fix=fix) from error
 
 
 def _name(folder: Path, task: Task) -> str:

@@ -15,7 +15,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.starter.draft import Task, draft
-from toolkit.units import GIB, seconds
+from toolkit.units import GIB, human, seconds
 
 COLUMN = 34
 """Where comments begin, unless the setting is longer."""
@@ -136,10 +136,10 @@ def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> I
 def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
     training = recipe.training
     tokens = recipe.lengths.tokens(1)
-    comments = {"global_batch_size": f"samples; {_count(tokens)} tokens a step"}
+    comments = {"global_batch_size": f"samples; {human(tokens)} tokens a step"}
     if (steps := recipe.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (
-            f"{_count(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
+            f"{human(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
         )
     if planned is not None:
         layout = planned[0].layout
@@ -222,10 +222,3 @@ def _large(number: int) -> str:
     """A number of tokens: `15.0e12`."""
     text = f"{number / 1e12:.12g}e12"
     return text if number >= 1e9 and float(text) == number else str(number)
-
-
-def _count(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:g}"

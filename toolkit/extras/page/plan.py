@@ -38,17 +38,17 @@ class PlanPage:
 
 def plan_data(planned: Planned) -> dict[str, Any]:
     """Everything on the page, as JSON knows it, the chosen layout first."""
-    found = planned.search
-    shown = found.shortlist(SHOWN)
+    search = planned.search
+    shown = search.shortlist(SHOWN)
     labels = ["/".join(dict.fromkeys(one.pair)) for one in shown]
-    estimates = [layout_estimate(found, one) for one in shown]
+    estimates = [layout_estimate(search, one) for one in shown]
     names = [name_of(label, one.layout) for label, one in zip(labels, shown, strict=True)]
     chosen = estimates[0]
     facts = layout_facts(planned.plan, planned.recipe.cluster, planned.cluster.gpu)
     sections = [
         {"title": _memory_title(chosen), "stacks": memory_stacks(names, estimates)},
         {"title": "One step, by layout", "stacks": step_stacks(names, estimates)},
-        {"title": "Alternatives", "table": strategies(found, shown).cells(shown)},
+        {"title": "Alternatives", "table": strategies(search, shown).cells(shown)},
         {"title": "The chosen layout", "facts": [*map(list, facts)]},
         {"title": "Why", "items": list(planned.plan.reasons)},
     ]
@@ -156,13 +156,12 @@ def timelines(layout: Layout, time: StepTime) -> Iterator[dict[str, Any]]:
             "recompute": layout.recompute != "none",
             "chunks": layout.vpp,
             "slots": [
-                [rank, slot.direction, slot.micro_batch, slot.chunk, slot.start_s, slot.end_s,
-                 slot.sent_s]
-                for rank, slots in enumerate(table.slots)
+                slot
+                for slots in table.slots
                 for slot in slots
                 if slot.sent_s > start_s and slot.start_s < stop_s
             ],
-        }  # fmt: skip
+        }
 
 
 def windows(table: Timetable) -> list[tuple[float, float]]:

@@ -21,8 +21,7 @@ class _Pass(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A pass with its times, in seconds since the step began."""
 
     rank: int
