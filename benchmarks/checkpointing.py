@@ -135,8 +135,9 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
     from toolkit.checkpoint.saved_state import SavedState
     from toolkit.checkpoint.saver import Saver
     from toolkit.checkpoint.store import CheckpointStore
+    from toolkit.engines.build import build_engine
     from toolkit.engines.distributed import end_process, join
-    from toolkit.engines.setup import EngineSetup, build_engine
+    from toolkit.engines.setup import EngineSetup
     from toolkit.intake.load import load_recipe
     from toolkit.models import huggingface as hf
     from toolkit.run.assignment import decide

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ PROGRAMS = ("toolkit.extras.launchers.ray_job",)
 LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
-     "toolkit.untrusted", "toolkit.compilers", "toolkit.registry", "toolkit.backend",
-     "toolkit.suggest", "toolkit.interpreter", "toolkit.system", "toolkit.batch",
+     "toolkit.untrusted", "toolkit.compilers", "toolkit.registry", "toolkit.suggest",
+     "toolkit.interpreter", "toolkit.system", "toolkit.batch",
      "toolkit.layout"),
     ("toolkit.objectives",),
     ("toolkit.recipe.section",),
@@ -45,6 +46,10 @@ LAYERS = (
     ("toolkit.hardware",),
     ("toolkit.models",),
     ("toolkit.adapters",),
+    ("toolkit.plan.plan", "toolkit.plan.request", "toolkit.plan.cost.engine",
+     "toolkit.plan.cost.stages", "toolkit.plan.cost.owned", "toolkit.plan.cost.__init__",
+     "toolkit.plan.__init__"),
+    ("toolkit.backend",),
     ("toolkit.plan",),
     ("toolkit.intake",),
     ("toolkit.data",),
@@ -83,13 +88,8 @@ def layer_of(module: str) -> int:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Modules of toolkit that a file imports anywhere, type-checking blocks left out."""
-    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            pending.extend(node.orelse)
-            continue
+    """Modules of toolkit that a file imports anywhere, for types alone, too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +97,6 @@ def imports_of(path: Path) -> Iterator[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else str(node.module)
-        pending.extend(ast.iter_child_nodes(node))
 
 
 def named(module: str) -> str:
@@ -114,6 +113,14 @@ def test_imports_point_downward(module: str) -> None:
         if other.split(".")[0] == "toolkit" and layer_of(named(other)) > mine
     ]
     assert not upward
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {
+        module: {named(other) for other in imports_of(path) if other.startswith("toolkit")}
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
 def test_light_modules_import_nothing_heavy() -> None:

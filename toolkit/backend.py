@@ -10,17 +10,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from toolkit.layout import EngineName, ModelName, Placement, Precision, RecomputeWay, Stage
+from toolkit.errors import Problem
+from toolkit.layout import (
+    EngineName,
+    Layout,
+    ModelName,
+    Placement,
+    Precision,
+    RecomputeWay,
+    Stage,
+)
+from toolkit.plan.cost.engine import EngineCost
+from toolkit.plan.plan import Plan
+from toolkit.plan.request import PlanRequest
+from toolkit.recipe.dump import dump
+from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.registry import ENGINES, Registry
 
 if TYPE_CHECKING:
-    from toolkit.engines.in_accelerate import InAccelerate
-    from toolkit.errors import Problem
-    from toolkit.layout import Layout
-    from toolkit.plan.cost.engine import EngineCost
-    from toolkit.plan.plan import Plan
-    from toolkit.plan.request import PlanRequest
-    from toolkit.recipe.schema import Recipe, ZeroSection
+    from torch import nn
 
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
@@ -72,7 +80,72 @@ class Rehearsed(NamedTuple):
 
     name: str
     model: ModelName
-    layout: "Layout"
+    layout: Layout
+
+
+class InAccelerate:
+    """One engine's configuration of Accelerate; the defaults are those of torch's DDP.
+
+    `config` is the output of its `Backend.render`. Scripts use transformers' models;
+    megatron-core's is not supported.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of TrainingArguments that state the engine."""
+    common: ClassVar[Mapping[str, Layout]] = {}
+    """Files of `launch/accelerate/` by name, each with its layout."""
+    common_options: ClassVar[tuple[str, ...]] = ()
+    """Options of `accelerate launch` that those files need."""
+    notes: ClassVar[tuple[str, ...]] = ()
+    """Lines for the head of a file: where a setting means something else than in a recipe."""
+    recomputes: ClassVar[bool] = False
+    """Whether Accelerate enables recompute; otherwise the model does."""
+
+    def reduces_every_batch(self, layout: Layout) -> bool:
+        """Are gradients reduced after every micro batch? If not, once a step."""
+        return False
+
+    def distributed_type(self, world: int) -> str:
+        """Accelerate's kind of run. On a CPU, its MULTI_CPU starts one process only."""
+        return "MULTI_GPU" if world > 1 else "NO"
+
+    def preset(self, layout: Layout) -> dict[str, Any]:
+        """The replacement of `config` in the files of `common`."""
+        return {}
+
+    def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
+        """The part of the YAML file that configures training; `precision` is Accelerate's."""
+        return dump({"mixed_precision": precision}, flow=False)
+
+    def prepare_process(self) -> None:
+        """Prepare this process, which has joined the process group."""
+
+    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of `Accelerator`."""
+        import torch
+
+        return {"cpu": not torch.cuda.is_available()}
+
+    def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
+        """Set what Accelerate's plugin reads from the model, before it wraps the model.
+
+        Raises PlanError for a model that does not define it.
+        """
+
+    def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of TrainingArguments: values of `fields`."""
+        return {}
+
+    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
+        """A description of how Accelerate wrapped a model, and whether that matches the plan.
+
+        A single process needs no DDP, and neither does a model that does not train.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        alone = layout.world == 1 or not trains
+        return type(model).__name__, alone or isinstance(model, DistributedDataParallel)
 
 
 class Backend:
@@ -100,11 +173,11 @@ class Backend:
     """Other programs that run its plans: further targets of `dmt render`."""
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
-    accelerate: "ClassVar[InAccelerate | None]" = None
+    accelerate: ClassVar[InAccelerate | None] = None
     """How Accelerate carries out its plans; None where it cannot."""
     rehearsals: ClassVar[tuple[Rehearsed, ...]] = ()
     """In which layouts `dmt rehearse` tries it."""
-    cost: "ClassVar[EngineCost]"
+    cost: ClassVar[EngineCost]
     """Its memory, traffic and time terms."""
 
     def rehearsed_alone(self, precision: Precision) -> bool:
@@ -112,11 +185,11 @@ class Backend:
         reduces gradients reads tensors in C++."""
         return False
 
-    def adopt(self, recipe: "Recipe") -> "Recipe":
+    def adopt(self, recipe: Recipe) -> Recipe:
         """The recipe with what the engine's own file, which the recipe names, decides."""
         return recipe
 
-    def render(self, recipe: "Recipe", layout: "Layout") -> dict[str, Any]:
+    def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """Its complete configuration; empty without one.
 
         Raises RecipeError where a file that the recipe names disagrees with the recipe.
@@ -124,7 +197,7 @@ class Backend:
         return {}
 
     def shown(
-        self, target: str, recipe: "Recipe", plan: "Plan"
+        self, target: str, recipe: Recipe, plan: Plan
     ) -> tuple[str, Sequence[str]] | None:
         """What `dmt render --to TARGET` prints, and notes on what that leaves to the user.
 
@@ -134,7 +207,7 @@ class Backend:
             return None
         return json.dumps(self.render(recipe, plan.layout), indent=2), ()
 
-    def environment(self, layout: "Layout", gpu: str) -> dict[str, str]:
+    def environment(self, layout: Layout, gpu: str) -> dict[str, str]:
         """Variables that must be set before a worker first touches its GPU.
 
         One queue to the GPU keeps tensor-parallel communication ahead of the products that
@@ -155,21 +228,21 @@ class Backend:
         """Names of the operators that `prepare` would compile."""
         return ()
 
-    def reduce_bytes(self, zero: "ZeroSection") -> float | None:
+    def reduce_bytes(self, zero: ZeroSection) -> float | None:
         """Bytes per gradient element on the wire, where a configuration of the user's own
         states its type; None: the engine's own choice."""
         return None
 
-    def refusal(self, job: "PlanRequest", model: ModelName) -> "Problem | None":
+    def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:
         """Why it cannot train this model at all, with the nearest way out."""
         return None
 
-    def rules(self, job: "PlanRequest", model: ModelName) -> "Iterator[Problem]":
+    def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """What else it cannot do with this model and batch."""
         return iter(())
 
     def approximations(
-        self, plan: "Plan", precision: str, config: Mapping[str, Any]
+        self, plan: Plan, precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
         """Entries of the ledger: engine-specific rounding and sums."""
         return iter(())
@@ -179,7 +252,7 @@ BACKENDS: Registry[Backend] = ENGINES
 """Every engine's backend by its name."""
 
 
-def adopt_engine_config(recipe: "Recipe") -> "Recipe":
+def adopt_engine_config(recipe: Recipe) -> Recipe:
     """The recipe with what an engine's own file, which the recipe names, decides."""
     for name in BACKENDS.names:
         recipe = BACKENDS[name].adopt(recipe)

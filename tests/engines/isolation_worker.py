@@ -25,8 +25,9 @@ from tests.engines.parity_worker import (
 )
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.engines.base import Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
 from toolkit.models import huggingface as hf
 from toolkit.objectives.base import LossTerms

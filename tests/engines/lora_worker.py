@@ -33,8 +33,9 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.shards import whole_block
 from toolkit.engines.base import Counters, Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource

@@ -24,8 +24,9 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks, join, leave
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource, is_correction_bias

@@ -28,8 +28,9 @@ from toolkit.data.chat.tokens import ChatReport, StoredChats
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import plan_recipe

@@ -6,8 +6,7 @@ accelerate's commands/config/config_args.py and commands/launch.py.
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from toolkit.backend import BACKENDS
-from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.features.base import excluding
 from toolkit.layout import recompute_text

@@ -17,9 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.accelerate.config import MIXED_PRECISION, in_accelerate
-from toolkit.backend import BACKENDS
+from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.engines.distributed import join
-from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.plan.plan import Plan

@@ -13,8 +13,7 @@ from transformers import Trainer, TrainingArguments
 from toolkit.accelerate.config import in_accelerate
 from toolkit.accelerate.planned import prepare_process
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.backend import BACKENDS
-from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection

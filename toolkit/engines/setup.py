@@ -1,12 +1,9 @@
 """The inputs from which an engine is built."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora, lora_of
-from toolkit.backend import BACKENDS
-from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
 from toolkit.features.base import Settings, hooks
@@ -18,7 +15,6 @@ from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
-from toolkit.registry import load
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -131,45 +127,3 @@ class EngineSetup:
             deterministic=recipe.training.deterministic,
             attention_kernel=plan.attention_kernel,
         )
-
-
-def build_engine(name: str, setup: EngineSetup) -> Engine:
-    """Build the engine `name` on this rank; collective.
-
-    Raises PlanError if the data isolates documents and the engine's model does not.
-    """
-    if setup.model == "megatron":
-        from toolkit.models.megatron import cpu
-
-        cpu.before_import()
-    engine: Engine = load(BACKENDS[name].engine)(setup)
-    _try_first(setup.attention_kernel, engine)
-    if setting := setup.layout.compiles:
-        from toolkit.models.compiled import explain_failures
-
-        _around_steps(explain_failures(setting), engine)
-    if setup.isolates:
-        from toolkit.engines.isolation import check_isolation
-
-        check_isolation(engine, setup)
-    return engine
-
-
-def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
-    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
-    if kernel in ("sdpa", "eager"):
-        return
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-    rest = (*names.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-    order = list(dict.fromkeys((names[kernel], *rest)))
-    _around_steps(sdpa_kernel(order, set_priority=True), engine)
-
-
-def _around_steps(
-    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], engine: Engine
-) -> None:
-    """Wrap all methods of an engine that compute."""
-    for name in ("train_step", "evaluate", "sequence_log_probs"):
-        setattr(engine, name, wrapper(getattr(engine, name)))

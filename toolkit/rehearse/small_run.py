@@ -10,8 +10,9 @@ from dataclasses import replace
 from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, StepResult
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.rehearse.batches import global_batches, micro_batches

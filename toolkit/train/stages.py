@@ -18,8 +18,9 @@ from toolkit.data.rows import Samples
 from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.data.streaming.streams import Streams
 from toolkit.engines.base import Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.errors import RunFailed
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf

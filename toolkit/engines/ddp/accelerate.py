@@ -1,6 +1,6 @@
 """Engine `ddp` in Accelerate: its default with several processes."""
 
-from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.backend import InAccelerate
 from toolkit.layout import Layout
 
 

@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.backend import InAccelerate
 from toolkit.engines.deepspeed.presets import preset_for, preset_path
-from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
 

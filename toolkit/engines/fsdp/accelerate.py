@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.backend import InAccelerate
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump

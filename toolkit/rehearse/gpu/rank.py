@@ -17,9 +17,10 @@ from toolkit.batch import MicroBatch
 from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.shards import block_shape
 from toolkit.engines.base import Counters, Engine
+from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.config import DTYPES
-from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.engines.setup import EngineSetup
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.job import expandable_segments
 from toolkit.models import compiled

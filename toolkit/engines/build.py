@@ -1,0 +1,51 @@
+"""Building an engine on this rank, and what surrounds its steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.backend import BACKENDS
+from toolkit.engines.base import Engine
+from toolkit.engines.isolation import check_isolation
+from toolkit.engines.setup import EngineSetup
+from toolkit.layout import AttentionKernel
+from toolkit.registry import load
+
+
+def build_engine(name: str, setup: EngineSetup) -> Engine:
+    """Build the engine `name` on this rank; collective.
+
+    Raises PlanError if the data isolates documents and the engine's model does not.
+    """
+    if setup.model == "megatron":
+        from toolkit.models.megatron import cpu
+
+        cpu.before_import()
+    engine: Engine = load(BACKENDS[name].engine)(setup)
+    _try_first(setup.attention_kernel, engine)
+    if setting := setup.layout.compiles:
+        from toolkit.models.compiled import explain_failures
+
+        _around_steps(explain_failures(setting), engine)
+    if setup.isolates:
+        check_isolation(engine, setup)
+    return engine
+
+
+def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
+    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
+    if kernel in ("sdpa", "eager"):
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    rest = (*names.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    order = list(dict.fromkeys((names[kernel], *rest)))
+    _around_steps(sdpa_kernel(order, set_priority=True), engine)
+
+
+def _around_steps(
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], engine: Engine
+) -> None:
+    """Wrap all methods of an engine that compute."""
+    for name in ("train_step", "evaluate", "sequence_log_probs"):
+        setattr(engine, name, wrapper(getattr(engine, name)))
