@@ -68,10 +68,9 @@ def test_each_number_has_a_formula(name: str) -> None:
     }.items()
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit"])
-def test_other_optimizers(name: Any) -> None:
+def test_muon() -> None:
     config = {key: value for key, value in CONFIG.items() if "experts" not in key}
-    updates = owner_updates(config | {"model_type": "llama"}, (), optimizer_of(name))
+    updates = owner_updates(config | {"model_type": "llama"}, (), optimizer_of("muon"))
     for layout in (Layout(dp=16, zero_stage=3), Layout(dp=16, zero_stage=1)):
         workload = Workload(dense(), 64, "bf16", "deepspeed", updates=updates)
         check(estimate(Setup(workload, layout, parse_cluster("2x8xh100-80gb"))))

@@ -106,48 +106,6 @@ def test_muon_has_one_moment() -> None:
     assert peak_memory(replace(train, sequence_length=4096), Layout()).buffers == without
 
 
-def test_adafactor_has_a_row_and_a_column() -> None:
-    updates = owner_updates(
-        SHAPE | {"tie_word_embeddings": False}, (), optimizer_of("adafactor")
-    )
-    train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
-    total = UNTIED.parameters.total
-    factors = 2 * (512 + 64) + 6 * (4 * (64 + 64) + 3 * (64 + 128) + NORMS) + 64
-    assert model_states_gib(train, Layout()) * GIB == 8 * total + 4 * factors
-    sharded = replace(train, engine="fsdp")
-    found = model_states_gib(sharded, Layout(dp=2, zero_stage=3)) * GIB
-    assert found == pytest.approx((8 * total + 4 * factors) / 2)
-    # All that is not needed by activations: the largest tensor squared, and its update.
-    tiny = replace(train, sequence_length=1)
-    with_rule, without = (
-        peak_memory(one, Layout()).buffers for one in (tiny, replace(tiny, updates=None))
-    )
-    assert 0 < with_rule - without <= 2 * 4 * EMBEDDING
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_8_bit_states(tied: bool) -> None:
-    """Codes, and four bytes for 256 of them; not for embeddings and small tensors."""
-    updates = owner_updates(
-        SHAPE | {"tie_word_embeddings": tied}, (), optimizer_of("adamw_8bit")
-    )
-    spec = model_spec(SHAPE | {"tie_word_embeddings": tied})
-    train = workload(spec, engine="ddp", precision="fp32", updates=updates)
-    norms = 6 * NORMS + 64
-    coded = spec.parameters.total - EMBEDDING - norms
-    expected = 8 * spec.parameters.total + 8 * (EMBEDDING + norms) + 2 * coded * (1 + 4 / 256)
-    assert model_states_gib(train, Layout()) * GIB == expected
-    sharded = replace(train, engine="fsdp")
-    found = model_states_gib(sharded, Layout(dp=2, zero_stage=3)) * GIB
-    assert found == pytest.approx(expected / 2)
-    # All that is not needed by activations: the largest tensor and its update.
-    tiny = replace(train, sequence_length=1)
-    with_rule, without = (
-        peak_memory(one, Layout()).buffers for one in (tiny, replace(tiny, updates=None))
-    )
-    assert 0 < with_rule - without <= 2 * 4 * (64 * 128 if tied else EMBEDDING)
-
-
 def test_tensor_parallel_splits_all_but_norms() -> None:
     split = 2 * EMBEDDING + 6 * (ATTENTION + MLP)
     norms = 6 * NORMS + 64

@@ -109,37 +109,6 @@ def test_equal_tensors_go_round() -> None:
         assert busiest(costs, ranks) == one_by_one(costs, ranks), (costs, ranks)
 
 
-def test_adafactor_moves_memory() -> None:
-    """Replicas update alone; on ranks that hold parts, the embedding's owner has it alone."""
-    train = workload(LLAMA, "adafactor")
-    gpu = device(CLUSTER.gpu, train, DEFAULT)
-    total = train.spec.parameters.total
-
-    def added(layout: Layout) -> float:
-        with_rule, without = (
-            step_time(one, layout, CLUSTER).optimizer_s
-            for one in (train, replace(train, updates=None))
-        )
-        return (with_rule - without) * gpu.memory / 48
-
-    assert added(Layout()) == added(Layout(dp=8)) == pytest.approx(total)
-    assert added(Layout(dp=8, zero_stage=2)) == pytest.approx(3 * 1024 * 4096)
-    # Embeddings are on the first stage; final norm and head, which is tied here, on the last.
-    assert added(Layout(pp=2)) < total
-
-
-def test_8_bit_moves_memory() -> None:
-    """All but the embedding, which is the head here, too."""
-    train = workload(LLAMA, "adamw_8bit")
-    gpu = device(CLUSTER.gpu, train, DEFAULT)
-    with_rule, without = (
-        step_time(one, Layout(), CLUSTER).optimizer_s
-        for one in (train, replace(train, updates=None))
-    )
-    owned = train.spec.parameters.total - LLAMA["vocab_size"] * 1024
-    assert (with_rule - without) * gpu.memory / 28 == pytest.approx(owned)
-
-
 def test_frozen_matrices_cost_nothing() -> None:
     frozen = owner_updates(LLAMA, ("model.layers.*",), optimizer_of("muon"))
     assert frozen is not None

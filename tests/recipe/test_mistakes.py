@@ -224,24 +224,6 @@ MISTAKES = {
         "  name: adamw", "  name: adamw\n  muon: {momentum: 0.9}",
         "optimizer.muon", "set name to muon", at="muon: {momentum: 0.9}",
     ),
-    "settings of Adafactor with AdamW": M(
-        "  name: adamw", "  name: adamw\n  adafactor: {clip: 2.0}",
-        "optimizer.adafactor", "set name to adafactor", at="adafactor: {clip: 2.0}",
-    ),
-    "eps of Adafactor": M(
-        "  name: adamw", "  name: adafactor\n  eps: 1.0e-7",
-        "optimizer.eps", "optimizer.adafactor", at="eps: 1.0e-7",
-    ),
-    "Adafactor with adapters": M(
-        "optimizer:\n  name: adamw",
-        "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: adafactor",
-        "optimizer.name", "set optimizer.name to adamw", at="name: adafactor",
-    ),
-    "8-bit AdamW with adapters": M(
-        "optimizer:\n  name: adamw",
-        "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: adamw_8bit",
-        "optimizer.name", "set optimizer.name to adamw", at="name: adamw_8bit",
-    ),
     "Muon with adapters": M(
         "optimizer:\n  name: adamw", "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: muon",
         "optimizer.name", "set optimizer.name to adamw", at="name: muon",

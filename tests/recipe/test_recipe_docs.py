@@ -1,13 +1,7 @@
 """The generated documentation and the table of foreign names follow the schema."""
 
-from toolkit.recipe import docs
 from toolkit.recipe.describe import settings
 from toolkit.recipe.foreign import FOREIGN, FOREIGN_VALUES, foreign
-
-
-def test_document_is_current() -> None:
-    current = docs.DOCUMENT.read_text(encoding="utf-8")
-    assert current == docs.render(), "run python -m toolkit.recipe.docs"
 
 
 def test_every_setting_has_documentation() -> None:
