@@ -15,7 +15,8 @@ import document  # next to this script
 
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout, Pair, recompute_text
+from toolkit.layout import Layout, Pair
+from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import fusing
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage

@@ -44,11 +44,8 @@ class Support:
 
     preference: int = 100
     """Among equally fast pairs that a recipe leaves open, the lowest is chosen."""
-    tensor: int = 1
-    """Largest tensor-parallel degree; likewise below."""
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    expert: int = 1
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Largest degrees, by the recipe's names: `tensor`, …; 1 where one is missing."""
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
     zero_stages: tuple[Stage, ...] = (0,)
@@ -59,8 +56,6 @@ class Support:
     """Whether the engine reads DeepSpeed's `parallel.zero.config` and `extra`."""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
-    replicate: int = 1
-    """Largest number of replicas of the sharded model (hybrid sharding)."""
     offload_together: bool = False
     """Whether optimizer states and parameters are always on the same device."""
     without_overlap: bool = False
@@ -73,6 +68,10 @@ class Support:
     """What it computes in, where the device can."""
     kernel_stages: tuple[Stage, ...] = ()
     """In which ZeRO stages decoder layers may be compiled, and have products in 8 bits."""
+
+    def largest(self, degree: str) -> int:
+        """The largest degree of this name."""
+        return self.degrees.get(degree, 1)
 
 
 class Rehearsed(NamedTuple):

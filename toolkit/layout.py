@@ -1,10 +1,9 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 EngineName = str
 """One of `ENGINES.names`."""
@@ -26,26 +25,6 @@ ExpertProducts = Literal["sequential", "grouped"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
-
-SETTINGS: Mapping[str, str] = {
-    "tp": "parallel.tensor",
-    "pp": "parallel.pipeline",
-    "vpp": "parallel.virtual_pipeline",
-    "ep": "parallel.expert",
-    "sequence_parallel": "parallel.sequence",
-    "zero_stage": "parallel.zero.stage",
-    "replicate": "parallel.replicate",
-    "hpz": "parallel.zero.hpz",
-    "offload_optimizer": "parallel.zero.offload_optimizer",
-    "offload_parameters": "parallel.zero.offload_parameters",
-    "recompute": "parallel.recompute",
-    "loss": "kernels.loss",
-    "compile": "kernels.compile",
-    "fused": "kernels.fused",
-    "experts": "kernels.experts",
-    "micro_batch": "training.micro_batch_size",
-}
-"""Fields of a layout, and the recipe's setting that decides each; the others follow."""
 
 
 class Pair(NamedTuple):
@@ -89,11 +68,6 @@ class Layout:
     gradient_accumulation: int = 1
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What a recipe states that asks for this layout: values by dotted setting."""
-        return {key: getattr(self, field) for field, key in SETTINGS.items()}
-
-    @property
     def compiles(self) -> str | None:
         """The setting of `kernels` for which torch or Triton compiles something in a run."""
         return next((one for one in ("compile", "fused") if getattr(self, one) != "none"), None)
@@ -125,41 +99,6 @@ class Layout:
         parts = math.lcm(self.tp, self.ep)
         stage, place = divmod(rank, self.tp * self.cp * self.dp)
         return stage * parts + place % parts
-
-
-def degrees_text(engine: str, model: str, layout: Layout) -> str:
-    """`megatron dp2 tp2 sp zero1`: engine and what is not the default of a layout."""
-    values = asdict(layout)
-    words = [engine if model in ("hf", engine) else f"{engine}/{model}", f"dp{layout.dp}"]
-    words += [
-        f"{key}{values[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if values[key] > 1
-    ]
-    words += ["sp"] * layout.sequence_parallel
-    words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
-    words += [f"{key}{values[key]}" for key in ("replicate", "hpz") if values[key] > 1]
-    for what in ("optimizer", "parameters"):
-        if (place := values[f"offload_{what}"]) != "none":
-            words.append(f"{what}:{place}")
-    return " ".join(words)
-
-
-def layout_text(engine: str, model: str, layout: Layout) -> str:
-    """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
-    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
-    recompute = "" if layout.recompute == "none" else f", {recompute_text(layout)} recompute"
-    loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
-    compiled = "" if layout.compile == "none" else f", compiled {layout.compile}"
-    fused = "" if layout.fused == "none" else f", fused by {layout.fused}"
-    grouped = ", grouped experts" if layout.experts == "grouped" else ""
-    kernels = f"{loss}{compiled}{fused}{grouped}"
-    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{kernels}"
-
-
-def recompute_text(layout: Layout) -> str:
-    """`full`, `12 layers`, or with a pipeline `1 layer per chunk`."""
-    if isinstance(way := layout.recompute, str):
-        return way
-    return f"{way} layer{'s' * (way > 1)}{' per chunk' * (layout.pp > 1)}"
 
 
 def recomputed_layers(recompute: Recompute, layers: int) -> int:

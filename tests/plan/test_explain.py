@@ -16,9 +16,10 @@ from tests.plan.making import MIXTRAL, RECIPES, found, llama_8b, on, recipe, tin
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import SETTINGS, Layout
+from toolkit.layout import Layout
+from toolkit.plan.dimensions import DIMENSION, IN_REASONS, settings
 from toolkit.plan.estimate import Setup, estimate
-from toolkit.plan.explain import NAMES, SHOWN, Decision, choice, decision, decisions, what_if
+from toolkit.plan.explain import SHOWN, Decision, choice, decision, decisions, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.remedies import over, prices, remedies
@@ -72,7 +73,7 @@ def asked(wanted: Recipe, chosen: Search, values: dict[str, Any]) -> Search:
     return explore(wanted.with_values(values), chosen.cluster)
 
 
-FIELDS = {name: field for field, name in NAMES.items()}
+FIELDS = {one.name: one.field for one in IN_REASONS}
 NUMBERS = re.compile(
     r"needs (?:at least )?([\d.,]+) of [\d.,]+ GiB|is ([\d.]+)% (slower|faster)|"
     r"is as fast and (?:saves nothing|takes ([\d.]+) GiB (more|less))"
@@ -106,12 +107,12 @@ def holds(text: str, wanted: Recipe, chosen: Search) -> None:
     field = FIELDS[name]
     shown = text.removeprefix(name).split()[0].rstrip(",")
     value = {"true": True, "false": False}.get(shown, int(shown) if shown.isdigit() else shown)
-    key = SETTINGS[field]
+    key = DIMENSION[field].key
     others, _, with_others = text.partition(", and with ")
     says(with_others or others, chosen, asked(wanted, chosen, {key: value}))
     if with_others:
         best = chosen.best
-        same = best.layout.settings | {
+        same = settings(best.layout) | {
             "parallel.engine": best.pair.engine, "parallel.model": best.pair.model,
         }  # fmt: skip
         follows = ["kernels.compile", "kernels.fused", "kernels.experts"]
@@ -128,15 +129,15 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
     """One sentence of each of 200 recipes on clusters, chosen at random."""
     source, checked, decided_by, changed = random.Random(7), 0, set(), set()
     for wanted, chosen in some_plans(200):
-        for field in source.sample(sorted(NAMES), len(NAMES)):
-            if alternatives := decision(chosen, field, SHOWN).alternatives:
+        for dimension in source.sample(IN_REASONS, len(IN_REASONS)):
+            if alternatives := decision(chosen, dimension, SHOWN).alternatives:
                 holds(source.choice(alternatives), wanted, chosen)
                 checked += 1
-                decided_by.add(field)
+                decided_by.add(dimension.field)
                 break
         job, best = chosen.job, chosen.best
         check(estimate(Setup(workload_of(job, best.pair), best.layout, chosen.cluster)))
-        one = next(what_if(chosen, source.sample(sorted(NAMES), len(NAMES))), None)
+        one = next(what_if(chosen, source.sample(IN_REASONS, len(IN_REASONS))), None)
         if one is not None:
             answer = asked(wanted, chosen, {one.setting: one.value})
             assert (one.best.memory_gib, one.best.step_s, room(one.best, chosen.cluster)) == (

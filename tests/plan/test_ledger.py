@@ -206,7 +206,7 @@ def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
 
 def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("megatron", "megatron")
-    more = Support(tensor=2, zero_stages=(0, 1, 2))
+    more = Support(degrees={"tensor": 2}, zero_stages=(0, 1, 2))
     monkeypatch.setitem(legality.table(), pair, more)
     asked = {"parallel__engine": "megatron"}
     assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)

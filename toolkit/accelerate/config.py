@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.features.base import excluding
-from toolkit.layout import recompute_text
+from toolkit.plan.dimensions import DEGREES, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
 
@@ -153,9 +152,9 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)
     changes = [f"parallel.engine={able}", "parallel.model=hf"]
-    for name in DEGREES:
-        if getattr(recipe.parallel, name) not in (1, "auto"):
-            changes.append(f"parallel.{name}=1")
+    changes += [
+        f"{one.key}=1" for one in DEGREES if one.key and one.of(recipe) not in (1, "auto")
+    ]
     if recipe.parallel.sequence is True:
         changes.append("parallel.sequence=auto")
     if recipe.parallel.recompute == "selective":

@@ -19,8 +19,8 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
 from toolkit.cli.output import Table, output
 from toolkit.errors import EXIT_USER_ERROR, CheckpointError
-from toolkit.layout import degrees_text
 from toolkit.models.convert.agreement import Agreement
+from toolkit.plan.dimensions import degrees_text
 from toolkit.redact import redact
 from toolkit.terminal import tell
 from toolkit.units import byte_size

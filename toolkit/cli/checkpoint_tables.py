@@ -8,7 +8,7 @@ from typing import NamedTuple
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.cli.output import Table
-from toolkit.layout import layout_text
+from toolkit.plan.dimensions import layout_text
 from toolkit.units import byte_size, human
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 3 * 4

@@ -13,8 +13,8 @@ from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
 from toolkit.cli.output import output
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.layout import recompute_text
 from toolkit.plan.cost.prediction import basis
+from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.estimate import (
     Estimate,
     estimate_plan,

@@ -21,8 +21,9 @@ from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.layout import recompute_text
+from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
+from toolkit.plan.dimensions import DIMENSIONS, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
     Setup,
@@ -43,15 +44,6 @@ from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
 from toolkit.units import human, seconds
 
-_DEGREES = {
-    "tensor": "tp",
-    "pipeline": "pp",
-    "virtual pipeline": "vpp",
-    "expert": "ep",
-    "copies of shards": "replicate",
-    "second copy over": "hpz",
-}
-"""Degrees of parallelism that are shown when they are not 1, and their layout fields."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
 Clusters = Annotated[
@@ -262,11 +254,7 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     yield "model", plan.model
     yield "ranks", f"{layout.world:,} = {machines} × {cluster.gpus_per_node} {device.name}"
     yield "data parallel", f"{layout.dp:,}"
-    for label, field in _DEGREES.items():
-        if (degree := getattr(layout, field)) != 1:
-            yield label, str(degree)
-    if layout.sequence_parallel:
-        yield "sequence", "split inside the tensor group"
+    yield from _dimension_rows(layout, kernels=False)
     title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
     yield "ZeRO stage", f"{layout.zero_stage} ({title})" if title else str(layout.zero_stage)
     yield "offload", _offload(plan)
@@ -276,14 +264,14 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
         f"{layout.dp:,} dp = {layout.global_batch:,} samples",
     )
     yield "recompute", recompute_text(layout)
-    if layout.loss != "whole":
-        yield "loss", layout.loss
-    if layout.compile != "none":
-        yield "compile", layout.compile
-    if layout.fused != "none":
-        yield "fused", f"{layout.fused}'s kernels"
-    if layout.experts == "grouped":
-        yield "experts", "grouped products"
+    yield from _dimension_rows(layout, kernels=True)
+
+
+def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str]]:
+    """The dimensions in use: kernels, or how ranks share the work."""
+    for one in DIMENSIONS:
+        if one.shown and one.phrase == kernels and one.used(layout):
+            yield one.title or one.name, one.shown.format(getattr(layout, one.field))
 
 
 def _offload(plan: Plan) -> str:

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from toolkit.cli.output import Table
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, recompute_text
+from toolkit.layout import Layout
+from toolkit.plan.dimensions import DEGREES, degrees, recompute_text
 from toolkit.plan.explain import WhatIf, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.search import Candidate, Search, room
@@ -99,17 +100,12 @@ class Planned:
 
 def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:
     """A row per layout, 80 columns wide at most."""
-    degrees = [
-        "dp",
-        "tp",
-        "pp",
-        "vpp",
-        *(["ep"] if any(c.layout.ep > 1 for c in shown) else []),
-    ]
+    used = {field for one in shown for field in degrees(one.layout)}
+    columned = [one.field for one in DEGREES if one.usual or one.field in used]
     best_s = found.best.step_s or 0.0
     columns: dict[str, Callable[[Candidate], str]] = {
         "engine/model": lambda one: "/".join(one.pair),
-        **{name: partial(_degree, name) for name in degrees},
+        **{name: partial(_degree, name) for name in ("dp", *columned)},
         "zero": lambda one: f"{one.layout.zero_stage}{_offloaded(one.layout)}",
         "recompute": lambda one: str(one.layout.recompute),
         "micro": lambda one: str(one.layout.micro_batch),
@@ -189,9 +185,7 @@ def _short(plan: Plan) -> Iterator[str]:
     """`megatron tp8 pp16 vpp4 z1 full`."""
     layout = plan.layout
     yield plan.engine
-    for name in ("tp", "pp", "vpp", "cp", "ep"):
-        if (degree := getattr(layout, name)) > 1:
-            yield f"{name}{degree}"
+    yield from (f"{name}{degree}" for name, degree in degrees(layout).items())
     yield f"z{layout.zero_stage}{_offloaded(layout)}"
     if layout.recompute != "none":
         yield recompute_text(layout).replace(" ", "-")

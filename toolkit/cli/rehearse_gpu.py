@@ -22,7 +22,7 @@ from toolkit.errors import EXIT_FAILED, Problem, RecipeError
 from toolkit.handlers import handling
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.layout import layout_text
+from toolkit.plan.dimensions import layout_text
 from toolkit.plan.estimate import memory_parts
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank

@@ -7,11 +7,18 @@ and nothing else, and one that also states every other decision as chosen.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.layout import SETTINGS, Layout, Pair, layout_text, stage_layers
+from toolkit.layout import Layout, Pair, stage_layers
+from toolkit.plan.dimensions import (
+    DIMENSION,
+    IN_REASONS,
+    SETTABLE,
+    Choice,
+    Dimension,
+    layout_text,
+)
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules import models as model_rules
@@ -30,30 +37,6 @@ from toolkit.plan.search import (
 
 SHOWN = 2
 """Alternatives of a decision that its reason names."""
-NAMES: Mapping[str, str] = {
-    "tp": "tensor",
-    "sequence_parallel": "sequence parallel",
-    "pp": "pipeline",
-    "vpp": "virtual pipeline",
-    "ep": "expert",
-    "zero_stage": "zero",
-    "replicate": "replicate",
-    "hpz": "hpz",
-    "offload_optimizer": "offload of the optimizer",
-    "offload_parameters": "offload of parameters",
-    "micro_batch": "micro batch",
-    "recompute": "recompute",
-    "loss": "loss",
-    "compile": "compile",
-    "fused": "fused",
-    "experts": "experts",
-}
-"""Decided fields of a layout, by their names in a recipe and in the order shown."""
-_FOLLOWS = ("compile", "fused", "experts")
-"""Decisions that follow from the others by a rule, so that a change of another one may change
-them, too."""
-_PRUNED = ("recompute", "loss", *_FOLLOWS)
-"""Decisions of which the search tries only the values that can be best."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
 
@@ -84,35 +67,35 @@ class WhatIf:
     best: Candidate
 
 
-def what_if(found: Search, fields: Iterable[str] = NAMES) -> Iterator[WhatIf]:
+def what_if(found: Search, dimensions: Iterable[Dimension] = IN_REASONS) -> Iterator[WhatIf]:
     """For each decision left to the planner, the nearest lower and higher value, or each other
     value that is not a number."""
-    for field in fields:
-        if not _is_open(found, field) or _asked(found.job, field) != "auto":
+    choice = _choice(found)
+    for dimension in dimensions:
+        if not dimension.open(choice) or dimension.of(found.job) != "auto":
             continue
-        chosen = getattr(found.best.layout, field)
-        seen = _best_by(found, attrgetter(f"layout.{field}"))
-        others = _others(found, field, seen)
-        if isinstance(chosen, int) and field != "recompute":
+        chosen = getattr(found.best.layout, dimension.field)
+        others = _others(found, dimension, None)
+        if isinstance(chosen, int) and dimension.tried == "all":
             lower = [one for one in others if one < chosen]
             others = lower[-1:] + others[len(lower) :][:1]
         for value in others:
-            key = SETTINGS[field]
             # Layouts of the search itself would not do: among equally fast ones, the planner
             # may choose another when the setting is stated.
-            if answered := answer(stating(found.job, {key: value}), found):
-                yield WhatIf(key, value, answered.best)
+            if best := stated(found, {dimension.key: value}):
+                yield WhatIf(dimension.key, value, best)
 
 
 def decisions(found: Search, most: int | None = None) -> list[Decision]:
     """Every decision of the search's best layout, each with `most` alternatives or all."""
-    layout = found.best.layout
-    fields = [
-        field
-        for field in NAMES
-        if _is_open(found, field) or getattr(layout, field) != getattr(Layout(), field)
-    ]
-    return [_pair(found, most), *(decision(found, field, most) for field in fields)]
+    choice, layout = _choice(found), found.best.layout
+    shown = [one for one in IN_REASONS if one.open(choice) or one.used(layout)]
+    return [_pair(found, most), *(decision(found, one, most) for one in shown)]
+
+
+def _choice(found: Search) -> Choice:
+    best, limited = found.best, found.cluster.gpu.memory_gib is not None
+    return Choice(best.pair, best.layout, table()[best.pair], found.job.spec, limited)
 
 
 def choice(found: Search) -> Iterator[str]:
@@ -177,6 +160,12 @@ def answer(job: PlanRequest, found: Search) -> Search | None:
         return None
 
 
+def stated(found: Search, values: Mapping[str, Any]) -> Candidate | None:
+    """What the planner chooses for a recipe with these values; None if it cannot."""
+    answered = answer(stating(found.job, values), found)
+    return None if answered is None else answered.best
+
+
 def stating(job: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
     """The job of a recipe with other values, by dotted setting."""
     sections: dict[str, dict[str, Any]] = {}
@@ -189,28 +178,6 @@ def stating(job: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
     derived = {name: value for name, value in vars(job).items() if name not in vars(other)}
     vars(other).update(derived)
     return other
-
-
-def _is_open(found: Search, field: str) -> bool:
-    """Whether the chosen pair has an alternative here."""
-    support, layout = table()[found.best.pair], found.best.layout
-    return {
-        "tp": support.tensor > 1,
-        "sequence_parallel": layout.tp > 1,
-        "pp": support.pipeline > 1,
-        "vpp": layout.pp > 1,
-        "ep": support.expert > 1 and found.job.spec.moe_layers > 0,
-        "zero_stage": True,
-        "replicate": support.replicate > 1 and layout.dp > 1,
-        "micro_batch": True,
-        "recompute": True,
-        "loss": found.cluster.gpu.memory_gib is not None,
-        "fused": found.cluster.gpu.memory_gib is not None and found.best.pair.model != "hf",
-        "compile": found.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
-        "experts": found.cluster.gpu.memory_gib is not None
-        and found.best.pair.model != "hf"
-        and found.job.spec.moe_layers > 0,
-    }.get(field, False)
 
 
 def _pair(found: Search, most: int | None) -> Decision:
@@ -235,9 +202,7 @@ def _other_pair(found: Search, pair: Pair) -> str:
     if known:
         other: Candidate | None = ranked(known, found.cluster)[0]
     else:
-        changed = {"parallel.engine": pair.engine, "parallel.model": pair.model}
-        answered = answer(stating(found.job, changed), found)
-        other = None if answered is None else answered.best
+        other = stated(found, {"parallel.engine": pair.engine, "parallel.model": pair.model})
     if other is None:
         return ""
     if shortage(other, found.cluster):
@@ -245,37 +210,38 @@ def _other_pair(found: Search, pair: Pair) -> str:
     return f"{pair}, with {', '.join(_strategy(other.layout))}, {_slower(found, other)}"
 
 
-def decision(found: Search, field: str, most: int | None) -> Decision:
-    """The decision about one field of the layout, with `most` alternatives or all."""
-    chosen = getattr(found.best.layout, field)
-    if _asked(found.job, field) != "auto":
-        return Decision(_named(field, chosen), f"asked for{_note(found, field)}", ())
-    seen = _best_by(found, lambda one: getattr(one.layout, field), found.best.pair)
-    values = _others(found, field, seen)
-    if field != "recompute":
+def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
+    """The decision about one dimension of the layout, with `most` alternatives or all."""
+    chosen = getattr(found.best.layout, dimension.field)
+    what, note = dimension.named(chosen), _note(found, dimension.field)
+    if dimension.of(found.job) != "auto":
+        return Decision(what, f"asked for{note}", ())
+    values = _others(found, dimension, found.best.pair)
+    if dimension.field != "recompute":
         values.sort(key=lambda one: _distance(one, chosen))
-    costs = (cost for value in values if (cost := _cost(found, field, value)))
-    why = f"{_auto(found)}{_note(found, field)}"
-    return Decision(_named(field, chosen), why, tuple(islice(costs, most)))
+    costs = (cost for value in values if (cost := _cost(found, dimension, value)))
+    return Decision(what, f"{_auto(found)}{note}", tuple(islice(costs, most)))
 
 
-def _cost(found: Search, field: str, value: Any) -> str:
+def _cost(found: Search, dimension: Dimension, value: Any) -> str:
     """The cost of another value: what the planner chooses for it, and what it costs with all
     else as chosen, if that is another layout."""
-    best = best_with(found, field, value)
+    best = best_with(found, dimension, value)
     if best is None:
         return ""
-    name, only = _named(field, value), alone(found, field, value)
+    name, only = dimension.named(value), alone(found, dimension, value)
     if shortage(best, found.cluster):
         return f"{name} needs at least {_need(found, best)}"
-    text = _compared(found, field, name, best, only)
+    text = _compared(found, dimension, name, best, only)
     return f"{text} ({why})" if (why := _untried(found, best)) else text
 
 
-def _others(found: Search, field: str, seen: Iterable[Any]) -> list[Any]:
-    """Other values of a decision, ascending. Of recompute no numbers of layers: each layout has
-    its own."""
-    values = {*seen, *_further(found, field)} - {getattr(found.best.layout, field)}
+def _others(found: Search, dimension: Dimension, pair: Pair | None) -> list[Any]:
+    """Other values of a decision, ascending, of layouts of one pair or of all. Of recompute no
+    numbers of layers: each layout has its own."""
+    field = dimension.field
+    seen = _best_by(found, lambda one: getattr(one.layout, field), pair)
+    values = {*seen, *dimension.unneeded(_choice(found))} - {getattr(found.best.layout, field)}
     return sorted(one for one in values if field != "recompute" or isinstance(one, str))
 
 
@@ -290,10 +256,10 @@ def _untried(found: Search, other: Candidate) -> str:
 
 
 def _compared(
-    found: Search, field: str, name: str, best: Candidate, only: Candidate | None
+    found: Search, dimension: Dimension, name: str, best: Candidate, only: Candidate | None
 ) -> str:
     """The cost of a value, from the best layout that has it and the chosen one with it."""
-    changes, slower = _changes(found, best, field), _slower(found, best)
+    changes, slower = _changes(found, best, dimension), _slower(found, best)
     if only is None or only.layout == best.layout or not changes:
         return f"{name}{changes and f', with {changes},'} {slower}"
     missing = shortage(only, found.cluster)
@@ -303,18 +269,18 @@ def _compared(
     return f"{name} alone {cost}, and with {changes} it {slower}"
 
 
-def best_with(found: Search, field: str, value: Any) -> Candidate | None:
-    """What the planner chooses if the recipe states this value of a field of the layout; None
-    if no layout has it."""
-    known = [one for one in found.fitting if getattr(one.layout, field) == value]
-    sized = field == "micro_batch" and found.job.spec.moe_layers  # by which `experts` follow
-    if known and field not in _PRUNED and not sized:
+def best_with(found: Search, dimension: Dimension, value: Any) -> Candidate | None:
+    """What the planner chooses if the recipe states this value of a dimension; None if no
+    layout has it."""
+    known = [one for one in found.fitting if getattr(one.layout, dimension.field) == value]
+    # The products of experts follow from the size of a micro batch.
+    sized = dimension.field == "micro_batch" and found.job.spec.moe_layers
+    if known and dimension.tried == "all" and not sized:
         return ranked(known, found.cluster)[0]
-    answered = answer(stating(found.job, {SETTINGS[field]: value}), found)
-    return None if answered is None else answered.best
+    return stated(found, {dimension.key: value})
 
 
-def alone(found: Search, field: str, value: Any) -> Candidate | None:
+def alone(found: Search, dimension: Dimension, value: Any) -> Candidate | None:
     """The chosen layout with one decision changed, and what follows from it; None if there is
     no such layout."""
     best = found.best
@@ -322,19 +288,16 @@ def alone(found: Search, field: str, value: Any) -> Candidate | None:
         "parallel.engine": best.pair.engine,
         "parallel.model": best.pair.model,
     }
-    follows = {*_FOLLOWS, *_implied(field, value)}
-    for name, key in SETTINGS.items():
-        if name not in follows and _asked(found.job, name) == "auto":
-            values[key] = getattr(best.layout, name)
-    answered = answer(stating(found.job, values | {SETTINGS[field]: value}), found)
-    return None if answered is None else answered.best
+    for one in SETTABLE:
+        follows = one.tried == "rule" or _is_implied(one, dimension, value)
+        if not follows and one.of(found.job) == "auto":
+            values[one.key] = getattr(best.layout, one.field)
+    return stated(found, values | {dimension.key: value})
 
 
-def _implied(field: str, value: Any) -> tuple[str, ...]:
-    """Fields that have one value only if `field` has this one."""
-    if value != 1:
-        return ()
-    return {"tp": ("sequence_parallel",), "pp": ("vpp",)}.get(field, ())
+def _is_implied(inner: Dimension, dimension: Dimension, value: Any) -> bool:
+    """Whether a dimension has one value because another one has this value."""
+    return inner.within == dimension.field and value == 1
 
 
 def _best_by(
@@ -347,20 +310,6 @@ def _best_by(
         if pair in (None, one.pair):
             best.setdefault(key(one), one)
     return best
-
-
-def _further(found: Search, field: str) -> tuple[Any, ...]:
-    """Values that the search excludes because they cannot be best, but that users may ask
-    about: recompute without need."""
-    if field == "recompute":
-        return table()[found.best.pair].recompute
-    if field == "loss":
-        return "whole", "chunked"
-    if field in ("compile", "fused") and getattr(found.best.layout, field) != "none":
-        return ("none",)
-    if field == "experts" and found.best.layout.experts == "grouped":
-        return ("sequential",)
-    return ()
 
 
 def _need(found: Search, other: Candidate) -> str:
@@ -389,41 +338,31 @@ def _slower(found: Search, other: Candidate) -> str:
     return f"is {relative:.0%} slower" if relative >= 0.02 else f"is {relative:.1%} slower"
 
 
-def _changes(found: Search, other: Candidate, field: str) -> str:
+def _changes(found: Search, other: Candidate, dimension: Dimension) -> str:
     """Other differences of another layout."""
-    mine, theirs = found.best.layout, other.layout
+    mine, theirs = vars(found.best.layout), vars(other.layout)
     if other.pair != found.best.pair:
         return described(other)
-    implied = {field, *_implied(field, getattr(theirs, field))}
     return ", ".join(
-        _named(name, getattr(theirs, name))
-        for name in NAMES
-        if name not in implied and getattr(mine, name) != getattr(theirs, name)
+        one.named(theirs[one.field])
+        for one in IN_REASONS
+        if one is not dimension
+        and not _is_implied(one, dimension, theirs[dimension.field])
+        and mine[one.field] != theirs[one.field]
     )
 
 
 def _strategy(layout: Layout) -> Iterator[str]:
     """The non-default parts of a layout, and always ZeRO."""
-    plain = Layout()
-    for name in NAMES:
-        if name == "zero_stage" or (
-            name not in ("micro_batch", "sequence_parallel")
-            and getattr(layout, name) != getattr(plain, name)
-        ):
-            yield _named(name, getattr(layout, name))
+    for one in IN_REASONS:
+        shown = one.field not in ("micro_batch", "sequence_parallel") and one.used(layout)
+        if one.field == "zero_stage" or shown:
+            yield one.named(getattr(layout, one.field))
 
 
 def described(one: Candidate) -> str:
     """A whole layout in a few words."""
     return ", ".join((f"engine {one.pair.engine}", *_strategy(one.layout)))
-
-
-def _named(field: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{NAMES[field]} {str(value).lower()}"
-    if field == "recompute" and isinstance(value, int):
-        return f"{NAMES[field]} {value} layer{'s' * (value > 1)}"
-    return f"{NAMES[field]} {value}"
 
 
 def _distance(value: Any, chosen: Any) -> tuple[float, str]:
@@ -432,11 +371,6 @@ def _distance(value: Any, chosen: Any) -> tuple[float, str]:
         return 0.0, str(value)
     larger, smaller = max(value, chosen, 1), max(1, min(value, chosen))
     return larger / smaller, str(value)
-
-
-def _asked(job: PlanRequest, field: str) -> object:
-    """What the recipe says about a field of the layout."""
-    return attrgetter(SETTINGS[field])(job)
 
 
 def _auto(found: Search) -> str:
@@ -478,7 +412,7 @@ def _note(found: Search, field: str) -> str:
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
         return f"; {experts.reason(job, found.best.pair, settled)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
-        return _why_offloaded(found) if _asked(job, field) == "auto" else ""
+        return _why_offloaded(found) if DIMENSION[field].of(job) == "auto" else ""
     return ""
 
 

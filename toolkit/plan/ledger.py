@@ -14,8 +14,9 @@ from toolkit.features.base import hooks
 from toolkit.layout import Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.dimensions import DEGREES
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules.legality import DEGREES, table
+from toolkit.plan.rules.legality import table
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
@@ -200,13 +201,13 @@ def _refused(pair: Pair) -> Iterator[tuple[str, str]]:
     """What other pairs of the legality table support, but not this one."""
     support = table()[pair]
     others = table().values()
-    ones = [name.replace("_", " ") for name in DEGREES if getattr(support, name) == 1]
+    ones = [d.name for d in DEGREES if d.key and support.largest(d.setting) == 1]
     if ones:
         yield f"{', '.join(ones)} above 1", f"not in {pair}"
     stages = sorted({s for one in others for s in one.zero_stages} - set(support.zero_stages))
     if stages:
         shards = "a pipeline still accumulates the gradients that they shard"
-        why = shards if support.pipeline == ANY else f"not in {pair}"
+        why = shards if support.largest("pipeline") == ANY else f"not in {pair}"
         yield f"ZeRO {', '.join(map(str, stages))}", why
     places = {place for one in others for place in one.offload_optimizer}
     if missing := places - support.offload_optimizer:

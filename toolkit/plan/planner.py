@@ -13,6 +13,7 @@ from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.dimensions import settings
 from toolkit.plan.explain import SHOWN, choice, decisions
 from toolkit.plan.plan import LengthCost, Plan
 from toolkit.plan.remedies import over, remedies
@@ -64,7 +65,7 @@ def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
 
 def settled(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with every `auto` as `plan` decided it: planned again, it becomes that."""
-    decided = plan.layout.settings | {
+    decided = settings(plan.layout) | {
         "parallel.engine": plan.engine,
         "parallel.model": plan.model,
     }

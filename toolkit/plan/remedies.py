@@ -1,6 +1,6 @@
 """If nothing fits: the changes with which something does, by what the user gives up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -10,6 +10,7 @@ from toolkit.errors import PlanError
 from toolkit.features.base import excluding
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.plan.dimensions import SETTABLE
 from toolkit.plan.explain import described
 from toolkit.plan.plan import Remedy
 from toolkit.plan.request import PlanRequest
@@ -20,27 +21,13 @@ from toolkit.recipe.schema import AdapterSection, OptimizerSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
-_OPENED = (
-    "kernels.loss",
-    "kernels.compile",
-    "kernels.fused",
-    "kernels.experts",
-    "parallel.overlap",
-    "parallel.recompute",
-    "training.micro_batch_size",
-    "parallel.zero.stage",
-    "parallel.replicate",
-    "parallel.zero.offload_optimizer",
-    "parallel.zero.offload_parameters",
-    "parallel.sequence",
-    "parallel.virtual_pipeline",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.expert",
-    "parallel.model",
-    "parallel.engine",
-)
-"""Settings that may be left open, the smaller changes first."""
+_DISRUPTION: Mapping[str, int] = {
+    "parallel.overlap": 4,
+    "parallel.model": 16,
+    "parallel.engine": 17,
+    **{one.key: one.disruption for one in SETTABLE if one.disruption is not None},
+}
+"""Settings that may be left open; see `Dimension.disruption`."""
 NVME = "/path/of/a/local/disk"
 ADAPTER = {"rank": 16, "alpha": 32}
 """A usual size of LoRA (arXiv:2106.09685)."""
@@ -137,7 +124,7 @@ def prices(found: Search) -> Iterator[str]:
 
 def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     """What the recipe fixes and could leave open, the smaller changes first."""
-    for key in _OPENED:
+    for key in sorted(_DISRUPTION, key=_DISRUPTION.__getitem__):
         without_experts = key == "parallel.expert" and not job.spec.moe_layers
         if (value := attrgetter(key)(job)) != "auto" and not without_experts:
             yield key, value

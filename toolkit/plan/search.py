@@ -25,6 +25,7 @@ from toolkit.plan.cost.memory import (
 )
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import can_recompute_some
@@ -393,17 +394,6 @@ def _seconds(one: Candidate) -> float:
 def moving_parts(one: Candidate) -> int:
     """Complexity of a layout: how much of it is not plain data parallelism with transformers'
     model."""
-    layout = one.layout
-    degrees = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
-    places = (layout.offload_optimizer, layout.offload_parameters)
-    return (
-        sum(degree > 1 for degree in degrees)
-        + (one.pair.model != "hf")
-        + (layout.zero_stage == 3)
-        + (layout.replicate > 1)
-        + (layout.hpz > 1)
-        + sum(place != "none" for place in places)
-        + (layout.recompute != "none")
-        + isinstance(layout.recompute, int)
-        + (layout.loss != "whole")
-    )
+    values = vars(one.layout)
+    of_layout = sum(dimension.parts(values[dimension.field]) for dimension in DIMENSIONS)
+    return of_layout + (one.pair.model != "hf")

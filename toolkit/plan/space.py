@@ -187,11 +187,13 @@ def _degrees(
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size
     every = divisors(ranks)
-    for pipeline in _open(asked.pipeline, every, min(support.pipeline, layers)):
-        for tensor in _open(asked.tensor, every, min(support.tensor, largest_tensor)):
+    for pipeline in _open(asked.pipeline, every, min(support.largest("pipeline"), layers)):
+        most = min(support.largest("tensor"), largest_tensor)
+        for tensor in _open(asked.tensor, every, most):
             if ranks % (pipeline * tensor):
                 continue
-            most = min(support.virtual_pipeline, layers // pipeline if pipeline > 1 else 1)
+            on_stage = layers // pipeline if pipeline > 1 else 1
+            most = min(support.largest("virtual_pipeline"), on_stage)
             chunks = [one for one in range(1, most + 1) if _even(layers, pipeline, one)]
             for virtual in _open(asked.virtual_pipeline, chunks, most):
                 yield tensor, pipeline, virtual
@@ -218,7 +220,7 @@ def _experts(job: PlanRequest, pair: Pair, pipeline: int) -> list[int]:
     asked, spec = job.parallel.expert, job.spec
     ranks = job.cluster.world_size // pipeline
     every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
-    return _open(asked, every, table()[pair].expert)
+    return _open(asked, every, table()[pair].largest("expert"))
 
 
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
@@ -233,7 +235,7 @@ def _copies(job: PlanRequest, pair: Pair, fallback: Fallback, parts: int) -> lis
     asked = job.parallel.replicate
     if isinstance(asked, int):
         return [asked]
-    if table()[pair].replicate == 1 or fallback.offload != ("none", "none"):
+    if table()[pair].largest("replicate") == 1 or fallback.offload != ("none", "none"):
         return [1]
     return legality.copies_of(job.cluster.world_size // parts)
 

@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 
 from toolkit.backend import BACKENDS, Backend, Rehearsed
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, ModelName, Pair, degrees_text
+from toolkit.layout import Layout, ModelName, Pair
+from toolkit.plan import dimensions
+from toolkit.plan.dimensions import degrees_text, scaled_down, settings, smallest_factor
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees
@@ -54,7 +56,7 @@ def on_one_process() -> Iterator[RehearsedLayout]:
     """The standard layouts, and every engine, on one device."""
     seen: list[ParallelSection] = []
     for backend, one in _offered():
-        small = _scaled_down(one.layout, 1)
+        small = scaled_down(one.layout, 1)
         section = _section(Pair(backend.name, one.model), small, ZeroSection())
         if section not in seen:
             seen.append(section)
@@ -67,7 +69,7 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
     prefix = "parallel."
     stated = {
         key.removeprefix(prefix): value
-        for key, value in layout.settings.items()
+        for key, value in settings(layout).items()
         if key.startswith(prefix)
     }
     section = ParallelSection(engine=pair.engine, model=pair.model, zero=zero)
@@ -119,7 +121,7 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout
     A degree that exceeds `processes` becomes 1, as the note states.
     """
     layout = plan.layout
-    small = _scaled_down(layout, processes)
+    small = scaled_down(layout, processes)
     section = _section(Pair(plan.engine, plan.model), small, zero)
     full, scaled = _degrees_text(layout), _degrees_text(small)
     note = "" if full == scaled else f"{full} scaled down to {scaled}"
@@ -130,11 +132,13 @@ def degrees(plan: Plan) -> Degrees:
     """The degrees that divide the model in the recipe's own layout, and their replacements
     here."""
     layout = plan.layout
-    stages = Degree(layout.pp * layout.vpp, _smallest(layout.pp) * _smallest(layout.vpp))
+    stages = Degree(
+        layout.pp * layout.vpp, smallest_factor(layout.pp) * smallest_factor(layout.vpp)
+    )
     return Degrees(
-        Degree(layout.tp, _smallest(layout.tp)),
+        Degree(layout.tp, smallest_factor(layout.tp)),
         stages,
-        Degree(layout.ep, _smallest(layout.ep)),
+        Degree(layout.ep, smallest_factor(layout.ep)),
     )
 
 
@@ -142,48 +146,6 @@ def _does(candidate: RehearsedLayout) -> tuple[int, ParallelSection]:
     return candidate.processes, candidate.parallel
 
 
-def _scaled_down(layout: Layout, processes: int) -> Layout:
-    """The same kind of layout with at most `processes` ranks."""
-    # Experts are spread over data-parallel ranks, so those come earlier where there are any.
-    order = ("tp", "dp", "pp") if layout.ep > 1 else ("tp", "pp", "dp")
-    experts = _smallest(layout.ep)
-    small: dict[str, int] = {}
-    room = processes
-    grouped = layout.replicate > 1 or layout.hpz > 1
-    for name in order:
-        # 2 data-parallel ranks suffice, except if experts are sharded over more, or shards or
-        # weights are replicated.
-        most = max(2, experts, 4 if grouped else 0)
-        degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
-        small[name] = degree if degree <= room else 1
-        room //= small[name]
-    return Layout(
-        **small,
-        vpp=_smallest(layout.vpp) if small["pp"] > 1 else 1,
-        ep=experts if small["tp"] * small["dp"] % experts == 0 else 1,
-        sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
-        zero_stage=layout.zero_stage,
-        replicate=2 if layout.replicate > 1 and small["dp"] == 4 else 1,
-        hpz=2 if layout.hpz > 1 and small["dp"] == 4 else 1,
-        offload_optimizer=layout.offload_optimizer,
-        offload_parameters=layout.offload_parameters,
-        recompute=1 if isinstance(layout.recompute, int) else layout.recompute,
-        loss=layout.loss,
-        compile=layout.compile,
-        fused=layout.fused,
-        experts=layout.experts,
-    )
-
-
-def _smallest(degree: int) -> int:
-    """The smallest prime factor; 1 for 1."""
-    return next((n for n in range(2, degree + 1) if degree % n == 0), 1)
-
-
 def _degrees_text(layout: Layout) -> str:
-    shown = [
-        f"{name}{getattr(layout, name)}"
-        for name in ("tp", "pp", "vpp", "ep", "dp")
-        if getattr(layout, name) > 1
-    ]
-    return " ".join(shown) or "one process"
+    shown = dimensions.degrees(layout) | ({"dp": layout.dp} if layout.dp > 1 else {})
+    return " ".join(f"{name}{degree}" for name, degree in shown.items()) or "one process"

@@ -9,6 +9,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
+from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -156,18 +157,16 @@ def _parallel(planned: tuple[Plan, Estimate] | None) -> Iterator[str]:
         now = {
             "engine": plan.engine,
             "model": plan.model,
-            "tensor": layout.tp,
-            "pipeline": layout.pp,
-            "virtual_pipeline": layout.vpp,
-            "sequence": str(layout.sequence_parallel).lower(),
+            **{
+                one.setting: str(getattr(layout, one.field)).lower()
+                for one in DIMENSIONS
+                if one.usual
+            },
             "zero": ", ".join([f"stage {layout.zero_stage}", *_offload(layout)]),
-            "recompute": layout.recompute,
         }
     yield _line("parallel:", "what you set instead of `auto` is kept")
-    for key in (
-        "engine", "model", "tensor", "pipeline", "virtual_pipeline", "sequence", "zero",
-        "recompute",
-    ):  # fmt: skip
+    settings = [one.key.split(".")[1] for one in DIMENSIONS if one.usual]
+    for key in ("engine", "model", *settings):
         value = "{stage: auto}" if key == "zero" else "auto"
         yield _line(f"  {key}: {value}", f"now {now[key]}" if key in now else "")
 

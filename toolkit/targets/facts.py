@@ -10,6 +10,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.config import render_model, trained_config
 from toolkit.errors import DmtError
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
+from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
@@ -110,7 +111,7 @@ def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
         return
     yield "parallel.engine", plan.engine
     yield "parallel.model", plan.model
-    yield from plan.layout.settings.items()
+    yield from settings(plan.layout).items()
 
 
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:

@@ -10,10 +10,10 @@ from toolkit.checkpoint.locate import Located
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape
-from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.hub import model_config
+from toolkit.plan.dimensions import layout_text
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     LENGTH_SETTINGS,

@@ -99,7 +99,7 @@ class DeepSpeedBackend(Backend):
         ),
         "megatron": Support(
             preference=50,
-            tensor=ANY,
+            degrees={"tensor": ANY},
             sequence=True,
             zero_stages=_STAGES,
             auto_stages_16_bit=_STAGES[1:],

@@ -87,7 +87,7 @@ class FsdpBackend(Backend):
         "hf": Support(
             preference=30,
             zero_stages=(1, 2, 3),
-            replicate=ANY,
+            degrees={"replicate": ANY},
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
             offload_together=True,

@@ -44,10 +44,7 @@ class MegatronBackend(Backend):
     supports = {
         "megatron": Support(
             preference=40,
-            tensor=ANY,
-            pipeline=ANY,
-            virtual_pipeline=ANY,
-            expert=ANY,
+            degrees=dict.fromkeys(("tensor", "pipeline", "virtual_pipeline", "expert"), ANY),
             sequence=True,
             zero_stages=(0, 1),
             recompute=("none", "selective", "full"),

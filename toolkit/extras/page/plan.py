@@ -8,8 +8,9 @@ from toolkit.cli.plan import layout_estimate, layout_facts
 from toolkit.cli.plan_tables import Planned, strategies
 from toolkit.extras.page import require_page, write
 from toolkit.extras.page.timetable import Timetable, timetable
-from toolkit.layout import Layout, recompute_text
+from toolkit.layout import Layout
 from toolkit.plan.cost.time import StepTime
+from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.estimate import Estimate, memory_parts
 from toolkit.units import GIB, seconds, size
 

@@ -8,11 +8,13 @@ model's shape are in `toolkit.plan.rules.models`.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
 from toolkit.features.base import intent_problems
 from toolkit.layout import Pair, Precision, Stage
+from toolkit.plan.dimensions import DEGREES, SETTABLE
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
@@ -29,8 +31,6 @@ def table() -> Mapping[Pair, Support]:
     return dict(sorted(found.items(), key=lambda item: item[1].preference))
 
 
-DEGREES = ("tensor", "pipeline", "virtual_pipeline", "expert")
-"""The degrees of `parallel`, which are also fields of `Support`."""
 _PIPELINE_AND_ZERO = (
     "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
     "still accumulates"
@@ -94,7 +94,7 @@ def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | N
     has a choice, or when the degrees do not divide the world.
     """
     product = 1
-    for name in DEGREES[:2]:
+    for name in ("tensor", "pipeline"):
         degree = _known_degree(parallel, name)
         if degree is None:
             return None
@@ -108,7 +108,7 @@ def _known_degree(parallel: ParallelSection, name: str) -> int | None:
     if isinstance(value, int):
         return value
     preferred = next(iter(pairs(parallel)), None)
-    return 1 if preferred is not None and getattr(table()[preferred], name) == 1 else None
+    return 1 if preferred is not None and table()[preferred].largest(name) == 1 else None
 
 
 def divisors(number: int) -> list[int]:
@@ -123,50 +123,20 @@ def nearest(wanted: int, fit: Iterable[int]) -> int | None:
 
 def _needs(parallel: ParallelSection) -> Iterator[Problem]:
     """Settings that make sense only together with another one."""
-    zero = parallel.zero
-    if _above_one(parallel.virtual_pipeline) and parallel.pipeline == 1:
-        yield Problem(
-            "parallel.virtual_pipeline",
-            f"{parallel.virtual_pipeline} with parallel.pipeline: 1",
-            "1 without pipeline stages",
-            "set parallel.virtual_pipeline to auto, or parallel.pipeline to 2 or more",
-        )
-    if parallel.sequence is True and parallel.tensor == 1:
-        yield Problem(
-            "parallel.sequence",
-            "true with parallel.tensor: 1",
-            "true only inside a tensor-parallel group",
-            "set parallel.sequence to auto, or parallel.tensor to 2 or more",
-        )
-    if zero.offload_optimizer == "nvme" and zero.stage not in (3, "auto"):
-        yield Problem(
-            "parallel.zero.offload_optimizer",
-            f"nvme with stage: {zero.stage}",
-            "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory silently",
-            "set parallel.zero.stage to 3 (or auto)",
-        )
-    elif zero.offload_optimizer not in ("none", "auto") and zero.stage == 0:
-        yield Problem(
-            "parallel.zero.offload_optimizer",
-            f"{zero.offload_optimizer} with stage: 0",
-            "none in stage 0, which shards no optimizer states",
-            "set parallel.zero.stage to 2 (or auto)",
-        )
-    if _above_one(parallel.replicate) and zero.offload_parameters not in ("none", "auto"):
-        yield Problem(
-            "parallel.replicate",
-            f"{parallel.replicate} with offload_parameters: {zero.offload_parameters}",
-            "1 with offload, which is for models that copies of shards leave no room for",
-            "set parallel.replicate to 1 (or auto)",
-        )
-    yield from intent_problems(parallel)
-    if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
-        yield Problem(
-            "parallel.zero.offload_parameters",
-            f"{zero.offload_parameters} with stage: {zero.stage}",
-            "none below stage 3, which alone shards parameters",
-            "set parallel.zero.stage to 3 (or auto)",
-        )
+    for dimension in SETTABLE:
+        if dimension.field == "hpz":
+            yield from intent_problems(parallel)
+        for need in dimension.needs:
+            value = _value(parallel, dimension.key)
+            if need.values(value) and not need.suits(other := _value(parallel, need.other)):
+                name = need.other.removeprefix("parallel.zero.")
+                shown = f"{str(value).lower()} with {name}: {other}"
+                yield Problem(dimension.key, shown, need.allowed, need.fix)
+
+
+def _value(parallel: ParallelSection, key: str) -> object:
+    """What a recipe states for a setting of `parallel`."""
+    return attrgetter(key.removeprefix("parallel."))(parallel)
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
@@ -195,7 +165,7 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
     """tensor · pipeline must divide the number of ranks."""
-    degrees = {name: _known_degree(parallel, name) or 1 for name in DEGREES[:2]}
+    degrees = {name: _known_degree(parallel, name) or 1 for name in ("tensor", "pipeline")}
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
         yield from _copies(parallel, world // product)
@@ -263,8 +233,8 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
         )
 
-    for name in (*DEGREES, "replicate"):
-        degree, most = getattr(parallel, name), getattr(support, name)
+    for name in (*(one.setting for one in DEGREES if one.key), "replicate"):
+        degree, most = getattr(parallel, name), support.largest(name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
             why = _PIPELINE_AND_ZERO if exclusive else ""
@@ -331,7 +301,7 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     if name == "pipeline" and parallel.zero.stage in (2, 3):
         return ", or parallel.zero.stage to 1"
     asked = (parallel.engine, parallel.model)
-    able = [p for p in table() if getattr(table()[p], name) >= degree]
+    able = [p for p in table() if table()[p].largest(name) >= degree]
     if not able:
         return ""
     other = min(

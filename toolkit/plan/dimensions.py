@@ -1,0 +1,470 @@
+"""Dimensions of a layout: its degrees and switches, each with all that is known about it.
+
+A new one is a field of `Layout`, a setting of the recipe's schema, its row here, its memory and
+time in `plan/cost/`, and what an engine's `Support` says of it. Planner, checks, explanations,
+tables, `dmt init` and rehearsals read the rows. The data-parallel degree and the accumulation
+have none: they follow from the others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+from toolkit.backend import Support
+from toolkit.layout import Layout, Pair
+from toolkit.models.spec import ModelSpec
+
+Tried = Literal["all", "needed", "rule"]
+
+
+class Choice(NamedTuple):
+    """A chosen layout, and what its alternatives depend on."""
+
+    pair: Pair
+    layout: Layout
+    support: Support
+    """Of the pair."""
+    spec: ModelSpec
+    limited: bool
+    """The device's memory is: it is no CPU."""
+
+
+class Need(NamedTuple):
+    """What a value of a setting needs of another setting."""
+
+    values: Callable[[Any], bool]
+    """Values of this setting that have the need."""
+    other: str
+    """The other setting, dotted."""
+    suits: Callable[[Any], bool]
+    """Values of the other one that they go with."""
+    allowed: str
+    """What this setting may be otherwise."""
+    fix: str
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _as_is(value: Any, _: Mapping[str, int]) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One degree or switch of a layout."""
+
+    field: str
+    """Of `Layout`, whose default is the value of a layout without it."""
+    key: str
+    """The recipe's setting, dotted; empty where no recipe decides it yet."""
+    name: str
+    """In reasons."""
+    word: Callable[[Any], str] | None = None
+    """A value in a layout's short text: `tp2`; with `phrase`, in its long one."""
+    phrase: bool = False
+    title: str = ""
+    """Of its row in `dmt plan`, if that is not its name."""
+    shown: str = ""
+    """A value in that row, formatted; empty: it has no row of its own."""
+    degree: bool = False
+    """It multiplies the ranks or the parts of a model; 1 is none."""
+    within: str = ""
+    """The field of the degree without which it has one value; reasons show it after that."""
+    open: Callable[[Choice], bool] = _never
+    """Whether a chosen layout has alternatives here."""
+    tried: Tried = "all"
+    """What a search tries: all values, those with the least loss of speed that fit, or the one
+    that follows from the other dimensions by a rule."""
+    unneeded: Callable[[Choice], tuple[Any, ...]] = lambda _: ()
+    """Values that a search leaves out, as they cannot be best, but users may ask about."""
+    needs: tuple[Need, ...] = ()
+    disruption: int | None = None
+    """The place of the setting among those that could be left to `auto`, the smaller changes
+    first; None: it is never proposed."""
+    parts: Callable[[Any], int] = _never
+    """How much a value that is not the default complicates a layout."""
+    scaled: Callable[[Any, Mapping[str, int]], Any] = _as_is
+    """The value in a rehearsal, from its degrees `tp`, `pp`, `dp` and `ep`."""
+    usual: bool = False
+    """`dmt init` writes its setting, and tables always have its column."""
+
+    @property
+    def setting(self) -> str:
+        """The last part of the key: `tensor`."""
+        return self.key.rpartition(".")[2]
+
+    def of(self, recipe: Any) -> Any:
+        """What a recipe, or a request of one, states."""
+        return attrgetter(self.key)(recipe)
+
+    def used(self, layout: Layout) -> bool:
+        """Whether a layout has another value than the default."""
+        return bool(getattr(layout, self.field) != getattr(_PLAIN, self.field))
+
+    def named(self, value: Any) -> str:
+        """A value in a reason: `tensor 8`, `sequence parallel true`."""
+        if isinstance(value, bool):
+            return f"{self.name} {str(value).lower()}"
+        if self.field == "recompute" and isinstance(value, int):
+            return f"{self.name} {value} layer{'s' * (value > 1)}"
+        return f"{self.name} {value}"
+
+
+_PLAIN = Layout()
+
+
+def _is_above_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _is_offloaded(value: object) -> bool:
+    return value not in ("none", "auto")
+
+
+def smallest_factor(degree: int) -> int:
+    """The smallest prime factor; 1 of 1."""
+    return next((n for n in range(2, degree + 1) if degree % n == 0), 1)
+
+
+def _replicated(value: int, small: Mapping[str, int]) -> int:
+    return 2 if value > 1 and small["dp"] == 4 else 1
+
+
+def _has_experts(choice: Choice) -> bool:
+    return choice.spec.moe_layers > 0
+
+
+_STAGE, _IN_3 = "parallel.zero.stage", "set parallel.zero.stage to 3 (or auto)"
+
+DIMENSIONS: tuple[Dimension, ...] = (
+    Dimension(
+        "tp",
+        "parallel.tensor",
+        "tensor",
+        "tp{}".format,
+        shown="{}",
+        degree=True,
+        open=lambda choice: choice.support.largest("tensor") > 1,
+        disruption=13,
+        parts=_is_above_one,
+        usual=True,
+    ),
+    Dimension(
+        "pp",
+        "parallel.pipeline",
+        "pipeline",
+        "pp{}".format,
+        shown="{}",
+        degree=True,
+        open=lambda choice: choice.support.largest("pipeline") > 1,
+        disruption=14,
+        parts=_is_above_one,
+        usual=True,
+    ),
+    Dimension(
+        "vpp",
+        "parallel.virtual_pipeline",
+        "virtual pipeline",
+        "vpp{}".format,
+        shown="{}",
+        degree=True,
+        within="pp",
+        open=lambda choice: choice.layout.pp > 1,
+        needs=(
+            Need(
+                _is_above_one,
+                "parallel.pipeline",
+                lambda pipeline: pipeline != 1,
+                "1 without pipeline stages",
+                "set parallel.virtual_pipeline to auto, or parallel.pipeline to 2 or more",
+            ),
+        ),
+        disruption=12,
+        parts=_is_above_one,
+        scaled=lambda value, small: smallest_factor(value) if small["pp"] > 1 else 1,
+        usual=True,
+    ),
+    Dimension(
+        "cp",
+        "",
+        "context",
+        "cp{}".format,
+        shown="{}",
+        degree=True,
+        parts=_is_above_one,
+        scaled=lambda _, __: 1,
+    ),
+    Dimension(
+        "ep",
+        "parallel.expert",
+        "expert",
+        "ep{}".format,
+        shown="{}",
+        degree=True,
+        open=lambda choice: choice.support.largest("expert") > 1 and _has_experts(choice),
+        disruption=15,
+        parts=_is_above_one,
+        scaled=lambda _, small: (
+            small["ep"] if small["tp"] * small["dp"] % small["ep"] == 0 else 1
+        ),
+    ),
+    Dimension(
+        "sequence_parallel",
+        "parallel.sequence",
+        "sequence parallel",
+        lambda _: "sp",
+        title="sequence",
+        shown="split inside the tensor group",
+        within="tp",
+        open=lambda choice: choice.layout.tp > 1,
+        needs=(
+            Need(
+                lambda value: value is True,
+                "parallel.tensor",
+                lambda tensor: tensor != 1,
+                "true only inside a tensor-parallel group",
+                "set parallel.sequence to auto, or parallel.tensor to 2 or more",
+            ),
+        ),
+        disruption=11,
+        scaled=lambda value, small: value and small["tp"] > 1,
+        usual=True,
+    ),
+    Dimension(
+        "zero_stage",
+        _STAGE,
+        "zero",
+        "zero{}".format,
+        open=lambda _: True,
+        disruption=7,
+        parts=lambda stage: stage == 3,
+        usual=True,
+    ),
+    Dimension(
+        "replicate",
+        "parallel.replicate",
+        "replicate",
+        "replicate{}".format,
+        title="copies of shards",
+        shown="{}",
+        open=lambda choice: choice.support.largest("replicate") > 1 and choice.layout.dp > 1,
+        needs=(
+            Need(
+                _is_above_one,
+                "parallel.zero.offload_parameters",
+                lambda place: not _is_offloaded(place),
+                "1 with offload, which is for models that copies of shards leave no room for",
+                "set parallel.replicate to 1 (or auto)",
+            ),
+        ),
+        disruption=8,
+        parts=_is_above_one,
+        scaled=_replicated,
+    ),
+    Dimension(
+        "hpz",
+        "parallel.zero.hpz",
+        "hpz",
+        "hpz{}".format,
+        title="second copy over",
+        shown="{}",
+        parts=_is_above_one,
+        scaled=_replicated,
+    ),
+    Dimension(
+        "offload_optimizer",
+        "parallel.zero.offload_optimizer",
+        "offload of the optimizer",
+        "optimizer:{}".format,
+        needs=(
+            Need(
+                lambda place: place == "nvme",
+                _STAGE,
+                lambda stage: stage in (3, "auto"),
+                "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory "
+                "silently",
+                _IN_3,
+            ),
+            Need(
+                lambda place: place == "cpu",
+                _STAGE,
+                lambda stage: stage != 0,
+                "none in stage 0, which shards no optimizer states",
+                "set parallel.zero.stage to 2 (or auto)",
+            ),
+        ),
+        disruption=9,
+        parts=_is_offloaded,
+    ),
+    Dimension(
+        "offload_parameters",
+        "parallel.zero.offload_parameters",
+        "offload of parameters",
+        "parameters:{}".format,
+        needs=(
+            Need(
+                _is_offloaded,
+                _STAGE,
+                lambda stage: stage in (3, "auto"),
+                "none below stage 3, which alone shards parameters",
+                _IN_3,
+            ),
+        ),
+        disruption=10,
+        parts=_is_offloaded,
+    ),
+    Dimension(
+        "micro_batch",
+        "training.micro_batch_size",
+        "micro batch",
+        open=lambda _: True,
+        disruption=6,
+        scaled=lambda _, __: 1,
+    ),
+    Dimension(
+        "recompute",
+        "parallel.recompute",
+        "recompute",
+        "{} recompute".format,
+        phrase=True,
+        open=lambda _: True,
+        tried="needed",
+        unneeded=lambda choice: choice.support.recompute,
+        disruption=5,
+        parts=lambda value: (value != "none") + isinstance(value, int),
+        scaled=lambda value, _: 1 if isinstance(value, int) else value,
+        usual=True,
+    ),
+    Dimension(
+        "loss",
+        "kernels.loss",
+        "loss",
+        "{} loss".format,
+        shown="{}",
+        phrase=True,
+        open=lambda choice: choice.limited,
+        tried="needed",
+        unneeded=lambda _: ("whole", "chunked"),
+        disruption=0,
+        parts=lambda kernel: kernel != "whole",
+    ),
+    Dimension(
+        "compile",
+        "kernels.compile",
+        "compile",
+        "compiled {}".format,
+        shown="{}",
+        phrase=True,
+        open=lambda choice: choice.limited and bool(choice.support.kernel_stages),
+        tried="rule",
+        unneeded=lambda choice: ("none",) * (choice.layout.compile != "none"),
+        disruption=1,
+    ),
+    Dimension(
+        "fused",
+        "kernels.fused",
+        "fused",
+        "fused by {}".format,
+        shown="{}'s kernels",
+        phrase=True,
+        open=lambda choice: choice.limited and choice.pair.model != "hf",
+        tried="rule",
+        unneeded=lambda choice: ("none",) * (choice.layout.fused != "none"),
+        disruption=2,
+    ),
+    Dimension(
+        "experts",
+        "kernels.experts",
+        "experts",
+        "{} experts".format,
+        shown="{} products",
+        phrase=True,
+        open=lambda choice: (
+            choice.limited and choice.pair.model != "hf" and _has_experts(choice)
+        ),
+        tried="rule",
+        unneeded=lambda choice: ("sequential",) * (choice.layout.experts == "grouped"),
+        disruption=3,
+    ),
+)
+"""In the order of a layout's text."""
+DIMENSION: Mapping[str, Dimension] = {one.field: one for one in DIMENSIONS}
+"""By the field of `Layout`."""
+SETTABLE: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.key)
+"""Those that a recipe decides."""
+DEGREES: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.degree)
+IN_REASONS: tuple[Dimension, ...] = tuple(
+    shown
+    for one in SETTABLE
+    if not one.within
+    for shown in (one, *(inner for inner in SETTABLE if inner.within == one.field))
+)
+"""In the order of a plan's reasons."""
+
+
+def settings(layout: Layout) -> dict[str, Any]:
+    """What a recipe states that asks for this layout: values by dotted setting."""
+    return {one.key: getattr(layout, one.field) for one in SETTABLE}
+
+
+def degrees(layout: Layout) -> dict[str, int]:
+    """The degrees above 1 by field: {"tp": 2, "pp": 4}."""
+    fields = (one.field for one in DEGREES)
+    return {field: value for field in fields if (value := getattr(layout, field)) > 1}
+
+
+def degrees_text(engine: str, model: str, layout: Layout) -> str:
+    """`megatron dp2 tp2 sp zero1`: engine and what is not the default of a layout."""
+    words = [engine if model in ("hf", engine) else f"{engine}/{model}", f"dp{layout.dp}"]
+    words += [
+        one.word(getattr(layout, one.field))
+        for one in DIMENSIONS
+        if one.word and not one.phrase and one.used(layout)
+    ]
+    return " ".join(words)
+
+
+def layout_text(engine: str, model: str, layout: Layout) -> str:
+    """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
+    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
+    values = vars(layout) | {"recompute": recompute_text(layout)}
+    phrases = [
+        one.word(values[one.field])
+        for one in DIMENSIONS
+        if one.word and one.phrase and one.used(layout)
+    ]
+    return ", ".join((degrees_text(engine, model, layout), batch, *phrases))
+
+
+def recompute_text(layout: Layout) -> str:
+    """`full`, `12 layers`, or with a pipeline `1 layer per chunk`."""
+    if isinstance(recompute := layout.recompute, str):
+        return recompute
+    return f"{recompute} layer{'s' * (recompute > 1)}{' per chunk' * (layout.pp > 1)}"
+
+
+def scaled_down(layout: Layout, processes: int) -> Layout:
+    """The same kind of layout with at most `processes` ranks: every degree is its smallest
+    prime factor, or 1 where that has no room."""
+    # Experts are spread over data-parallel ranks, so those come earlier where there are any.
+    order = ("tp", "dp", "pp") if layout.ep > 1 else ("tp", "pp", "dp")
+    small, room = {"ep": smallest_factor(layout.ep)}, processes
+    replicated = layout.replicate > 1 or layout.hpz > 1
+    for name in order:
+        # 2 data-parallel ranks suffice, except if experts are sharded over more, or shards or
+        # weights are replicated.
+        most = max(2, small["ep"], 4 if replicated else 0)
+        degree = (
+            min(layout.dp, most) if name == "dp" else smallest_factor(getattr(layout, name))
+        )
+        small[name] = degree if degree <= room else 1
+        room //= small[name]
+    values = {
+        one.field: one.scaled(getattr(layout, one.field), small)
+        for one in DIMENSIONS
+        if one.field not in small or one.field == "ep"
+    }
+    return Layout(dp=small["dp"], tp=small["tp"], pp=small["pp"], **values)
