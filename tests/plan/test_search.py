@@ -93,8 +93,12 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
     for pair, support in table().items():
         workload = planned_workload(spec, job.training, pair)
         grid = product(
-            [tp for tp in powers if tp <= min(support.tensor, cluster.gpus_per_node)],
-            [pp for pp in powers if pp <= min(support.pipeline, spec.layers)],
+            [
+                tp
+                for tp in powers
+                if tp <= min(support.largest("tensor"), cluster.gpus_per_node)
+            ],
+            [pp for pp in powers if pp <= min(support.largest("pipeline"), spec.layers)],
             [1, 2, 4, 8],
             support.zero_stages,
             support.recompute,
