@@ -7,8 +7,8 @@ import pytest
 from tests.plan.making import MIXTRAL, intent, on, recipe
 from toolkit.intake.checks import broken_rules
 from toolkit.layout import Pair
+from toolkit.plan.dimensions import DEGREES
 from toolkit.plan.rules.legality import (
-    DEGREES,
     data_parallel,
     pairs,
     precisions,
@@ -255,8 +255,9 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
         for name, info in ParallelSection.model_fields.items()
         if accepts(info.annotation, int) and not accepts(info.annotation, bool)
     }
-    assert numbers == {*DEGREES, "replicate", "recompute"}
-    assert all(any(getattr(one, name) > 1 for one in able) for name in numbers - {"recompute"})
+    degrees = {one.setting for one in DEGREES if one.key}
+    assert numbers == {*degrees, "replicate", "recompute"}
+    assert all(any(one.largest(name) > 1 for one in able) for name in numbers - {"recompute"})
 
 
 @pytest.mark.parametrize(
