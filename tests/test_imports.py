@@ -25,7 +25,8 @@ LIGHT = (
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
     "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
     "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
-    "toolkit.targets", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
+    "toolkit.targets", "toolkit.extras.targets",
+    "toolkit.accelerate.__init__", "toolkit.targets.accelerate_file",
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 

@@ -4,9 +4,8 @@ Planner, checks, rehearsal, doctor, rendering and launchers use the `Backend` of
 never compare engine names. The heavy half, which trains, is an `Engine` (engines/base.py).
 """
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -168,8 +167,6 @@ class Backend:
     """Settings of that configuration, by dotted name, whose value no recipe changes."""
     stage_titles: ClassVar[Mapping[Stage, str]] = {}
     """Its name of a ZeRO stage, if it has one."""
-    tools: ClassVar[tuple[str, ...]] = ()
-    """Other programs that run its plans: further targets of `dmt render`."""
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
     accelerate: ClassVar[InAccelerate | None] = None
@@ -195,16 +192,9 @@ class Backend:
         """
         return {}
 
-    def shown(
-        self, target: str, recipe: Recipe, plan: Plan
-    ) -> tuple[str, Sequence[str]] | None:
-        """What `dmt render --to TARGET` prints, and notes on what that leaves to the user.
-
-        `target` is the engine or one of its `tools`. None where it has no part in the plan.
-        """
-        if plan.engine != self.name:
-            return None
-        return json.dumps(self.render(recipe, plan.layout), indent=2), ()
+    def shown(self, recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
+        """What `dmt render --to NAME` prints; None where it has no part in the plan."""
+        return self.render(recipe, plan.layout) if plan.engine == self.name else None
 
     def environment(self, layout: Layout, gpu: str) -> dict[str, str]:
         """Variables that must be set before a worker first touches its GPU.

@@ -18,7 +18,6 @@ from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
-from toolkit.accelerate.config import COMMON, in_scripts, render, render_common
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.accelerate.scripts import planned_for_launcher
 from toolkit.backend import BACKENDS, adopt_engine_config
@@ -28,6 +27,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.targets.accelerate_file import COMMON, in_scripts, render, render_common
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"

@@ -11,7 +11,7 @@ from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.conftest import Project
 from tests.e2e.product import Ended, curve, dmt, run, settings, tool
 from tests.processes import ROOT
-from toolkit.accelerate.config import COMMON
+from toolkit.targets.accelerate_file import COMMON
 
 pytestmark = pytest.mark.slow
 

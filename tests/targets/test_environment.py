@@ -145,10 +145,10 @@ def test_nothing_is_silently_left_out(tiny: Planned) -> None:
         "PATH": "/bin",
     }
     (source,) = environment.read(tiny.recipe, {**NOWHERE, **environ})
-    assert source.only_there == (
+    assert source.only_there == [
         *("HF_DATASETS_OFFLINE", "HF_HOME", "NCCL_DEBUG"),
         *("FSDP_VERSION (not in effect)", "SLURM_* (2)"),
-    )
+    ]
 
 
 def test_offline_and_a_recipe_that_needs_the_hub() -> None:

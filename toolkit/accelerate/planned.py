@@ -16,13 +16,13 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.accelerate.config import MIXED_PRECISION, in_accelerate
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.engines.distributed import join
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.targets.accelerate_file import MIXED_PRECISION, in_accelerate
 from toolkit.targets.environment import accelerate_settings
 from toolkit.terminal import tell
 

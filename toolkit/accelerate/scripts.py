@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.accelerate.config import in_accelerate, in_scripts, refuse_kernels
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
@@ -15,6 +14,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_world
 from toolkit.targets import preflight
 from toolkit.targets.accelerate import ENGINES
+from toolkit.targets.accelerate_file import in_accelerate, in_scripts, refuse_kernels
 from toolkit.targets.environment import SWITCHES
 from toolkit.terminal import tell
 

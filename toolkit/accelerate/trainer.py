@@ -10,13 +10,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from toolkit.accelerate.config import in_accelerate
 from toolkit.accelerate.planned import prepare_process
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
+from toolkit.targets.accelerate_file import in_accelerate
+from toolkit.targets.base import written
+from toolkit.targets.facts import values_of
+from toolkit.targets.training_arguments import KEYS
 from toolkit.terminal import tell
 from toolkit.train.schedule import learning_rate
 
@@ -80,22 +83,13 @@ def _of_recipe(
     recipe: Recipe, plan: Plan, words: InAccelerate, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The recipe's settings, apart from the engine."""
-    optimizer, training = recipe.optimizer, recipe.training
+    precision = recipe.training.precision
     return {
-        "per_device_train_batch_size": plan.layout.micro_batch,
-        "gradient_accumulation_steps": plan.layout.gradient_accumulation,
+        **written(KEYS, values_of(recipe, plan)),
         **({} if {"max_steps", "num_train_epochs"} & more.keys() else _length(recipe)),
         **_schedule(recipe, more),
-        "optim": optimizer.kind.elsewhere["TrainingArguments"],
-        "learning_rate": optimizer.learning_rate,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "adam_epsilon": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.clip_grad_norm or 0.0,
-        "bf16": training.precision == "bf16",
-        "fp16": training.precision == "fp16",
-        "seed": training.seed,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         **_recompute(plan.layout.recompute == "full" and not words.recomputes, more),
         # Loss and gradients are means over the tokens of the global batch.
         "average_tokens_across_devices": True,

@@ -95,7 +95,7 @@ def _todo(row: SettingComparison) -> Text:
     return text
 
 
-def _only_there(names: tuple[str, ...]) -> Text:
+def _only_there(names: list[str]) -> Text:
     more = len(names) - _MOST_NAMES
     shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
     return Text(f"  only there ({len(names)}): {shown}", "dim")

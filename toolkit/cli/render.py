@@ -1,12 +1,13 @@
 """`dmt render`: print a backend's own configuration for a recipe."""
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from toolkit.accelerate import config as accelerate_config
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.data.local import with_embedding_rows
@@ -19,23 +20,26 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
+from toolkit.targets.base import TARGETS
 from toolkit.terminal import tell
 
 _JOBS = tuple(each.name for each in all_launchers() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
-_TOOLS = {tool: name for name in BACKENDS.names for tool in BACKENDS[name].tools}
-"""Other programs that run an engine's plans, and that engine."""
+_FORMATS = sorted(
+    (name for name in TARGETS.names if TARGETS[name].rendered),
+    key=lambda name: not TARGETS[name].engine,  # in the help, next to the engines
+)
 
 if TYPE_CHECKING:
-    Target: TypeAlias = str
+    Name: TypeAlias = str
 else:
-    Target = Literal[*_CONFIGURED, *_TOOLS, "accelerate", *_JOBS]
+    Name = Literal[*_CONFIGURED, *_FORMATS, *_JOBS]
 
 
 def render(
     recipe: RecipePath,
     to: Annotated[
-        Target | None,
+        Name | None,
         typer.Option(
             "--to",
             help="Whose configuration; default: that of the engine that the recipe runs on.",
@@ -62,23 +66,33 @@ def render(
     Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
     loaded = with_embedding_rows(adopt_engine_config(load_recipe(recipe, overrides)))
-    if to == "accelerate":
-        loaded = accelerate_config.in_scripts(loaded)
+    format_ = TARGETS[to] if to in _FORMATS else None
+    if format_ is not None:
+        loaded = format_.adapt(loaded)
     plan = plan_recipe(loaded)
-    target = to or _own_target(recipe, plan)
-    if target == "accelerate":
-        text = accelerate_config.render(loaded, plan).rstrip("\n")
-    elif target in _JOBS:
-        text = _job(loaded, target).rstrip("\n")
+    name = to or _own_configuration(recipe, plan)
+    notes: Sequence[str] = ()
+    if name in _JOBS:
+        text = _job(loaded, name)
+    elif format_ is None:
+        shown = BACKENDS[name].shown(loaded, plan)
+        if shown is None:
+            raise _not_read_by(recipe, plan, name, name)
+        text = json.dumps(shown, indent=2)
+    elif format_.engine in ("", plan.engine):
+        text, notes = format_.write(loaded, plan)
     else:
-        text = _of_engine(recipe, loaded, plan, target)
+        raise _not_read_by(recipe, plan, name, format_.engine)
+    for note in notes:
+        tell(f"# {note}")
+    text = text.rstrip("\n")
     if out is None:
         tell(text, sys.stdout)
     else:
         _write(out, text + "\n")
 
 
-def _own_target(recipe: Path, plan: Plan) -> Target:
+def _own_configuration(recipe: Path, plan: Plan) -> Name:
     if BACKENDS[plan.engine].configured:
         return plan.engine
     raise PlanError(
@@ -87,22 +101,11 @@ def _own_target(recipe: Path, plan: Plan) -> Target:
     )
 
 
-def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> str:
-    """The configuration of an engine as JSON, or the input of another tool.
-
-    Raises PlanError if the plan's engine does not support `target`.
-    """
-    engine = _TOOLS.get(target, target)
-    shown = BACKENDS[engine].shown(target, loaded, plan)
-    if shown is None:
-        raise PlanError(
-            f"{recipe} runs on the engine {plan.engine}, which reads no {target} configuration",
-            fix=f"--set parallel.engine={engine}",
-        )
-    text, notes = shown
-    for note in notes:
-        tell(f"# {note}")
-    return text
+def _not_read_by(recipe: Path, plan: Plan, name: Name, engine: str) -> PlanError:
+    return PlanError(
+        f"{recipe} runs on the engine {plan.engine}, which reads no {name} configuration",
+        fix=f"--set parallel.engine={engine}",
+    )
 
 
 def _job(loaded: Recipe, launcher: str) -> str:

@@ -1,7 +1,7 @@
 """Settings that two places state: a recipe, and what other tools read (docs/conflicts.md).
 
-Each kind of place has one small module that reads it into `source.Stated`, in the recipe's
-words; `facts.py` says what the recipe and its plan state; `compare.py` judges.
+A `Target` (base.py) reads a file into `Stated`s, in the recipe's words, and environment.py the
+environment; `facts.py` says what the recipe and its plan state; `compare.py` judges.
 """
 
 import os
@@ -13,9 +13,9 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import environment
 from toolkit.targets.compare import Report, SettingComparison, compare
-from toolkit.targets.detect import read_source
 from toolkit.targets.environment import Starting
 from toolkit.targets.facts import Places, facts, places_in
+from toolkit.targets.files import read_source
 
 __all__ = [
     "Report",

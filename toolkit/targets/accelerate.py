@@ -5,16 +5,16 @@ of the file into them and then into ACCELERATE_*, FSDP_* and others (accelerate 
 `commands/launch.py` and `utils/launch.py`).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
-from toolkit.targets import deepspeed_json
-from toolkit.targets.known_keys import ACCELERATE, SECTIONS
-from toolkit.targets.source import (
+from toolkit.plan.plan import Plan
+from toolkit.recipe.schema import Recipe
+from toolkit.targets import accelerate_file, deepspeed
+from toolkit.targets.base import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
     COMPILED,
@@ -22,19 +22,23 @@ from toolkit.targets.source import (
     REPLICAS,
     SHARDS,
     WORLD,
-    Collected,
+    ForeignSetting,
     OneOf,
+    Row,
+    Settings,
     SettingSource,
     Stated,
+    Target,
+    TargetKey,
     Unknown,
     device,
+    none_if_zero,
+    read_settings,
     relative_to_file,
-    shown,
     translated,
     unknown,
 )
-
-KIND = "Accelerate config"
+from toolkit.targets.known_keys import ACCELERATE, SECTIONS
 
 ENGINES: Mapping[str, str] = {
     kind: engine for engine in BACKENDS.names for kind in BACKENDS[engine].distributed_types
@@ -49,12 +53,72 @@ _SECTION_OF_TYPE = {
 }
 _MAPS = {*SECTIONS, "tpu_env"}
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
+_JSON = "deepspeed_config_file"
 
-_SAME: Mapping[str, str] = {
-    "num_processes": WORLD,
+_FSDP_1 = OneOf(("fsdp 1",))
+"""No engine of DMT's: it has FSDP's version 2."""
+_VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distributed_type"
+
+
+def _processes(setting: ForeignSetting, _: Settings) -> list[Stated]:
+    advice = (
+        f"change {setting.name} at {setting.place}, or --set cluster.nodes=N --set "
+        "cluster.gpus_per_node=M"
+    )
+    return [Stated(WORLD, setting.value, setting, "refused", advice)]
+
+
+def _engine(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+    if setting.value == "FSDP" and "fsdp_version" not in settings:
+        return [Stated("parallel.engine", _FSDP_1, setting, "", _VERSION_UNSTATED)]
+    engine = ENGINES.get(str(setting.value), str(setting.value))
+    return [Stated("parallel.engine", engine, setting)]
+
+
+def _cpu(setting: ForeignSetting, _: Settings) -> list[Stated] | None:
+    return [Stated("cluster.gpu", "cpu", setting)] if setting.value is True else None
+
+
+def _is_second(settings: Settings) -> bool:
+    """Whether it is version 2 of FSDP, DMT's own, which has no `sharding_strategy`."""
+    return "fsdp_version" in settings and str(settings["fsdp_version"].value) == "2"
+
+
+def _version(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+    engine = ENGINES["FSDP"] if _is_second(settings) else _FSDP_1
+    return [Stated("parallel.engine", engine, setting)]
+
+
+def _strategy(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
+    stage = _STAGES.get(str(setting.value).upper())
+    if _is_second(settings) or stage is None:
+        return None
+    return [Stated("parallel.zero.stage", stage, setting)]
+
+
+def _reshard(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
+    stage = 3 if _is_on(setting.value) else OneOf((1, 2))
+    return [Stated("parallel.zero.stage", stage, setting)] if _is_second(settings) else None
+
+
+def _is_on(value: object) -> bool:
+    return str(value).lower() in ("true", "yes", "on", "1")
+
+
+KEYS: Mapping[str, Row] = {
+    "num_processes": _processes,
     "num_machines": "cluster.nodes",
+    "distributed_type": _engine,
+    "mixed_precision": TargetKey("training.precision", translated("training.precision")),
+    "dynamo_backend": TargetKey(
+        COMPILED, lambda value: str(value).lower() not in ("no", "false")
+    ),
+    "use_cpu": _cpu,
     "zero_stage": "parallel.zero.stage",
     "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_clipping": TargetKey("optimizer.clip_grad_norm", none_if_zero),
+    "offload_optimizer_device": TargetKey("parallel.zero.offload_optimizer", device),
+    "offload_param_device": TargetKey("parallel.zero.offload_parameters", device),
     "offload_optimizer_nvme_path": "parallel.zero.nvme_path",
     "offload_param_nvme_path": "parallel.zero.nvme_path",
     "parallelism_config_tp_size": "parallel.tensor",
@@ -67,182 +131,127 @@ _SAME: Mapping[str, str] = {
     "megatron_lm_expert_model_parallel_size": "parallel.expert",
     "megatron_lm_num_micro_batches": ACCUMULATION,
     "megatron_lm_sequence_parallelism": "parallel.sequence",
+    "megatron_lm_gradient_clipping": TargetKey("optimizer.clip_grad_norm", none_if_zero),
+    "megatron_lm_recompute_activations": TargetKey(
+        "parallel.recompute", lambda value: "selective" if value else OneOf(("none", "full"))
+    ),
+    "megatron_lm_use_distributed_optimizer": TargetKey(
+        "parallel.zero.stage", lambda value: 1 if value else 0
+    ),
+    "fsdp_version": _version,
+    "fsdp_sharding_strategy": _strategy,
+    "fsdp_reshard_after_forward": _reshard,
+    "fsdp_offload_params": TargetKey(
+        "parallel.zero.offload_parameters", lambda value: "cpu" if _is_on(value) else "none"
+    ),
+    "fsdp_activation_checkpointing_offload": TargetKey(ACTIVATIONS_OFFLOADED, _is_on),
+    "fsdp_activation_checkpointing": TargetKey(
+        "parallel.recompute",
+        lambda value: "full" if _is_on(value) else OneOf(("none", "selective")),
+    ),
 }
-"""Settings that a recipe has with the same meaning."""
-
-_OFFLOADS = {
-    "offload_optimizer_device": "parallel.zero.offload_optimizer",
-    "offload_param_device": "parallel.zero.offload_parameters",
-}
-_FSDP_1 = OneOf(("fsdp 1",))
-"""No engine of DMT's: it has FSDP's version 2."""
-_VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distributed_type"
-
-_CLIPPING = ("gradient_clipping", "megatron_lm_gradient_clipping")
 
 
-@dataclass(frozen=True)
-class AccelerateSetting:
-    """One of Accelerate's settings, wherever it was found."""
+class AccelerateTarget(Target):
+    """The file of `accelerate launch --config_file`."""
 
-    value: Any
-    name: str
-    """What it is called there."""
-    place: str
-    written: str = ""
-    """How it is written there, where that is not the value."""
-
-
-def read(file: JsonFile, name: str) -> SettingSource:
-    """What an Accelerate config file states."""
-    found = Collected()
-    settings: dict[str, AccelerateSetting] = {}
-    kind = str(file.values.get("distributed_type", "NO"))
-    for key, value in file.values.items():
-        if key not in ACCELERATE:
-            found.unknown.append(unknown(key, file.place(key), ACCELERATE))
-        elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
-            found.unknown.append(Unknown(key, file.place(key), _wrong_kind(value)))
-        elif key == "tpu_env":
-            found.only_there.append(key)
-        elif isinstance(value, Mapping):
-            asleep = _SECTION_OF_TYPE.get(key, kind) != kind
-            settings |= _section(file, key, value, found, asleep)
-        elif value is not None:
-            settings[key] = AccelerateSetting(value, key, file.place(key))
-    found.add(collect(settings, file.path))
-    return found.source(
-        name,
-        KIND,
-        "recipe",
+    kind = "Accelerate config"
+    form = "an Accelerate config (YAML or JSON)"
+    names = ACCELERATE
+    rendered = True
+    who = (
         "`accelerate launch --config_file` … launch/train.py RECIPE: starts num_processes, and "
         "DMT refuses a number that differs from the recipe's; otherwise the recipe takes "
         "precedence",
         "`accelerate launch` of a script with its own Accelerator: this file takes precedence",
     )
 
+    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+        """See `Target`."""
+        found = SettingSource(str(file.path), self.kind, self.who)
+        settings: dict[str, ForeignSetting] = {}
+        kind = str(file.values.get("distributed_type", "NO"))
+        for key, value in file.values.items():
+            setting = ForeignSetting(key, value, file.place(key))
+            if key not in ACCELERATE:
+                found.unknown.append(unknown(setting, ACCELERATE))
+            elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
+                found.unknown.append(_wrong_kind(setting))
+            elif key == "tpu_env":
+                found.only_there.append(key)
+            elif isinstance(value, Mapping):
+                asleep = _SECTION_OF_TYPE.get(key, kind) != kind
+                settings |= _section(file, key, value, found, asleep)
+            elif value is not None:
+                settings[key] = setting
+        found.add(collect(settings, file.path))
+        return found
 
-def _wrong_kind(value: object) -> str:
-    return "a map, where one value belongs" if isinstance(value, Mapping) else "not a map"
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """See `Target`."""
+        return accelerate_file.in_scripts(recipe)
+
+    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
+        """See `Target`."""
+        return accelerate_file.render(recipe, plan), ()
+
+
+TARGET = AccelerateTarget()
+
+
+def _wrong_kind(setting: ForeignSetting) -> Unknown:
+    is_map = isinstance(setting.value, Mapping)
+    hint = "a map, where one value belongs" if is_map else "not a map"
+    return Unknown(setting.name, setting.place, hint)
 
 
 def _section(
-    file: JsonFile, section: str, values: Mapping[str, Any], found: Collected, asleep: bool
-) -> dict[str, AccelerateSetting]:
+    file: JsonFile, section: str, values: Mapping[str, Any], found: SettingSource, asleep: bool
+) -> dict[str, ForeignSetting]:
     """Settings of one block; those of a distributed_type that is not chosen do nothing."""
     settings = {}
     prefix = _PREFIXES.get(section, "")
     for key, value in values.items():
         name = f"{section}.{key}"
+        setting = ForeignSetting(name, value, file.place(name))
         argument = key if key.startswith(prefix) else prefix + key
         if argument not in SECTIONS[section]:
-            found.unknown.append(unknown(name, file.place(name), SECTIONS[section]))
+            found.unknown.append(unknown(setting, SECTIONS[section]))
         elif isinstance(value, Mapping):
-            found.unknown.append(Unknown(name, file.place(name), _wrong_kind(value)))
+            found.unknown.append(_wrong_kind(setting))
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:
-            settings[argument] = AccelerateSetting(value, name, file.place(name))
+            settings[argument] = setting
     return settings
 
 
-def collect(settings: Mapping[str, AccelerateSetting], path: Path) -> Collected:
+def collect(settings: Settings, path: Path) -> SettingSource:
     """What settings by the names of `accelerate launch`'s arguments state.
 
     `path` is the file that they come from. Raises RecipeError when the DeepSpeed config that
     they name cannot be read.
     """
-    found = Collected()
-    for key, setting in settings.items():
-        stated = tuple(_stated(key, setting, settings))
-        found.stated += stated
-        if not stated and key != "deepspeed_config_file":
-            found.only_there.append(setting.name)
-    if config := settings.get("deepspeed_config_file"):
-        found.add(_deepspeed(config, path))
+    own = {name: setting for name, setting in settings.items() if name != _JSON}
+    found = read_settings(own, KEYS)
+    if _JSON in settings:
+        found.add(_deepspeed(settings[_JSON], path))
     return found
 
 
-def _stated(
-    key: str, setting: AccelerateSetting, settings: Mapping[str, AccelerateSetting]
-) -> Iterator[Stated]:
-    """A setting in the recipe's terms; empty if a recipe has none."""
-    value = setting.value
-
-    def stated(target: str, meant: object, winner: str = "", advice: str = "") -> Stated:
-        at = (setting.name, setting.written or shown(value), setting.place)
-        return Stated(target, meant, *at, winner, advice)
-
-    if key == "num_processes":
-        yield stated(WORLD, value, "refused", _start_as_many(setting))
-    elif key in _SAME:
-        yield stated(_SAME[key], value)
-    elif key == "distributed_type":
-        if value == "FSDP" and "fsdp_version" not in settings:
-            yield stated("parallel.engine", _FSDP_1, "", _VERSION_UNSTATED)
-        else:
-            yield stated("parallel.engine", ENGINES.get(str(value), str(value)))
-    elif key == "mixed_precision":
-        yield stated("training.precision", translated("training.precision", value))
-    elif key == "dynamo_backend":
-        yield stated(COMPILED, str(value).lower() not in ("no", "false"))
-    elif key == "use_cpu" and value is True:
-        yield stated("cluster.gpu", "cpu")
-    elif key in _OFFLOADS:
-        yield stated(_OFFLOADS[key], device(value))
-    elif key in _CLIPPING:
-        yield stated("optimizer.clip_grad_norm", value or None)
-    elif key == "megatron_lm_recompute_activations":
-        yield stated("parallel.recompute", "selective" if value else OneOf(("none", "full")))
-    elif key == "megatron_lm_use_distributed_optimizer":
-        yield stated("parallel.zero.stage", 1 if value else 0)
-    else:
-        yield from _fsdp(key, setting, settings, stated)
-
-
-def _fsdp(
-    key: str, setting: AccelerateSetting, settings: Mapping[str, AccelerateSetting], stated: Any
-) -> Iterator[Stated]:
-    """FSDP's part; DMT's own engine is version 2, which has no `sharding_strategy`."""
-    version = settings.get("fsdp_version")
-    second = version is not None and str(version.value) == "2"
-    value = setting.value
-    on = str(value).lower() in ("true", "yes", "on", "1")
-    if key == "fsdp_version":
-        yield stated("parallel.engine", ENGINES["FSDP"] if second else _FSDP_1)
-    elif key == "fsdp_sharding_strategy" and not second and str(value).upper() in _STAGES:
-        yield stated("parallel.zero.stage", _STAGES[str(value).upper()])
-    elif key == "fsdp_reshard_after_forward" and second:
-        yield stated("parallel.zero.stage", 3 if on else OneOf((1, 2)))
-    elif key == "fsdp_offload_params":
-        yield stated("parallel.zero.offload_parameters", "cpu" if on else "none")
-    elif key == "fsdp_activation_checkpointing_offload":
-        yield stated(ACTIVATIONS_OFFLOADED, on)
-    elif key == "fsdp_activation_checkpointing":
-        yield stated("parallel.recompute", "full" if on else OneOf(("none", "selective")))
-
-
-def _start_as_many(setting: AccelerateSetting) -> str:
-    return (
-        f"change {setting.name} at {setting.place}, or --set cluster.nodes=N --set "
-        "cluster.gpus_per_node=M"
-    )
-
-
-def _deepspeed(config: AccelerateSetting, path: Path) -> Collected:
+def _deepspeed(config: ForeignSetting, path: Path) -> SettingSource:
     """The DeepSpeed config that is named, as if it were part of these settings."""
     text = str(config.value)
     if text.lstrip().startswith("{"):  # Accelerate accepts the JSON itself instead of a name
-        return deepspeed_json.collect(_inside(text, config, path))
+        return deepspeed.collect(_inside(text, config, path))
     named = relative_to_file(text, path)
     if not named.exists():
-        missing = Collected()
-        missing.unknown.append(Unknown(config.name, config.place, f"there is no file {named}"))
-        return missing
-    return deepspeed_json.collect(read_json(named))
+        hint = f"there is no file {named}"
+        return SettingSource(unknown=[Unknown(config.name, config.place, hint)])
+    return deepspeed.collect(read_json(named))
 
 
-def _inside(text: str, config: AccelerateSetting, path: Path) -> JsonFile:
+def _inside(text: str, config: ForeignSetting, path: Path) -> JsonFile:
     """DeepSpeed's JSON that stands as a block in the file at `path`, or in a variable."""
     _, _, line = config.place.rpartition(":")
     first = int(line) if line.isdecimal() else 0

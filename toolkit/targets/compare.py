@@ -7,8 +7,7 @@ from typing import Literal
 from toolkit.engines.deepspeed.config import same
 from toolkit.recipe.describe import choices, settings
 from toolkit.redact import redact
-from toolkit.targets.facts import DERIVED, Fact
-from toolkit.targets.source import (
+from toolkit.targets.base import (
     AUTO,
     DATA_PARALLEL,
     AtMost,
@@ -16,9 +15,9 @@ from toolkit.targets.source import (
     PerReplica,
     SettingSource,
     Stated,
-    Unknown,
     shown,
 )
+from toolkit.targets.facts import DERIVED, Fact
 
 Verdict = Literal["agrees", "disagrees", "auto", "open"]
 """`auto`: takes the recipe's value. `open`: shows only when it runs."""
@@ -62,14 +61,9 @@ class Report:
         return tuple(row for row in self.compared if row.verdict == "disagrees")
 
     @property
-    def unknown(self) -> tuple[Unknown, ...]:
-        """Names that the other tool does not know."""
-        return self.source.unknown
-
-    @property
     def agrees(self) -> bool:
         """Nothing disagrees, and no name is misspelt."""
-        return not self.conflicts and not self.unknown
+        return not self.conflicts and not self.source.unknown
 
 
 def compare(source: SettingSource, facts: Mapping[str, Fact]) -> Report:
@@ -83,26 +77,26 @@ def _judge(
     fact = facts.get(stated.key)
     stated = _multiplied(stated, facts)
     verdict = _verdict(stated, fact)
-    disagrees = verdict == "disagrees"
-    advice = ""
-    if disagrees:
+    winner = advice = ""
+    if verdict == "disagrees":
         assert fact is not None, "what is compared has a value"
+        winner = stated.winner or source.winner
         advice = stated.advice or _advice(stated, fact)
+    elif verdict == "auto":
+        winner = "recipe"
     elif verdict == "open":
         advice = stated.advice or "the recipe leaves it open until the run is planned"
     return SettingComparison(
         key=stated.key,
         recipe="" if fact is None else redact(shown(fact.value)),
         origin="" if fact is None else fact.origin,
-        name=stated.name,
-        other=redact(stated.shown),
-        place=stated.place,
+        name=stated.at.name,
+        other=redact(stated.at.written),
+        place=stated.at.place,
         verdict=verdict,
-        winner={"agrees": "", "auto": "recipe", "open": ""}.get(
-            verdict, stated.winner or source.winner
-        ),
+        winner=winner,
         advice=redact(advice),
-        breaks=disagrees and stated.breaks,
+        breaks=verdict == "disagrees" and stated.breaks,
     )
 
 
@@ -115,7 +109,8 @@ def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
         return replace(stated, certain=False)
     assert isinstance(replicas.value, int)
     batch = stated.value.sequences * replicas.value
-    return replace(stated, value=batch, shown=f"{stated.shown} = {batch}")
+    at = replace(stated.at, text=f"{stated.at.text} = {batch}")
+    return replace(stated, value=batch, at=at)
 
 
 def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
@@ -126,15 +121,14 @@ def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
     if isinstance(stated.value, AtMost):
         assert isinstance(fact.value, int)
         return "agrees" if fact.value <= stated.value.limit else "disagrees"
-    wanted = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
-    return "agrees" if any(same(value, fact.value) for value in wanted) else "disagrees"
+    values = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
+    return "agrees" if any(same(value, fact.value) for value in values) else "disagrees"
 
 
 def _advice(stated: Stated, fact: Fact) -> str:
     """The two ways to make both say the same."""
-    there = f"change {stated.name} at {stated.place}"
-    if stated.name == stated.place:
-        there = f"unset {stated.name}"
+    name, place = stated.at.name, stated.at.place
+    there = f"unset {name}" if name == place else f"change {name} at {place}"
     if stated.key in DERIVED:
         return f"{there}; the recipe's is {DERIVED[stated.key]}"
     if _can_be_set(stated.key, stated.value):

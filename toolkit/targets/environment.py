@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
@@ -10,12 +10,11 @@ from toolkit.errors import RecipeError
 from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.recipe.yaml_nodes import Value
-from toolkit.targets import accelerate, detect
-from toolkit.targets.accelerate import AccelerateSetting
-from toolkit.targets.source import (
+from toolkit.targets import accelerate, files
+from toolkit.targets.base import (
     WORLD,
     AtMost,
-    Collected,
+    ForeignSetting,
     OneOf,
     SettingSource,
     Stated,
@@ -25,6 +24,11 @@ from toolkit.targets.source import (
 
 NAME = "env"
 KIND = "environment"
+WHO = (
+    "`dmt launch` clears what launchers around it left and passes the rest on; its workers, "
+    "and launch/train.py, follow the recipe",
+    "a script with its own Accelerator: ACCELERATE_* and FSDP_* win where it leaves them open",
+)
 
 Starting = Literal["launch", "worker"]
 """`dmt launch` starts its own workers; launch/train.py was started by another launcher."""
@@ -130,25 +134,17 @@ def default_config(environ: Mapping[str, str]) -> Path | None:
 
 
 def _default_config(path: Path, recipe: Recipe) -> SettingSource:
-    who = (
+    try:
+        found = files.read_source(path, recipe)
+    except RecipeError as error:
+        wrong = Unknown(path.name, str(path), error.problems[0].found)
+        found = SettingSource(str(path), accelerate.TARGET.kind, unknown=[wrong])
+    found.who = (
         "`accelerate launch` without --config_file reads this file and starts num_processes of "
         "launch/train.py; otherwise the recipe takes precedence; `dmt launch` does not read it",
         "a script with its own Accelerator: this file takes precedence under accelerate launch",
     )
-    try:
-        found = detect.read_source(path, recipe)
-    except RecipeError as error:
-        wrong = Unknown(path.name, str(path), error.problems[0].found)
-        return SettingSource(str(path), accelerate.KIND, "recipe", who, (), unknown=(wrong,))
-    return SettingSource(
-        found.name,
-        found.kind,
-        found.winner,
-        who,
-        found.stated,
-        found.only_there,
-        found.unknown,
-    )
+    return found
 
 
 class _Reader:
@@ -170,7 +166,7 @@ class _Reader:
     def source(self) -> SettingSource:
         """Everything that they state."""
         found = self._accelerate()
-        for stated in (
+        for part in (
             self._ranks(),
             self._torchrun(),
             self._devices(),
@@ -178,21 +174,14 @@ class _Reader:
             self._deterministic(),
             self._others(),
         ):
-            found.stated += stated
+            found.stated += part
         found.only_there = list(self._only_there(found))
-        return found.source(
-            NAME,
-            KIND,
-            "recipe",
-            "`dmt launch` clears what launchers around it left and passes the rest on; its "
-            "workers, and launch/train.py, follow the recipe",
-            "a script with its own Accelerator: ACCELERATE_* and FSDP_* win where it leaves "
-            "them open",
-        )
+        found.name, found.kind, found.who = NAME, KIND, WHO
+        return found
 
-    def _only_there(self, found: Collected) -> Iterator[str]:
+    def _only_there(self, found: SettingSource) -> Iterator[str]:
         """Unused variables; Slurm's many are only counted."""
-        said = {stated.place for stated in found.stated} | SWITCHES.keys() | {*self.asleep}
+        said = {stated.at.place for stated in found.stated} | SWITCHES.keys() | {*self.asleep}
         rest = sorted(self.environ.keys() - said)
         slurm = sum(name.startswith("SLURM_") for name in rest)
         yield from (name for name in rest if not name.startswith("SLURM_"))
@@ -206,36 +195,24 @@ class _Reader:
     def _is_on(self, name: str) -> bool:
         return self.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
-    def _stated(
-        self,
-        name: str,
-        key: str,
-        value: object,
-        *,
-        winner: str = "",
-        advice: str = "",
-        breaks: bool = False,
-        certain: bool = True,
-    ) -> Stated:
+    def _stated(self, name: str, key: str, value: object, **more: Any) -> Stated:
         text = self.environ[name]
         text = text if len(text) < _LONGEST else f"{text[: _LONGEST - 1]}…"
-        advice = advice or f"unset {name}, or make it agree"
-        return Stated(key, value, name, text, name, winner, advice, breaks, certain)
+        more = {"advice": f"unset {name}, or make it agree", **more}
+        return Stated(key, value, ForeignSetting(name, text, name), **more)
 
-    def _accelerate(self) -> Collected:
+    def _accelerate(self) -> SettingSource:
         """As if they were the config file that `accelerate launch` made them of."""
         settings = {}
-        for name in self.environ:
+        for name, text in self.environ.items():
             if name in SWITCHES and self._is_on(name) and (kind := SWITCHES[name][0]):
-                settings["distributed_type"] = AccelerateSetting(
-                    kind, name, name, self.environ[name]
-                )
+                settings["distributed_type"] = ForeignSetting(name, kind, name, text)
         for name in self.environ:
             argument = _ACCELERATE.get(name) or self._argument(name)
             if argument is None or name in SWITCHES:
                 continue
             if self._in_effect(name):
-                settings[argument] = AccelerateSetting(self._value(name), name, name)
+                settings[argument] = ForeignSetting(name, self._value(name), name)
             else:
                 self.asleep.append(name)
         return accelerate.collect(settings, Path())

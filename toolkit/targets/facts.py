@@ -15,7 +15,7 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
-from toolkit.targets.source import (
+from toolkit.targets.base import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
     AUTO,
@@ -95,6 +95,11 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     found |= _fixed(plan)
     found |= _shape(recipe, plan, places)
     return found
+
+
+def values_of(recipe: Recipe, plan: Plan) -> dict[str, object]:
+    """The values of a planned run by their keys."""
+    return {key: fact.value for key, fact in facts(recipe, plan).items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:

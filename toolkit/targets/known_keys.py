@@ -8,12 +8,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-FILE = Path(__file__).with_suffix(".json")
 
-_TABLES: Mapping[str, frozenset[str]] = {
-    table: frozenset(names)
-    for table, names in json.loads(FILE.read_text(encoding="utf-8")).items()
-}
+def read_tables(file: Path) -> dict[str, frozenset[str]]:
+    """Lists of names by the name of the list."""
+    tables = json.loads(file.read_text(encoding="utf-8"))
+    return {table: frozenset(names) for table, names in tables.items()}
+
+
+FILE = Path(__file__).with_suffix(".json")
+_TABLES = read_tables(FILE)
 
 ACCELERATE = _TABLES["accelerate"]
 """Fields of its ClusterConfig, and two older spellings that it still translates."""
@@ -23,9 +26,3 @@ SECTIONS: Mapping[str, frozenset[str]] = {
     if table.startswith("accelerate ")
 }
 """Arguments of `accelerate launch` that each section of its file sets."""
-TRAINING_ARGUMENTS = _TABLES["training_arguments"]
-"""Of transformers 5."""
-OLD_TRAINING_ARGUMENTS = _TABLES["training_arguments before transformers 5"]
-"""Of transformers 4 only; files of then still have them."""
-TRAINER_FSDP = _TABLES["training_arguments fsdp_config"]
-"""Keys of `fsdp_config`, which may also have `fsdp_` before them."""

@@ -7,15 +7,16 @@ import pytest
 
 from tests.plan.families import LLAMA, MIXTRAL
 from tests.plan.making import RECIPES
-from toolkit.accelerate.config import in_accelerate, refuse_kernels, render
 from toolkit.doctor.needs import needs_of
 from toolkit.errors import PlanError, RecipeError
 from toolkit.features.fp8 import Fp8Section, LayersInBf16
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.plan import Plan
+from toolkit.plan.planner import plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import able_pairs, problems
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
+from toolkit.targets.accelerate_file import in_accelerate, refuse_kernels, render
 
 LLAMA_8B = "llama/llama-3.1-8b-pretrain"
 TINY = "tiny/llama-bytes"

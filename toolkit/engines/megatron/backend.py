@@ -1,7 +1,6 @@
 """Backend of engine `megatron`: everything except training."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.backend import ANY, Backend, Rehearsed, Support
@@ -54,7 +53,6 @@ class MegatronBackend(Backend):
     packages = {"megatron-core": "megatron.core"}
     configured = True
     stage_titles = {1: "distributed optimizer"}
-    tools = ("megatron-lm",)
     distributed_types = ("MEGATRON_LM",)
     cost = MegatronCost()
     rehearsals = (
@@ -73,27 +71,18 @@ class MegatronBackend(Backend):
         """`megatron.json`."""
         return config.render(recipe, layout)
 
-    def shown(
-        self, target: str, recipe: Recipe, plan: Plan
-    ) -> tuple[str, Sequence[str]] | None:
+    def shown(self, recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
         """`megatron.json`, or only its model sections if another engine trains megatron-core's
-        model, with every field checked against the installed version; or the arguments of
-        Megatron-LM's pretrain_gpt.py."""
-        mine = plan.engine == self.name
-        if not (mine if target in self.tools else plan.model in self.supports):
+        model, with every field checked against the installed version."""
+        if plan.model not in self.supports:
             return None
-        if target in self.tools:
-            from toolkit.engines.megatron import pretrain_gpt
-
-            rendered = pretrain_gpt.render(recipe, plan.layout)
-            return rendered.text, rendered.notes
         found = self.render(recipe, plan.layout)
-        if not mine:
+        if plan.engine != self.name:
             found = {section: found[section] for section in ("transformer", "gpt")}
         from toolkit.engines.megatron.fields import check_fields
 
         check_fields(found)
-        return json.dumps(found, indent=2), ()
+        return found
 
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """optimizer/__init__.py gives expert-parallel experts a separate optimizer, and each

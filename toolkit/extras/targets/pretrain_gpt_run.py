@@ -4,13 +4,14 @@ schedule, data and intervals, and notes to the user.
 Megatron-LM's arguments are those of core_v0.16.1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 
 from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
 from toolkit.models.families import settings_of
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     DataSection,
     LoggingSection,
@@ -19,9 +20,27 @@ from toolkit.recipe.schema import (
     Recipe,
     ScheduleSection,
 )
+from toolkit.targets.base import written
+from toolkit.targets.facts import values_of
 
 Arguments = Iterator[tuple[str, ...]]
 """Flags, each with its values."""
+
+OPTIMIZER_KEYS: Mapping[str, str] = {
+    "--lr": "optimizer.learning_rate",
+    "--weight-decay": "optimizer.weight_decay",
+    "--adam-beta1": "optimizer.betas[0]",
+    "--adam-beta2": "optimizer.betas[1]",
+    "--adam-eps": "optimizer.eps",
+}
+RUN_KEYS: Mapping[str, str] = {
+    "--micro-batch-size": "training.micro_batch_size",
+    "--global-batch-size": "training.global_batch_size",
+    "--seq-length": "training.sequence_length",
+    "--train-iters": "training.steps",
+    "--seed": "training.seed",
+}
+"""Flags that are written with the value of the recipe."""
 
 WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 """`schedule.decay` → the value of `--lr-wsd-decay-style`."""
@@ -123,15 +142,17 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
         )
 
 
-def run_arguments(recipe: Recipe, layout: Layout) -> Arguments:
+def run_values(recipe: Recipe, plan: Plan, keys: Mapping[str, str]) -> Arguments:
+    """The flags of a table with the values of the run."""
+    for flag, value in written(keys, values_of(recipe, plan)).items():
+        yield flag, str(value)
+
+
+def run_arguments(recipe: Recipe, plan: Plan) -> Arguments:
     """Arguments of everything that is neither model nor optimizer."""
     steps = recipe.total_steps()
     assert steps is not None, "refused by `run_problems`"
-    yield "--micro-batch-size", str(layout.micro_batch)
-    yield "--global-batch-size", str(layout.global_batch)
-    yield "--seq-length", str(recipe.training.sequence_length)
-    yield "--train-iters", str(steps)
-    yield "--seed", str(recipe.training.seed)
+    yield from run_values(recipe, plan, RUN_KEYS)
     if recipe.model.init == "random":
         yield "--init-method-std", str(_init_std(recipe))
     yield from schedule_arguments(recipe.schedule, recipe.optimizer, steps)

@@ -1,6 +1,6 @@
 """The arguments for Megatron-LM's script: its own names, our values, nothing dropped.
 
-`DMT_UPDATE_GOLDEN=1 pytest tests/engines/test_megatron_lm.py` rewrites the golden files.
+`DMT_UPDATE_GOLDEN=1 pytest tests/extras/targets/test_megatron_lm.py` rewrites the golden files.
 """
 
 import argparse
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines.megatron import pretrain_gpt as megatron_lm
-from toolkit.engines.megatron.pretrain_gpt import ArgumentList
-from toolkit.engines.megatron.pretrain_gpt_run import schedule_arguments
 from toolkit.errors import RecipeError
+from toolkit.extras.targets import pretrain_gpt as megatron_lm
+from toolkit.extras.targets.megatron_lm import OPTIONS
+from toolkit.extras.targets.pretrain_gpt import ArgumentList
+from toolkit.extras.targets.pretrain_gpt_run import schedule_arguments
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import OptimizerSection, Recipe, ScheduleSection
-from toolkit.targets.megatron_arguments import OPTIONS
 from toolkit.train.schedule import learning_rate
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
 GOLDEN = ROOT / "tests" / "golden" / "megatron-lm"
 MEGATRON = "parallel.engine=megatron"
@@ -78,7 +78,7 @@ CASES = {
 
 def rendered(path: Path, *overrides: str) -> ArgumentList:
     recipe = load_recipe(path, overrides)
-    return megatron_lm.render(recipe, plan_recipe(recipe).layout)
+    return megatron_lm.render(recipe, plan_recipe(recipe))
 
 
 def case(name: str) -> ArgumentList:
@@ -297,7 +297,7 @@ def test_every_shipped_recipe_is_rendered_or_refused() -> None:
     for path in sorted(RECIPES.glob("*/*.yaml")):
         recipe: Recipe = load_recipe(path, (MEGATRON, "parallel.zero.stage=auto"))
         try:
-            parsed(megatron_lm.render(recipe, plan_recipe(recipe).layout))
+            parsed(megatron_lm.render(recipe, plan_recipe(recipe)))
         except RecipeError as error:
             refused.append((path.stem, str(error)))
     assert refused, "pythia is refused"

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.engines.megatron import config as megatron_config
-from toolkit.engines.megatron.pretrain_gpt_run import (
+from toolkit.errors import Problem, RecipeError
+from toolkit.extras.targets.pretrain_gpt_run import (
+    OPTIMIZER_KEYS,
     Arguments,
     run_arguments,
     run_notes,
     run_problems,
+    run_values,
 )
-from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import MegatronModel, megatron_model
+from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 
 TRANSFORMER_VALUES = {
@@ -115,12 +118,6 @@ _GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_parameters"
 """Handled by `_model_arguments`; `rope_parameters` are llama 3.1's scaling or refused."""
 
 _OPTIMIZER_VALUES = {
-    "optimizer": "--optimizer",
-    "lr": "--lr",
-    "weight_decay": "--weight-decay",
-    "adam_beta1": "--adam-beta1",
-    "adam_beta2": "--adam-beta2",
-    "adam_eps": "--adam-eps",
     "clip_grad": "--clip-grad",
     "initial_loss_scale": "--initial-loss-scale",
     "min_loss_scale": "--min-loss-scale",
@@ -159,12 +156,13 @@ class ArgumentList:
         return "\n".join(shlex.join(argument) for argument in self.arguments)
 
 
-def render(recipe: Recipe, layout: Layout) -> ArgumentList:
-    """The arguments that train `recipe` in `layout`, for a plan of the engine megatron.
+def render(recipe: Recipe, plan: Plan) -> ArgumentList:
+    """The arguments that train `recipe` as the engine megatron does.
 
     Raises RecipeError naming everything that Megatron-LM cannot express.
     """
     model = megatron_model(megatron_config.trained_config(recipe.model))
+    layout = plan.layout
     config = megatron_config.render(recipe, layout)
     found = [*_model_problems(model, config), *run_problems(recipe)]
     if found:
@@ -173,9 +171,11 @@ def render(recipe: Recipe, layout: Layout) -> ArgumentList:
         *_model_arguments(config, recipe.training.sequence_length),
         *_pipeline_arguments(config["transformer"], layout),
         *_fusion_arguments(config["transformer"]),
-        *_switches(config["ddp"], _DDP_SWITCHES),
+        *_switches(config.get("ddp", {}), _DDP_SWITCHES),
+        ("--optimizer", config["optimizer"]["optimizer"]),
+        *run_values(recipe, plan, OPTIMIZER_KEYS),
         *_values(config["optimizer"], _OPTIMIZER_VALUES),
-        *run_arguments(recipe, layout),
+        *run_arguments(recipe, plan),
     ]
     return ArgumentList(tuple(arguments), tuple(_notes(recipe, layout, model, config)))
 

@@ -1,0 +1,280 @@
+"""Arguments of Megatron-LM's `pretrain_gpt.py`: a list of them, or the script that passes them.
+
+Names and meaning are those of core_v0.16.1. `pretrain_gpt.py` writes them; torchrun's own flags
+in a script that is read count as well.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.extras.targets import pretrain_gpt
+from toolkit.extras.targets.pretrain_gpt_run import OPTIMIZER_KEYS, RUN_KEYS, WSD_DECAYS
+from toolkit.extras.targets.shell_flags import read_flags
+from toolkit.plan.plan import Plan
+from toolkit.recipe.schema import Recipe
+from toolkit.targets.base import (
+    CONTEXT_PARALLEL,
+    ForeignSetting,
+    OneOf,
+    Row,
+    Rule,
+    Settings,
+    SettingSource,
+    Stated,
+    Target,
+    TargetKey,
+    Unknown,
+    as_in_recipes,
+    as_yaml,
+    none_if_zero,
+    number,
+    read_settings,
+    translated,
+    unknown,
+)
+
+OPTIONS = Path(__file__).with_name("pretrain_gpt_options.txt")
+"""Every option of Megatron-LM core_v0.16.1, which cannot be installed, and its values."""
+
+_TORCHRUN = """
+    local-addr log-dir logs-specs master-addr master-port max-restarts module
+    monitor-interval nnodes no-python node-rank nproc-per-node rdzv-backend rdzv-conf
+    rdzv-endpoint rdzv-id redirects role run-path standalone start-method tee
+"""
+TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
+"""Options of the launcher that starts it in the same script."""
+
+_GIVEN = "given"
+"""How a flag without a value is shown."""
+_PARTS = frozenset(("--lr-warmup-init", "--group-query-attention", "--tokenizer-type"))
+"""Parts of what another flag states."""
+
+
+class MegatronLmTarget(Target):
+    """The arguments, one per line; a shell script is read as well."""
+
+    kind = "Megatron-LM arguments"
+    form = "Megatron-LM arguments (text)"
+    rendered = True
+    engine = "megatron"
+    who = (
+        "DMT does not read these arguments (`dmt render --to megatron-lm` writes them): the "
+        "recipe takes precedence",
+        "Megatron-LM's pretrain_gpt.py reads only them: there they take precedence",
+    )
+
+    def parse(self, text: str, path: Path) -> JsonFile | None:
+        """See `Target`. Raises RecipeError where the arguments are no shell words."""
+        if not any(word.startswith("--") for word in text.split()):
+            return None
+        # argparse takes a name with either kind of dash, and the last of several.
+        flags = {flag.name.replace("_", "-"): flag for flag in read_flags(text, str(path))}
+        return JsonFile(path, flags, {name: flag.line for name, flag in flags.items()})
+
+    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+        """See `Target`."""
+        settings = {
+            name: ForeignSetting(
+                flag.name,
+                as_yaml(flag.values[0]) if flag.values else None,
+                file.place(name),
+                flag.values[0] if flag.values else _GIVEN,
+            )
+            for name, flag in file.values.items()
+        }
+        names = [name for name in settings if name not in _PARTS]
+        found = read_settings(settings, _table(), _judge, names)
+        found.stated = [_with_advice(stated) for stated in found.stated]
+        found.name, found.kind, found.who = str(file.path), self.kind, self.who
+        return found
+
+    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
+        """See `Target`."""
+        rendered = pretrain_gpt.render(recipe, plan)
+        return rendered.text, rendered.notes
+
+
+TARGET = MegatronLmTarget()
+
+
+def _judge(setting: ForeignSetting) -> Unknown | None:
+    """A flag that no recipe has, or that of another program, is no misspelt one."""
+    setting = replace(setting, name=setting.name.replace("_", "-"))
+    known = megatron_options() | TORCHRUN
+    guess = unknown(setting, known)
+    return None if setting.name in known or not guess.hint else guess
+
+
+def _with_advice(stated: Stated) -> Stated:
+    at = stated.at
+    if at.written == _GIVEN and at.value is None:
+        advice = f"remove `{at.name}` at {at.place}, or change the recipe"
+        return replace(stated, advice=advice)
+    if "$" in at.written:
+        return replace(stated, certain=False, advice=f"only the shell knows {at.written}")
+    return stated
+
+
+@cache
+def megatron_options() -> frozenset[str]:
+    """Names of Megatron-LM's options."""
+    lines = OPTIONS.read_text(encoding="utf-8").splitlines()
+    return frozenset(line.split()[0] for line in lines if line.startswith("--"))
+
+
+def _says(ours: str, meaning: object) -> TargetKey:
+    """A flag that says one thing, whatever its value."""
+    return TargetKey(ours, lambda _: meaning, None)
+
+
+def _table() -> dict[str, Row]:
+    """The rows of the model, and above those, the run's own."""
+    fields = {**pretrain_gpt.TRANSFORMER_VALUES, **pretrain_gpt.GPT_VALUES}
+    switches = {**pretrain_gpt.TRANSFORMER_SWITCHES, **pretrain_gpt.GPT_SWITCHES}
+    return {
+        **_DEPENDENT,
+        **{flag: f"megatron.{name}" for name, flag in fields.items()},
+        **{
+            flag: _says(f"megatron.{name}", value)
+            for name, (value, flag) in switches.items()
+            # Not of a model, but of its layout and precision.
+            if not flag.startswith(("--no-", "--moe", "--calculate-per-token-loss"))
+        },
+        **OPTIMIZER_KEYS,
+        **RUN_KEYS,
+        **_ONLY_READ,
+    }
+
+
+_ONLY_READ: Mapping[str, Row] = {
+    **as_in_recipes(
+        "--lr-wsd-decay-iters --tensor-model-parallel-size --pipeline-model-parallel-size "
+        "--expert-model-parallel-size --log-interval --wandb-project --wandb-entity --nnodes "
+        "--nproc-per-node"
+    ),
+    "--lr-decay-iters": "training.steps",
+    "--min-lr": "schedule.min_learning_rate",
+    "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
+    "--context-parallel-size": CONTEXT_PARALLEL,
+    "--wandb-exp-name": "name",
+    "--tokenizer-model": TargetKey("data.tokenizer", str),
+    "--data-path": "data.train.prefix",
+    "--train-data-path": "data.train.prefix",
+    "--valid-data-path": "data.validation.prefix",
+    "--num-query-groups": "megatron.num_query_groups",
+    "--rotary-base": "megatron.rotary_base",
+    "--max-position-embeddings": "megatron.max_sequence_length",
+    # Megatron-LM's adam decouples the weight decay unless an argument says not to.
+    "--optimizer": TargetKey("optimizer.name", translated("optimizer.name")),
+    "--clip-grad": TargetKey("optimizer.clip_grad_norm", none_if_zero),
+    "--sequence-parallel": _says("parallel.sequence", True),
+    "--use-distributed-optimizer": _says("parallel.zero.stage", 1),
+    "--recompute-activations": _says("parallel.recompute", "selective"),
+    "--bf16": _says("training.precision", "bf16"),
+    "--fp16": _says("training.precision", "fp16"),
+    "--fp8-format": _says("training.precision", "fp8"),
+    "--tensorboard-dir": _says("logging.tensorboard", True),
+}
+
+
+_NOTHING = object()
+
+
+def _rule(ours: str, meaning: Callable[[Settings], object]) -> Rule:
+    """A row for a flag whose meaning depends on others; `_NOTHING` states nothing."""
+
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+        value = meaning(settings)
+        return [] if value is _NOTHING else [Stated(ours, value, setting)]
+
+    return rule
+
+
+def _value(flags: Settings, name: str) -> Any:
+    """The value of a flag; None if absent."""
+    return flags[name].value if name in flags else None
+
+
+def _number(flags: Settings, name: str) -> float | None:
+    """The value of a flag, if present and a number."""
+    return number(_value(flags, name))
+
+
+def _steps(flags: Settings) -> object:
+    samples, batch = _number(flags, "--train-samples"), _number(flags, "--global-batch-size")
+    return math.ceil(samples / batch) if samples and batch else _NOTHING
+
+
+def _warmup(flags: Settings) -> object:
+    """A warm-up that begins at DMT's first rate is one step shorter than one from 0."""
+    steps, first = _number(flags, "--lr-warmup-iters"), _number(flags, "--lr-warmup-init")
+    peak = _number(flags, "--lr")
+    if steps is None:
+        return _NOTHING
+    if first and peak and math.isclose(first * (steps + 1), peak, rel_tol=1e-6):
+        return int(steps) + 1
+    return OneOf((0, 1)) if steps == 0 else steps
+
+
+def _warmup_share(flags: Settings) -> object:
+    share, steps = _number(flags, "--lr-warmup-fraction"), _number(flags, "--train-iters")
+    return _NOTHING if share is None or steps is None else round(share * steps)
+
+
+def _style(flags: Settings) -> object:
+    style = str(_value(flags, "--lr-decay-style"))
+    if style != "WSD":
+        return style
+    return "wsd" if _value(flags, "--lr-wsd-decay-style") else "wsd with an exponential decay"
+
+
+def _wsd_decay(flags: Settings) -> object:
+    shape = str(_value(flags, "--lr-wsd-decay-style"))
+    ours = {theirs: name for name, theirs in WSD_DECAYS.items()}
+    return ours.get(shape, shape) if _value(flags, "--lr-decay-style") == "WSD" else _NOTHING
+
+
+def _interval(flag: str, ours: str) -> Rule:
+    """An interval of the whole run is what a recipe calls null: only at the end."""
+
+    def meaning(flags: Settings) -> object:
+        value = _value(flags, flag)
+        whole = value is not None and value == _number(flags, "--train-iters")
+        return OneOf((None, value)) if whole else value
+
+    return _rule(ours, meaning)
+
+
+def _chunks(flags: Settings) -> object:
+    layers = _number(flags, "--num-layers")
+    stages = _number(flags, "--pipeline-model-parallel-size")
+    chunk = _number(flags, "--num-layers-per-virtual-pipeline-stage")
+    return int(layers // (stages * chunk)) if layers and stages and chunk else _NOTHING
+
+
+def _chunks_of_layout(flags: Settings) -> object:
+    stages = _number(flags, "--pipeline-model-parallel-size")
+    text = _value(flags, "--pipeline-model-parallel-layout")
+    return int((str(text).count("|") + 1) // stages) if stages and text else _NOTHING
+
+
+_DEPENDENT: Mapping[str, Row] = {
+    "--train-samples": _rule("training.steps", _steps),
+    "--lr-warmup-iters": _rule("schedule.warmup_steps", _warmup),
+    "--lr-warmup-fraction": _rule("schedule.warmup_steps", _warmup_share),
+    "--lr-decay-style": _rule("schedule.name", _style),
+    "--lr-wsd-decay-style": _rule("schedule.decay", _wsd_decay),
+    "--eval-interval": _interval("--eval-interval", "evaluation.every_steps"),
+    "--save-interval": _interval("--save-interval", "checkpoint.every_steps"),
+    "--eval-iters": _rule(
+        "evaluation.batches", lambda flags: _value(flags, "--eval-iters") or _NOTHING
+    ),
+    "--num-layers-per-virtual-pipeline-stage": _rule("parallel.virtual_pipeline", _chunks),
+    "--pipeline-model-parallel-layout": _rule("parallel.virtual_pipeline", _chunks_of_layout),
+}
+"""Flags whose meaning depends on others."""

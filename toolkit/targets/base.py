@@ -1,0 +1,344 @@
+"""A foreign format: a file of another tool that DMT reads, and writes where it can.
+
+Its table maps their names to the recipe's. Everything that reads goes through it: a reader
+makes a `ForeignSetting` of each thing that stands in the file, `read_settings` looks it up, and
+`compare.py` judges the `Stated`s that come out.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.plan.plan import Plan
+from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+from toolkit.registry import Registry
+from toolkit.suggest import did_you_mean
+
+AUTO = "auto"
+"""A value that is filled later: it takes the recipe's."""
+
+WORLD = "world_size"
+ACCUMULATION = "gradient_accumulation"
+DATA_PARALLEL = "data_parallel"
+SHARDS = "shards"
+REPLICAS = "replicas"
+CONTEXT_PARALLEL = "context_parallel"
+COMPILED = "compiled"
+ACTIVATIONS_OFFLOADED = "activations_offloaded"
+"""Keys of what no recipe states, because it is derived, or always so."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A statement that several values of the recipe fulfil, e.g. `fp16: false`."""
+
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A number that the recipe's may not exceed, e.g. of the available GPUs."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class PerReplica:
+    """A number of sequences per data-parallel replica and optimizer step."""
+
+    sequences: int
+
+
+@dataclass(frozen=True)
+class ForeignSetting:
+    """One setting as it stands in a file or in the environment."""
+
+    name: str
+    """What it is called there."""
+    value: Any
+    place: str
+    """`FILE:LINE`, or the variable's name."""
+    text: str | None = None
+    """How it is written there, where that is not the value."""
+
+    @property
+    def written(self) -> str:
+        """Its value as it is written there."""
+        return shown(self.value) if self.text is None else self.text
+
+
+Settings = Mapping[str, ForeignSetting]
+"""The settings of one file by the names of its table."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a setting says of one of the recipe's."""
+
+    key: str
+    """The corresponding setting of the recipe, dotted."""
+    value: object
+    """Its value in the recipe's words; `AUTO`, `OneOf`, `AtMost`, or `PerReplica`."""
+    at: ForeignSetting
+    winner: str = ""
+    """Which takes precedence if the two disagree, if not `SettingSource.winner`."""
+    advice: str = ""
+    """Special advice, if any."""
+    breaks: bool = False
+    """Whether a run that starts all the same would fail or train something else."""
+    certain: bool = True
+    """False: whether it agrees shows only in the run; `advice` says when."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A name that the tool does not know."""
+
+    name: str
+    place: str
+    hint: str = ""
+    """Such as: did you mean `train_batch_size`?"""
+
+
+@dataclass(frozen=True)
+class TargetKey:
+    """A row of a format's table: one of the recipe's settings, and how values are converted."""
+
+    ours: str
+    read: Callable[[Any], object] = lambda value: value
+    """Their value in the recipe's words."""
+    write: Callable[[Any], object] | None = lambda value: value
+    """The recipe's value in theirs; None where DMT does not write it."""
+
+
+Rule = Callable[[ForeignSetting, Settings], Iterable[Stated | Unknown] | None]
+"""A row whose meaning depends on others; None where it is nothing that a recipe has."""
+Row = str | TargetKey | Rule
+"""Of a table; a string is a setting of the recipe with the same values."""
+
+
+@dataclass
+class SettingSource:
+    """One place that states settings."""
+
+    name: str = ""
+    """As the user calls it: a path, or `env`."""
+    kind: str = ""
+    """What it is, in words."""
+    who: tuple[str, ...] = ()
+    """One sentence for each tool that would read it, about precedence there."""
+    winner: str = "recipe"
+    """Which takes precedence under DMT where it disagrees with the recipe."""
+    stated: list[Stated] = field(default_factory=list)
+    only_there: list[str] = field(default_factory=list)
+    """Settings without a counterpart in a recipe."""
+    unknown: list[Unknown] = field(default_factory=list)
+
+    def add(self, other: "SettingSource") -> None:
+        """Take over the settings of `other`."""
+        self.stated += other.stated
+        self.only_there += other.only_there
+        self.unknown += other.unknown
+
+
+class Target:
+    """A foreign format. Without torch, as everything that `dmt check` imports."""
+
+    kind: ClassVar[str]
+    """What its files are, in words."""
+    form: ClassVar[str]
+    """The same with an article and the notation, for the list of what can be read."""
+    who: ClassVar[tuple[str, ...]]
+    """See `SettingSource`."""
+    names: ClassVar[frozenset[str]] = frozenset()
+    """Top-level names by which a JSON or YAML file is recognised."""
+    rendered: ClassVar[bool] = False
+    """Whether `dmt render --to` calls `write`. (An engine's own file is its `Backend`'s.)"""
+    engine: ClassVar[str] = ""
+    """The engine whose plans it takes; empty: any that `write` can express."""
+
+    def score(self, values: Mapping[str, Any]) -> int:
+        """How much a JSON or YAML file looks like one of these."""
+        return len(self.names & values.keys())
+
+    def parse(self, text: str, path: Path) -> JsonFile | None:
+        """The settings in a text that is neither JSON nor YAML; None where it has none."""
+        return None
+
+    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+        """What a file states; `recipe` may name this very file."""
+        raise NotImplementedError
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """The recipe to plan before `write`: with what the tool cannot do otherwise."""
+        return recipe
+
+    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
+        """The text of its file, and notes on what that leaves to the user.
+
+        Raises RecipeError or PlanError naming what the format cannot express.
+        """
+        raise NotImplementedError
+
+
+TARGETS: Registry[Target] = Registry(
+    "dmt.targets",
+    {
+        "deepspeed": "toolkit.targets.deepspeed:TARGET",
+        "accelerate": "toolkit.targets.accelerate:TARGET",
+        "trainer": "toolkit.extras.targets.trainer:TARGET",
+        "megatron-lm": "toolkit.extras.targets.megatron_lm:TARGET",
+    },
+)
+"""Every format by its name; other packages add theirs as entry points."""
+
+
+def read_settings(
+    settings: Settings,
+    keys: Mapping[str, Row],
+    other: Callable[[ForeignSetting], Unknown | None] = lambda _: None,
+    names: Iterable[str] | None = None,
+) -> SettingSource:
+    """What `settings` state, by a table.
+
+    `other` judges a name without a row: None where it is right, but no recipe has it. `names`
+    are those that are read, if not all.
+    """
+    found = SettingSource()
+    for theirs in settings if names is None else names:
+        setting, row = settings[theirs], keys.get(theirs, "")
+        results: Iterable[Stated | Unknown] | None
+        if not row:
+            wrong = other(setting)
+            results = None if wrong is None else (wrong,)
+        elif isinstance(row, str):
+            results = (Stated(row, setting.value, setting),)
+        elif isinstance(row, TargetKey):
+            results = (Stated(row.ours, row.read(setting.value), setting),)
+        else:
+            results = row(setting, settings)
+        if results is None:
+            found.only_there.append(setting.name)
+        for result in results or ():
+            if isinstance(result, Stated):
+                found.stated.append(result)
+            else:
+                found.unknown.append(result)
+    return found
+
+
+def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, object]:
+    """What the file of a run states: a table's rows with the run's values (`facts.py`)."""
+    settings = {}
+    for theirs, row in keys.items():
+        key = TargetKey(row) if isinstance(row, str) else row
+        if isinstance(key, TargetKey) and key.write is not None:
+            settings[theirs] = key.write(values[key.ours])
+    return settings
+
+
+def as_in_recipes(names: str) -> dict[str, str]:
+    """Rows for names that errors about a recipe translate as well (`recipe/foreign.py`)."""
+    rows = {name: foreign(name) for name in names.split()}
+    return {name: row.target for name, row in rows.items() if row and row.target}
+
+
+def unknown(setting: ForeignSetting, known: Iterable[str]) -> Unknown:
+    """An unknown name, with what may have been meant."""
+    bare = setting.name.rpartition(".")[2]
+    other = foreign(bare)
+    advice = f"in a recipe: {other.advice}" if other else ""
+    return Unknown(setting.name, setting.place, did_you_mean(bare, known, advice, cutoff=0.8))
+
+
+def translated(key: str) -> Callable[[object], object]:
+    """A `TargetKey.read` that turns another tool's word for the setting `key` into ours."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return FOREIGN_VALUES.get(key, {}).get(value.lower(), value.lower())
+
+    return read
+
+
+def precisions(switches: Settings) -> list[Stated]:
+    """What the switches bf16 and fp16 imply for the recipe's `training.precision`.
+
+    A switch that is off excludes its own precision; both off mean fp32.
+    """
+    off = [name for name, setting in switches.items() if setting.value is False]
+    stated = []
+    for name, setting in switches.items():
+        meaning: object = setting.value
+        if meaning is True:
+            meaning = name
+        elif meaning is False:
+            others = tuple(other for other in ("fp32", "bf16", "fp16") if other != name)
+            meaning = "fp32" if len(off) == 2 else OneOf(others)
+        stated.append(Stated("training.precision", meaning, setting))
+    return stated
+
+
+def global_batch(stated: Iterable[Stated]) -> list[Stated]:
+    """The global batch that a micro batch and its accumulation come to."""
+    numbers = {row.key: row for row in stated if type(number(row.value)) is int}
+    micro, steps = numbers.get("training.micro_batch_size"), numbers.get(ACCUMULATION)
+    if micro is None or steps is None or "training.global_batch_size" in numbers:
+        return []
+    assert isinstance(micro.value, int) and isinstance(steps.value, int)
+    batch = PerReplica(micro.value * steps.value)
+    name = f"{micro.at.name} · {steps.at.name} · dp"
+    text = f"{micro.at.written} · {steps.at.written} · dp"
+    at = ForeignSetting(name, batch, micro.at.place, text)
+    return [Stated("training.global_batch_size", batch, at)]
+
+
+def number(value: object) -> float | None:
+    """A finite number of usual size; None for anything else, `true` included."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) < sys.float_info.max else None
+
+
+def device(value: object) -> object:
+    """`none` where nothing is offloaded, however that is written."""
+    return "none" if value in (None, "none", "None") else value
+
+
+def none_if_zero(value: object) -> object:
+    """A recipe's null for a number that switches something off."""
+    return None if value == 0 else value
+
+
+def shown(value: object) -> str:
+    """A value as JSON and YAML write it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def as_yaml(text: str) -> Value:
+    """A plain value as YAML reads it, `True` and `true` alike; a number without end as text."""
+    try:
+        return resolve_plain(text)
+    except NumberError:
+        return text
+
+
+def relative_to_file(name: str, path: Path) -> Path:
+    """A file that another one names: from the working directory, as the tools take it, else
+    from that file's own folder."""
+    near = path.parent / name
+    with suppress(OSError, ValueError):  # no name that a file can have
+        if not Path(name).exists() and near.exists():
+            return near
+    return Path(name)

@@ -1,0 +1,74 @@
+"""Detects the format of a file, and reads its settings."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
+from toolkit.errors import Problem, RecipeError
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.schema import Recipe
+from toolkit.targets.base import TARGETS, SettingSource
+
+
+def read_source(path: Path, recipe: Recipe) -> SettingSource:
+    """The settings of the file at `path`, in any of `TARGETS`.
+
+    Raises RecipeError if it cannot be read or its format is unknown.
+    """
+    text = _text(path)
+    if text.lstrip().startswith("{"):
+        return _of_settings(read_json(path, "JSON file"), recipe)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _of_settings(_read_yaml(path, text), recipe)
+    for name in TARGETS.names:
+        if (file := TARGETS[name].parse(text, path)) is not None:
+            return TARGETS[name].read(file, recipe)
+    raise _no_kind(path, "a text without `--flags`")
+
+
+def _of_settings(file: JsonFile, recipe: Recipe) -> SettingSource:
+    """By whose names its top-level keys are, most of them."""
+    scores = {name: TARGETS[name].score(file.values) for name in TARGETS.names}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] > 0:
+        return TARGETS[best].read(file, recipe)
+    if {"model", "training", "data", "extends"} & file.values.keys():
+        raise _no_kind(file.path, "a recipe")
+    raise _no_kind(file.path, f"settings {', '.join(list(file.values)[:5]) or 'none'}")
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(yaml_nodes.MAX_BYTES + 1)
+        if len(data) > yaml_nodes.MAX_BYTES:
+            raise _no_kind(path, f"more than {yaml_nodes.MAX_BYTES // 1024} KiB")
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise _no_kind(path, error.strerror or str(error)) from error
+    except ValueError as error:  # not UTF-8, or a null character in the path
+        raise _no_kind(path, str(error)) from error
+
+
+def _no_kind(path: Path, problem: str) -> RecipeError:
+    kinds = ", ".join(TARGETS[name].form for name in TARGETS.names) + ", or `env`"
+    return RecipeError([Problem("--against", problem, kinds, "", str(path))])
+
+
+def _read_yaml(path: Path, text: str) -> JsonFile:
+    """A YAML map with the line of each key, in the form of a JSON file."""
+    node, problems = yaml_nodes.parse(text, str(path))
+    if problems:
+        raise RecipeError(problems)
+    if not isinstance(node, yaml_nodes.Mapping):
+        raise _no_kind(path, "a YAML file that is no map")
+    values: dict[str, Any] = yaml_nodes.to_data(node)
+    return JsonFile(path, values, dict(_lines(node, "")))
+
+
+def _lines(node: yaml_nodes.Mapping, prefix: str) -> Iterator[tuple[str, int]]:
+    for name, entry in node.entries.items():
+        yield f"{prefix}{name}", entry.place.line
+        if isinstance(entry.node, yaml_nodes.Mapping):
+            yield from _lines(entry.node, f"{prefix}{name}.")
