@@ -49,7 +49,7 @@ class Section(BaseModel):
             name, _, rest = path.partition(".")
             if rest:
                 inside.setdefault(name, {})[rest] = value
-            else:
+            elif name in type(self).model_fields:  # not that of a feature that is missing
                 changed[name] = value
         for name, inner in inside.items():
             changed[name] = getattr(self, name).with_values(inner)

@@ -1,0 +1,63 @@
+"""A feature is its folder: without it, the rest of the package works."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree, ignore_patterns, rmtree
+
+import pytest
+
+from tests.processes import ROOT
+
+RUN = """
+import sys
+import toolkit
+assert toolkit.__path__[0].startswith(sys.argv[1]), toolkit.__path__
+from toolkit.cli.main import main
+from toolkit.features.base import FEATURES
+from toolkit.recipe.schema import Recipe
+assert sys.argv[2] not in FEATURES.names
+import toolkit.engines.deepspeed.backend, toolkit.doctor.selftest.plan
+import toolkit.accelerate.config, toolkit.rehearse.layouts
+for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
+    for verb in (["check"], ["plan", "--explain"], ["render"]):
+        assert main([verb[0], name, *verb[1:]]) in (None, 0), (verb, name)
+"""
+
+
+@pytest.mark.parametrize("name", ["fp8", "zero_plus"])
+def test_the_core_works_without(name: str, tmp_path: Path) -> None:
+    for folder in ("toolkit", "recipes", "ds_configs"):
+        copytree(
+            ROOT / folder,
+            tmp_path / folder,
+            symlinks=True,
+            ignore=ignore_patterns("__pycache__"),
+        )
+    rmtree(tmp_path / "toolkit" / "features" / name)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_other_module_names_a_feature() -> None:
+    """They ask the registry."""
+    inside = ROOT / "toolkit" / "features"
+    found = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "toolkit").rglob("*.py")
+        if inside not in path.parents
+        and any(
+            f"toolkit.features.{folder.name}" in path.read_text("utf-8")
+            for folder in inside.iterdir()
+            if folder.is_dir()
+        )
+    ]
+    assert not found
