@@ -97,8 +97,11 @@ class Dimension:
         return self.key.rpartition(".")[2]
 
     def of(self, recipe: Any) -> Any:
-        """What a recipe, or a request of one, states."""
-        return attrgetter(self.key)(recipe)
+        """What a recipe, or a request of one, states; None for a feature that is missing."""
+        try:
+            return attrgetter(self.key)(recipe)
+        except AttributeError:
+            return None
 
     def used(self, layout: Layout) -> bool:
         """Whether a layout has another value than the default."""
