@@ -150,7 +150,7 @@ def _usual_recipe(
             del data["model"]["balance"]  # PEFT's folder has no such bias
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
-    return as_recipe(data, model["hub"], "choose another model")
+    return as_recipe(data, model.get("hub", name), "choose another model")
 
 
 def as_recipe(data: Mapping[str, Any], source: str, fix: str) -> Recipe:
