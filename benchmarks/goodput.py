@@ -26,7 +26,7 @@ from toolkit.extras.goodput.saving import Assumptions, PlannedRun, failures, row
 from toolkit.hardware.cluster import default_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
-from toolkit.units import duration
+from toolkit.text.units import duration
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MINUTE = 60.0

@@ -11,7 +11,7 @@ Rank 0 plans the recipe, hands the plan to the others, and prints what `dmt laun
 import argparse
 from pathlib import Path
 
-from toolkit.interpreter import importing
+from toolkit.system.interpreter import importing
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ HEAVY = {
     "transformers", "wandb",
 }  # fmt: skip
 LIGHT = (
-    "toolkit.errors", "toolkit.redact", "toolkit.optimizers", "toolkit.recipe",
+    "toolkit.errors", "toolkit.text.redact", "toolkit.optimizers", "toolkit.recipe",
     "toolkit.hardware", "toolkit.plan", "toolkit.extras.optimizers.adafactor",
     "toolkit.extras.optimizers.adamw_8bit",
     "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
@@ -34,11 +34,8 @@ PROGRAMS = ("toolkit.extras.launchers.ray_job",)
 """Started by a launcher as a process of its own, imported by nobody."""
 
 LAYERS = (
-    ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
-     "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
-     "toolkit.untrusted", "toolkit.compilers", "toolkit.registry", "toolkit.suggest",
-     "toolkit.interpreter", "toolkit.system", "toolkit.batch",
-     "toolkit.layout"),
+    ("toolkit.__init__", "toolkit.errors", "toolkit.text", "toolkit.system",
+     "toolkit.registry", "toolkit.batch", "toolkit.layout"),
     ("toolkit.objectives",),
     ("toolkit.recipe.section",),
     ("toolkit.optimizers",),
@@ -156,7 +153,7 @@ def test_verbs_are_loaded_only_when_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    expected = ["cli", "cli.main", "errors", "redact", "terminal"]
+    expected = ["cli", "cli.main", "errors", "text", "text.redact", "text.terminal"]
     assert ast.literal_eval(done.stderr) == [f"toolkit.{name}" for name in expected]
 
 

@@ -16,7 +16,7 @@ from toolkit.cli.main import main
 from toolkit.errors import Problem
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
-from toolkit.terminal import LossyStream, printable
+from toolkit.text.terminal import LossyStream, printable
 
 EVIL = "a\x1b[31m\x9b2J\x07\r\u202eb\x7f\udcff[red]"
 SHOWN = "a\\x1b[31m\\x9b2J\\x07\\r\\u202eb\\x7f\\udcff[red]"
@@ -129,6 +129,6 @@ def test_nothing_prints_past_the_boundary() -> None:
     found = {
         path.relative_to(root).as_posix(): list(printing(path)) for path in root.rglob("*.py")
     }
-    allowed = {"terminal.py", "extras/launchers/ray_job.py"} | OWN_WORDS | TERMINALS_ONLY
+    allowed = {"text/terminal.py", "extras/launchers/ray_job.py"} | OWN_WORDS | TERMINALS_ONLY
     past = {name: calls for name, calls in found.items() if calls and name not in allowed}
     assert not past

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.terminal import printable
+from toolkit.text.terminal import printable
 
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2

@@ -17,7 +17,7 @@ from toolkit import __version__
 from toolkit.cli.main import VERBS, Verb, main
 from toolkit.errors import BackendUnavailable, Stopped
 from toolkit.models.families import model_spec
-from toolkit.units import human
+from toolkit.text.units import human
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.compilers import file_system
 from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs, needs_of
@@ -19,6 +18,7 @@ from toolkit.doctor.probe import Answer
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.hostfile import read_hostfile
+from toolkit.system.compilers import file_system
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 TWO_MACHINES = Needs(several_machines="cluster.nodes: 2")

@@ -18,13 +18,13 @@ from tests.engines.cases import LAYERS, TOLERANCE, run
 from tests.engines.parity_worker import Case, reference
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
-from toolkit import compilers
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.workload import Workload
+from toolkit.system import compilers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -55,7 +55,7 @@ def test_the_working_directory_is_not_on_the_path(name, monkeypatch, tmp_path):
     env = starter(name).spec(job).process_env(0)
     assert env["PYTHONSAFEPATH"] == "1"
     if name == "local":
-        command = [sys.executable, "-m", "toolkit.units"]
+        command = [sys.executable, "-m", "toolkit.text.units"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         bare = {key: value for key, value in env.items() if key != "PYTHONSAFEPATH"}

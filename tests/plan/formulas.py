@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.plan.cost.derivation import Derivation
 from toolkit.plan.estimate import Estimate, derivations, memory_parts, time_parts
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 FUNCTIONS = {"__builtins__": {}, "max": max, "sqrt": sqrt, "log": log}
 

@@ -23,7 +23,7 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 SHAPE = {
     "model_type": "llama",

@@ -18,7 +18,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 PSI_8B = 8_030_261_248
 

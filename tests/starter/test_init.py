@@ -27,7 +27,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ParallelSection, Recipe
 from toolkit.starter.draft import Task, draft, shipped_sizes
 from toolkit.starter.text import _lines
-from toolkit.units import GIB, seconds
+from toolkit.text.units import GIB, seconds
 
 SHIPPED = [(size, task) for size, tasks in shipped_sizes().items() for task in tasks]
 WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}

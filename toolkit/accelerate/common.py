@@ -7,8 +7,8 @@ python -m toolkit.accelerate.common --check    exit 1 when one is not current
 import sys
 from pathlib import Path
 
-from toolkit.generated import write_or_check
 from toolkit.targets.accelerate_file import COMMON, render_common
+from toolkit.text.generated import write_or_check
 
 FOLDER = Path(__file__).parents[2] / "launch" / "accelerate"
 

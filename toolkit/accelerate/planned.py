@@ -24,7 +24,7 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.accelerate_file import MIXED_PRECISION, in_accelerate
 from toolkit.targets.environment import accelerate_settings
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 
 class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no types

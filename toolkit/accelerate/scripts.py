@@ -16,7 +16,7 @@ from toolkit.targets import preflight
 from toolkit.targets.accelerate import ENGINES
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts, refuse_kernels
 from toolkit.targets.environment import SWITCHES
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -20,7 +20,7 @@ from toolkit.targets.accelerate_file import in_accelerate
 from toolkit.targets.base import written
 from toolkit.targets.facts import values_of
 from toolkit.targets.training_arguments import KEYS
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 from toolkit.train.schedule import learning_rate
 
 _ENGINE = (

@@ -9,7 +9,7 @@ from toolkit.adapters.lora import Lora
 from toolkit.errors import DataError
 from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from toolkit.models.families import MegatronModel, mapped
 from toolkit.models.families.tensors import Rows, Split, TensorMap, blocks
 from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.recipe.schema import AdapterSection
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 KEY = "adapter.targets"
 BRANCH = "lora"

@@ -21,7 +21,7 @@ from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import StageSection, TrainingSection
 from toolkit.recipe.section import Count, NonEmpty
-from toolkit.untrusted import parse_json, read_bytes, regular_inside
+from toolkit.system.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
 FORMAT = 1

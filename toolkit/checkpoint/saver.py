@@ -33,9 +33,9 @@ from toolkit.checkpoint.shards import (
 )
 from toolkit.checkpoint.store import CheckpointStore, sync_folder, write_synced
 from toolkit.errors import CheckpointError
-from toolkit.failpoints import failpoint
 from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
 from toolkit.models.families.tensors import Block
+from toolkit.system.failpoints import failpoint
 
 WRITING_TIMEOUT = timedelta(days=1)
 """How long a rank that has written its file waits for the slowest."""

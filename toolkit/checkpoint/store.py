@@ -16,7 +16,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.errors import CheckpointError
-from toolkit.failpoints import failpoint
+from toolkit.system.failpoints import failpoint
 
 LATEST = "latest"
 STEP = re.compile(r"step-(\d{8})")

@@ -8,7 +8,7 @@ from rich.text import Text
 from toolkit.cli.console import Console
 from toolkit.plan.estimate import Estimate, memory_parts
 from toolkit.plan.search import Room
-from toolkit.units import GIB, seconds, size
+from toolkit.text.units import GIB, seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""

@@ -31,8 +31,8 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets import Report, against, places_in
-from toolkit.terminal import printable
-from toolkit.units import human
+from toolkit.text.terminal import printable
+from toolkit.text.units import human
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from toolkit.cli.output import Table, output
 from toolkit.errors import EXIT_USER_ERROR, CheckpointError
 from toolkit.models.convert.agreement import Agreement
 from toolkit.plan.dimensions import degrees_text
-from toolkit.redact import redact
-from toolkit.terminal import tell
-from toolkit.units import byte_size
+from toolkit.text.redact import redact
+from toolkit.text.terminal import tell
+from toolkit.text.units import byte_size
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.verify import Verified

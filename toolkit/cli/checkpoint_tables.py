@@ -9,7 +9,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.cli.output import Table
 from toolkit.plan.dimensions import layout_text
-from toolkit.units import byte_size, human
+from toolkit.text.units import byte_size, human
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 3 * 4
 """Per parameter: the weight, and with two moments, in fp32."""

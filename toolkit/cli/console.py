@@ -8,7 +8,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from toolkit.errors import Problem
-from toolkit.terminal import printable
+from toolkit.text.terminal import printable
 
 
 class Console(console.Console):

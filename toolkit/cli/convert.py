@@ -14,10 +14,10 @@ import typer
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError, RunFailed
-from toolkit.interpreter import python
 from toolkit.models.convert.agreement import Agreement
-from toolkit.terminal import tell
-from toolkit.units import human
+from toolkit.system.interpreter import python
+from toolkit.text.terminal import tell
+from toolkit.text.units import human
 
 if TYPE_CHECKING:
     from toolkit.models.convert.source import ConvertibleModel

@@ -12,7 +12,7 @@ from toolkit.cli.options import AsJson, Overrides, RecipePath
 from toolkit.errors import DataError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,7 +14,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth

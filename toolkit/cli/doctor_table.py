@@ -10,8 +10,8 @@ from toolkit.cli.bars import print_hanging
 from toolkit.cli.console import Console
 from toolkit.cli.output import Table
 from toolkit.doctor.finding import LEVELS, Finding, Level
-from toolkit.redact import redact
-from toolkit.units import seconds
+from toolkit.text.redact import redact
+from toolkit.text.units import seconds
 
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth, Rate

@@ -23,7 +23,7 @@ from toolkit.plan.estimate import (
 )
 from toolkit.plan.plan import Plan
 from toolkit.run.assignment import decide
-from toolkit.units import seconds
+from toolkit.text.units import seconds
 
 
 def estimate(

@@ -10,7 +10,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.starter.draft import Task, shipped_sizes
 from toolkit.starter.text import starter
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 # A file system's list of the shipped recipes; this module is imported for this verb only.
 _SIZES = tuple(shipped_sizes())

@@ -21,7 +21,7 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.targets import preflight
-from toolkit.terminal import lost_output, survive_lost_output, tell
+from toolkit.text.terminal import lost_output, survive_lost_output, tell
 
 if TYPE_CHECKING:
     from toolkit.run.assignment import Assignment

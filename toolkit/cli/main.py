@@ -20,7 +20,7 @@ from toolkit.errors import (
     DmtError,
     RecipeError,
 )
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 
 class Verb(NamedTuple):

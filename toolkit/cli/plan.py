@@ -41,8 +41,8 @@ from toolkit.plan.search import UNNEEDED, Candidate, Search
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
-from toolkit.terminal import tell
-from toolkit.units import human, seconds
+from toolkit.text.terminal import tell
+from toolkit.text.units import human, seconds
 
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from toolkit.plan.cost.derivation import Derivation, Symbol, amount
 from toolkit.plan.estimate import Derivations
-from toolkit.units import GIB, MIB_PER_GIB, seconds
+from toolkit.text.units import GIB, MIB_PER_GIB, seconds
 
 MIB = GIB // MIB_PER_GIB
 

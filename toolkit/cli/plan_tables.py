@@ -15,7 +15,7 @@ from toolkit.plan.explain import WhatIf, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.search import Candidate, Search, room
 from toolkit.recipe.schema import Recipe
-from toolkit.units import seconds
+from toolkit.text.units import seconds
 
 Value = TypeVar("Value")
 

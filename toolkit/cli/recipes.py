@@ -4,7 +4,7 @@ import re
 import sys
 
 from toolkit.recipe.places import shipped_recipes
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 _TITLE_END = re.compile(r"[:,(]|\.( |$)|$")
 """Of a recipe's first comment."""

@@ -16,7 +16,7 @@ from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Options, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.run.announce import ledger_of
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 
 def rehearse(

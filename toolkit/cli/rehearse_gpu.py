@@ -19,7 +19,6 @@ from toolkit.cli.bars import bars
 from toolkit.cli.console import Console
 from toolkit.cli.options import load_on
 from toolkit.errors import EXIT_FAILED, Problem, RecipeError
-from toolkit.handlers import handling
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.dimensions import layout_text
@@ -28,7 +27,8 @@ from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
-from toolkit.units import GIB, byte_size, seconds, size
+from toolkit.system.handlers import handling
+from toolkit.text.units import GIB, byte_size, seconds, size
 
 CheckMemory = Annotated[
     bool,

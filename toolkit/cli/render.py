@@ -21,7 +21,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets.base import TARGETS
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 _JOBS = tuple(each.name for each in all_launchers() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)

@@ -18,8 +18,8 @@ from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.record import RunRecord, find_runs, read_record
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
-from toolkit.terminal import tell
-from toolkit.units import duration
+from toolkit.text.terminal import tell
+from toolkit.text.units import duration
 
 
 def report(

@@ -12,8 +12,8 @@ from toolkit.cli.options import AsJson
 from toolkit.cli.output import Table, output
 from toolkit.report.record import RunLine, RunState, find_runs, run_line
 from toolkit.run import jsonl
-from toolkit.terminal import printable
-from toolkit.units import duration
+from toolkit.text.terminal import printable
+from toolkit.text.units import duration
 
 COLOURS: dict[RunState, str] = {
     "running": "cyan",

@@ -19,8 +19,8 @@ from toolkit.doctor.selftest import plan, report
 from toolkit.doctor.selftest.apart import in_processes
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.errors import EXIT_FAILED
-from toolkit.handlers import handling
-from toolkit.terminal import tell
+from toolkit.system.handlers import handling
+from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
 

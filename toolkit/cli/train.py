@@ -8,7 +8,7 @@ import typer
 
 from toolkit.cli.options import Overrides, RunDir
 from toolkit.errors import Problem, RecipeError
-from toolkit.interpreter import importing
+from toolkit.system.interpreter import importing
 
 
 def train(

@@ -18,7 +18,7 @@ import xxhash
 from toolkit.data.progress import Track
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
-from toolkit.redact import redact
+from toolkit.text.redact import redact
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask, ask_python, is_installed
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """By CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, minor versions."""

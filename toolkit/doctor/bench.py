@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 REPEATS = range(3, 101)
 """How often an operation is repeated at least and at most."""

@@ -22,7 +22,7 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 HEADER = "# Written by `dmt doctor --calibrate`"
 

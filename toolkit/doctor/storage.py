@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
-from toolkit.compilers import NETWORK_SYSTEMS, file_system
 from toolkit.doctor.finding import Finding, Level
 from toolkit.doctor.needs import Needs
-from toolkit.units import byte_size
+from toolkit.system.compilers import NETWORK_SYSTEMS, file_system
+from toolkit.text.units import byte_size
 
 TRIAL_BYTES = 64 * 2**20
 """Bytes written to measure a disk: more than the usual cache of a disk's controller."""

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from toolkit import interpreter
-from toolkit.compilers import missing_for_torch_compile
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask
@@ -22,6 +20,8 @@ from toolkit.engines.deepspeed.ops import (
 )
 from toolkit.errors import BackendUnavailable
 from toolkit.launcher import Program, all_launchers
+from toolkit.system import interpreter
+from toolkit.system.compilers import missing_for_torch_compile
 
 NUMACTL = Program(
     "numactl",

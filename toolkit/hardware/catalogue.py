@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
-from toolkit.suggest import closest, did_you_mean
+from toolkit.text.suggest import closest, did_you_mean
 
 GIGA = 1e9
 TERA = 1e12

@@ -25,7 +25,7 @@ from toolkit.hardware.cluster import (
     parse_cluster,
 )
 from toolkit.recipe import yaml_nodes
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 COUNT, NUMBER, TEXT, KIND = (
     "an integer ≥ 1",

@@ -26,7 +26,7 @@ from toolkit.recipe.explain import (
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import WHOLE_FILE
-from toolkit.redact import MASK, Redactor
+from toolkit.text.redact import MASK, Redactor
 
 _LONGEST_TEXT = 200
 """Longest `found` or `fix` shown, in characters."""

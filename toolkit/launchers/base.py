@@ -17,13 +17,13 @@ from random import SystemRandom
 from typing import Any, Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.interpreter import safe_path
 from toolkit.launcher import LAUNCHERS, all_launchers, listed
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
-from toolkit.redact import redact, secret_variable
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory, not_writable
+from toolkit.system.interpreter import safe_path
+from toolkit.text.redact import redact, secret_variable
 
 RENDEZVOUS_VARIABLES = (
     "RANK",

@@ -12,7 +12,6 @@ from pathlib import Path
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError
-from toolkit.interpreter import program
 from toolkit.launchers import DEEPSPEED
 from toolkit.launchers.base import (
     Job,
@@ -27,7 +26,8 @@ from toolkit.launchers.foreign import run_guarded, run_remote
 from toolkit.launchers.hostfile import read_hostfile
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
-from toolkit.redact import secret_variable
+from toolkit.system.interpreter import program
+from toolkit.text.redact import secret_variable
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """Characters that need no quoting in a shell: DeepSpeed passes its command to shells

@@ -9,7 +9,6 @@ import time
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
-from toolkit.interpreter import python
 from toolkit.launchers.base import LaunchSpec, Outcome
 from toolkit.launchers.outcome import has_failed, has_started, outcome_from_events
 from toolkit.launchers.process import (
@@ -23,7 +22,8 @@ from toolkit.launchers.process import (
 )
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.terminal import tell
+from toolkit.system.interpreter import python
+from toolkit.text.terminal import tell
 
 _GUARD = "toolkit.launchers.guard"
 _LOOK_S = 2.0

@@ -35,7 +35,7 @@ from toolkit.launchers.process import (
     wake_if_stopped,
 )
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.terminal import survive_lost_output, tell
+from toolkit.text.terminal import survive_lost_output, tell
 
 _LOOK_S = 1.0
 """Interval of checking for stopped ranks."""

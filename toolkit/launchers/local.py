@@ -32,10 +32,10 @@ from toolkit.launchers.process import (
     show_stacks,
     wake_if_stopped,
 )
-from toolkit.redact import copy_to_log
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.terminal import tell
+from toolkit.text.redact import copy_to_log
+from toolkit.text.terminal import tell
 
 
 class LocalStarter:

@@ -14,11 +14,11 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.base import Outcome
-from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_of, stopped_at
 from toolkit.run.recorded import read_events
-from toolkit.terminal import tell
+from toolkit.text.redact import redact
+from toolkit.text.terminal import tell
 
 USER_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
 """Codes of mistakes and missing parts, which a worker reports itself."""

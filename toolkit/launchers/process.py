@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from toolkit.handlers import STOP_SIGNALS, handling
 from toolkit.run.ending import STACKS_SIGNAL
+from toolkit.system.handlers import STOP_SIGNALS, handling
 
 FAILED_GRACE_S = 5.0
 """Grace period of the other ranks after one failed: they cannot save any more."""

@@ -22,7 +22,7 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.outcome import RankExit
-from toolkit.terminal import survive_lost_output, tell
+from toolkit.text.terminal import survive_lost_output, tell
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.interpreter import python
 from toolkit.launchers import SlurmSection
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
-from toolkit.terminal import tell
+from toolkit.system.interpreter import python
+from toolkit.text.terminal import tell
 
 _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
     "cpus-per-task": (

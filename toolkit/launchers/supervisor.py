@@ -18,7 +18,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, events_offset
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 _LONGEST_PAUSE_S = 30.0
 _PROBE_LIMIT_S = 120.0

@@ -7,12 +7,12 @@ python -m toolkit.launchers.templates --check    exit 1 when one is not current
 import sys
 from pathlib import Path
 
-from toolkit.generated import write_or_check
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import Launcher, all_launchers
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.run.assignment import decide
+from toolkit.text.generated import write_or_check
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/llama/llama-3.1-8b-pretrain.yaml"

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from toolkit.compilers import private_folder
 from toolkit.errors import PlanError
 from toolkit.layout import CompiledParts
+from toolkit.system.compilers import private_folder
 
 GRAPHS = 64
 """Largest number of graphs for one class of layers: its kinds (with a window, without), times

@@ -25,7 +25,7 @@ from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
 from toolkit.models.families.common import rope_type_of
 from toolkit.models.families.generic import build_config, model_types
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,7 +13,7 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.models.families import MegatronModel, mapped, model_spec
 from toolkit.models.families.base import Instance
 from toolkit.models.spec import FrozenParameters, ModelSpec
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 KEY = "model.freeze"
 _HEADS = ("lm_head.weight", "embed_out.weight")

@@ -10,7 +10,7 @@ from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
 from toolkit.models.families import published, settings_of
 from toolkit.recipe.schema import ModelSection
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 LIMIT_S = 5.0
 """For a file of a few KiB; a hub that takes longer counts as unreachable."""

@@ -39,7 +39,7 @@ from toolkit.models.weights import (
     weight_name,
 )
 from toolkit.recipe.schema import ModelSection
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from toolkit.compilers import private_folder
 from toolkit.errors import BackendUnavailable
 from toolkit.layout import FusedKernels
+from toolkit.system.compilers import private_folder
 from toolkit.system.install import install
 
 

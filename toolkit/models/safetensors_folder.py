@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import DataError
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 INDEX = "model.safetensors.index.json"
 """The index of tensors if there are several files."""

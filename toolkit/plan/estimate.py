@@ -19,7 +19,7 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Room, demand, device_memory, room, shortage
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 
 @dataclass(frozen=True)

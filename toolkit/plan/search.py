@@ -37,7 +37,7 @@ from toolkit.plan.space import (
     partial_layouts,
     uneven_batch,
 )
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 TIE = 0.03
 """Layouts whose predicted times differ by less count as equally fast. Measured ratios of two

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.generated import write_or_check
 from toolkit.recipe.describe import Setting, default_text, kind_of
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
+from toolkit.text.generated import write_or_check
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
 

@@ -32,7 +32,7 @@ from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
-from toolkit.suggest import closest
+from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
 """Most problems reported at once; a file with more is not a recipe."""

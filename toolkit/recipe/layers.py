@@ -22,7 +22,7 @@ from toolkit.recipe.yaml_nodes import (
     Scalar,
     YamlEntry,
 )
-from toolkit.suggest import closest
+from toolkit.text.suggest import closest
 
 OVERRIDE_FILE = "--set"
 """Stands for the file in problems of command-line overrides."""

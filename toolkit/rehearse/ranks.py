@@ -15,8 +15,8 @@ from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import RankExit
 from toolkit.launchers.process import POLL_S, StopSignals, die_with_parent
 from toolkit.recipe.schema import ClusterSection
-from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
+from toolkit.text.redact import redact
 
 _TAIL_LINES = 20
 

@@ -37,7 +37,7 @@ from toolkit.rehearse.shrink import (
     without_noise,
 )
 from toolkit.run.assignment import Assignment, decide, write
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four

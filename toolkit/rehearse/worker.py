@@ -14,7 +14,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.rehearse.record import write_step
 from toolkit.rehearse.small_run import small_run
 from toolkit.run.assignment import Assignment, read_assignment
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 
 def train(assignment: Assignment, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.directory import differences
-from toolkit.units import duration, seconds
+from toolkit.text.units import duration, seconds
 
 ROUNDING = 1e-5
 """Relative difference of losses up to which layouts agree (tests/engines/test_parity.py)."""

@@ -18,8 +18,8 @@ from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import MAPPING, PLAN, checked, parse_recipe, valid_event
-from toolkit.units import duration
-from toolkit.untrusted import parse_json, read_bytes
+from toolkit.system.untrusted import parse_json, read_bytes
+from toolkit.text.units import duration
 
 MOST_RANKS = 64
 """Whose waits are read; the first ones by name."""

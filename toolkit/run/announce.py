@@ -17,7 +17,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import read_events
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:

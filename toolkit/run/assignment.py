@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.checkpoint.locate import locate
-from toolkit.compilers import missing_for_torch_compile
 from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems, with_embedding_rows
 from toolkit.errors import (
@@ -37,9 +36,10 @@ from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.environment import json_text
 from toolkit.run.recorded import PLAN, checked
+from toolkit.system.compilers import missing_for_torch_compile
+from toolkit.system.untrusted import read_json
 from toolkit.targets import preflight
-from toolkit.terminal import tell
-from toolkit.untrusted import read_json
+from toolkit.text.terminal import tell
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 
 from toolkit.errors import DirectoryInUse
 from toolkit.run.directory import RunDirectory, not_writable
-from toolkit.terminal import tell
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
+from toolkit.text.terminal import tell
 
 PATIENCE_S = 5.0
 """How long a restarted run waits for the end of the rank 0 before it."""

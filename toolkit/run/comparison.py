@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.plan.cost.prediction import Prediction
-from toolkit.units import seconds, size
+from toolkit.text.units import seconds, size
 
 
 @dataclass(frozen=True)

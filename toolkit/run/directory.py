@@ -12,12 +12,12 @@ from typing import Any
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.dump import dump_recipe, in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
-from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.environment import environment_report, json_text
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import parse_recipe, read_events
-from toolkit.untrusted import read_bytes
+from toolkit.system.untrusted import read_bytes
+from toolkit.text.redact import redact
 
 MAY_CHANGE = (
     *LENGTH_SETTINGS,

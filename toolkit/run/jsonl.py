@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.redact import redactor
-from toolkit.terminal import tell
-from toolkit.untrusted import parse_json, read_bytes
+from toolkit.system.untrusted import parse_json, read_bytes
+from toolkit.text.redact import redactor
+from toolkit.text.terminal import tell
 
 LARGEST = 1 << 33
 """Bytes of a file that are read."""

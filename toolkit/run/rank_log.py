@@ -3,9 +3,9 @@
 import logging
 import sys
 
-from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
-from toolkit.terminal import printable
+from toolkit.text.redact import redact
+from toolkit.text.terminal import printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -19,7 +19,7 @@ from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import ModelSection, Recipe
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 Task = Literal["pretrain", "sft", "lora", "dpo"]
 

@@ -16,7 +16,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.starter.draft import Task, draft
-from toolkit.units import GIB, human, seconds
+from toolkit.text.units import GIB, human, seconds
 
 COLUMN = 34
 """Where comments begin, unless the setting is longer."""

@@ -18,7 +18,7 @@ from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 from toolkit.registry import Registry
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 AUTO = "auto"
 """A value that is filled later: it takes the recipe's."""

@@ -6,7 +6,6 @@ from typing import Literal
 
 from toolkit.engines.deepspeed.config import same
 from toolkit.recipe.describe import choices, settings
-from toolkit.redact import redact
 from toolkit.targets.base import (
     AUTO,
     DATA_PARALLEL,
@@ -18,6 +17,7 @@ from toolkit.targets.base import (
     shown,
 )
 from toolkit.targets.facts import DERIVED, Fact
+from toolkit.text.redact import redact
 
 Verdict = Literal["agrees", "disagrees", "auto", "open"]
 """`auto`: takes the recipe's value. `open`: shows only when it runs."""

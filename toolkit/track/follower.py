@@ -22,17 +22,17 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION
 from toolkit.run.recorded import EVENT, METRICS, parse_recipe, read_events, valid
 from toolkit.system.install import install
-from toolkit.terminal import tell
+from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.text.redact import copy_to_log, redact
+from toolkit.text.terminal import tell
 from toolkit.track.trackers import TRACKERS
 from toolkit.track.trackers.base import GaveUp, Settings, TrackedRun, Tracker
-from toolkit.untrusted import read_bytes, read_json
 
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0

@@ -12,7 +12,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from toolkit.terminal import printable, tell
+from toolkit.text.terminal import printable, tell
 from toolkit.track.metrics import Metrics
 
 _SHOWN_WAIT = 0.01

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
-from toolkit.interpreter import python
-from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.system.interpreter import python
+from toolkit.text.redact import redact
 from toolkit.track.follower import FollowerSettings, PostedState
 from toolkit.track.trackers import TRACKERS
 from toolkit.track.trackers.base import Settings, Tracker

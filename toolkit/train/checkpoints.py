@@ -28,14 +28,14 @@ from toolkit.run.directory import RunDirectory, changes, may_change, shown, was_
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import MAPPING, checked, read_events
-from toolkit.terminal import tell
+from toolkit.system.untrusted import read_json
+from toolkit.text.terminal import tell
 from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
-from toolkit.untrusted import read_json
 
 GB = 1e9
 

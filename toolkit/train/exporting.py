@@ -8,13 +8,13 @@ from transformers import PreTrainedTokenizerFast
 from toolkit.checkpoint.export import export, exported_bytes
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.failpoints import failpoint
 from toolkit.models.huggingface import add_end_tokens
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
-from toolkit.terminal import tell
+from toolkit.system.failpoints import failpoint
+from toolkit.text.terminal import tell
 from toolkit.train.phases import Phases
 
 

@@ -5,7 +5,7 @@ import re
 import torch
 
 from toolkit.errors import RunFailed
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|_STATUS_\w*ALLOC\w*_FAILED", re.IGNORECASE)
 """Text in the errors of PyTorch's allocator, CUDA, NCCL, Triton, cuBLAS and cuDNN."""

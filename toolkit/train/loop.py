@@ -9,10 +9,10 @@ from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
-from toolkit.failpoints import failpoint
 from toolkit.layout import Layout
 from toolkit.objectives.base import Objective, check_batch
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
+from toolkit.system.failpoints import failpoint
 from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.prefetch import Prefetch

@@ -20,7 +20,8 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
-from toolkit.terminal import lost_output, tell
+from toolkit.text.terminal import lost_output, tell
+from toolkit.text.units import GIB
 from toolkit.track.metrics import Metrics, MetricsLog, mfu
 from toolkit.track.progress import ProgressReport
 from toolkit.track.rank_waits import RankWaits, drop_later_waits
@@ -31,7 +32,6 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
-from toolkit.units import GIB
 
 TRACKER_GRACE_S = 15.0
 """How long the end of a run waits for each tracker; launchers give a stopping run 30 s."""

@@ -18,8 +18,8 @@ from toolkit.data.progress import Item
 from toolkit.layout import Layout
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.run.events import process_age_s
-from toolkit.terminal import printable, tell
-from toolkit.units import duration
+from toolkit.text.terminal import printable, tell
+from toolkit.text.units import duration
 
 if TYPE_CHECKING:
     from torch import Tensor

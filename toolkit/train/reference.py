@@ -42,9 +42,9 @@ from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.recipe.schema import Recipe
 from toolkit.run.recorded import MAPPING, checked
+from toolkit.system.untrusted import read_json
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.phases import Phases
-from toolkit.untrusted import read_json
 
 Values = npt.NDArray[np.float32]
 """[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from toolkit.handlers import STOP_SIGNALS, handling
+from toolkit.system.handlers import STOP_SIGNALS, handling
 
 _INTERRUPTS_TO_FORCE = 3
 

@@ -28,7 +28,7 @@ from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints

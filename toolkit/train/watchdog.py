@@ -32,11 +32,11 @@ from toolkit.errors import EXIT_FAILED
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import STACKS_SIGNAL, grace_over
 from toolkit.run.events import EventLog
-from toolkit.terminal import tell
+from toolkit.system.untrusted import read_json
+from toolkit.text.terminal import tell
 from toolkit.train.loop import Hooks, Progress, StepReport
 from toolkit.train.phases import WAITING
 from toolkit.train.signals import StopRequest
-from toolkit.untrusted import read_json
 
 LONGEST_BEAT_S = 10.0
 RANK_ZERO_BEAT_S = 1.0

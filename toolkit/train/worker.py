@@ -24,14 +24,14 @@ from toolkit.data.remote.store import RETRIES
 from toolkit.engines import deterministic
 from toolkit.engines.distributed import Ranks, join, leave, rank_here
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable, DmtError, Stopped
-from toolkit.failpoints import failpoint
 from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, read_assignment
 from toolkit.run.claim import claim
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_of
 from toolkit.run.rank_log import setup_rank_logging
-from toolkit.terminal import survive_lost_output, tell
+from toolkit.system.failpoints import failpoint
+from toolkit.text.terminal import survive_lost_output, tell
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.gpu_memory import out_of_memory
 from toolkit.train.phases import WAITING, Phases

@@ -17,7 +17,7 @@ from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import Setup, estimate
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,

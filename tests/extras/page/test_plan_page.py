@@ -27,7 +27,7 @@ from toolkit.layout import EngineName, Layout, Pair
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.estimate import Estimate, Setup, estimate
-from toolkit.units import GIB, seconds
+from toolkit.text.units import GIB, seconds
 
 TINY = str(ROOT / "recipes/tiny/llama-bytes.yaml")
 LLAMA_70B = str(ROOT / "recipes/llama/llama-3.1-70b-pretrain.yaml")

@@ -7,7 +7,7 @@ import pytest
 from toolkit.extras.published.case import Case
 from toolkit.extras.published.estimates import estimate_case
 from toolkit.plan.cost.memory import stage_memory
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 GB = 1e9
 

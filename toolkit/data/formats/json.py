@@ -25,7 +25,7 @@ from toolkit.data.formats.files import FileRange, ListedFile
 from toolkit.data.formats.lines import WHOLE, LinePlace, blocks, too_long, unreadable_lines
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, RowsSource
-from toolkit.units import MIB
+from toolkit.text.units import MIB
 
 _READ_BYTES = 2**20
 _BEGINNING = 10 * 2**20

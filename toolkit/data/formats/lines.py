@@ -12,7 +12,7 @@ from toolkit.data.formats.compressed import is_compressed, opened, undecodable
 from toolkit.data.formats.files import FileRange, ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, RowsSource
-from toolkit.units import MIB
+from toolkit.text.units import MIB
 
 BLOCK_BYTES = 2**23
 WHOLE = "check that the file is whole and UTF-8"

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from toolkit.data.files import fingerprint_of
 from toolkit.errors import BackendUnavailable, DataError, DmtError
-from toolkit.redact import redact
+from toolkit.text.redact import redact
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import IO, Self, TypeAlias
 from toolkit.data.remote.store import RETRIES
 from toolkit.data.streaming.source import ChunkedSource
 from toolkit.errors import DataError, DmtError
-from toolkit.interpreter import python
+from toolkit.system.interpreter import python
 
 logger = logging.getLogger(__name__)
 

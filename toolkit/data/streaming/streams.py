@@ -14,7 +14,7 @@ from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import OpenedWindow, StreamedSamples
 from toolkit.data.streaming.source import PREPARED, ChunkedSource
 from toolkit.recipe.schema import StreamingSection
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 
 class Streams:

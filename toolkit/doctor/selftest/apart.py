@@ -11,8 +11,8 @@ from pathlib import Path
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.doctor.selftest.plan import CHECKS, Step
 from toolkit.launchers.process import die_with_parent
-from toolkit.redact import redact
 from toolkit.run import jsonl
+from toolkit.text.redact import redact
 
 
 def in_processes(

@@ -14,8 +14,8 @@ from toolkit.doctor.selftest.losses import Losses
 from toolkit.errors import BackendUnavailable, PlanError, RunFailed
 from toolkit.features.base import all_features
 from toolkit.recipe.places import RECIPES
-from toolkit.redact import redact
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
+from toolkit.text.redact import redact
 
 DENSE = RECIPES / "tiny" / "llama-bytes.yaml"
 EXPERTS = RECIPES / "tiny" / "mixtral-bytes.yaml"

@@ -14,9 +14,9 @@ from toolkit.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
 from toolkit.doctor.selftest.plan import CHECKS, MARK
 from toolkit.doctor.selftest.runs import LEAST_SHARE, SLOWEST
 from toolkit.features.base import all_features
-from toolkit.redact import redact
 from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl
+from toolkit.text.redact import redact
 
 _FEATURES = "".join(
     f"{one.name}: loss {one.bounds[0]:g}, norm {one.bounds[1]:g} "

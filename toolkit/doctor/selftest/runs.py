@@ -15,15 +15,15 @@ from toolkit.doctor.selftest.check import LIMIT_S, Check, CheckVerdict, LoggedFa
 from toolkit.doctor.selftest.losses import GPU_FP32
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
-from toolkit.failpoints import VARIABLE
-from toolkit.interpreter import python
 from toolkit.launchers.process import die_with_parent
-from toolkit.redact import redact
 from toolkit.rehearse.comparison import TOLERANCE, relative_difference
 from toolkit.rehearse.ranks import RankProcesses, launch_spec
 from toolkit.run import jsonl
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
+from toolkit.system.failpoints import VARIABLE
+from toolkit.system.interpreter import python
+from toolkit.text.redact import redact
 
 STEPS, SAVED, KILLED = 12, 5, 9
 """Of the run that is killed: its steps, after which step it saves, and in which one a rank is

@@ -23,7 +23,7 @@ from toolkit.features.base import all_features
 from toolkit.layout import Layout, Placement, Precision
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection, Recipe
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 ZERO = "zero_optimization"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"

@@ -13,7 +13,7 @@ from toolkit.engines.deepspeed.keys import KNOWN_KEYS, ZERO_POSITIVE, ZERO_SIZES
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.schema import ZeroSection
-from toolkit.suggest import did_you_mean
+from toolkit.text.suggest import did_you_mean
 
 _KEY = "parallel.zero.extra"
 _RECIPE_KEYS: Mapping[str, str] = {

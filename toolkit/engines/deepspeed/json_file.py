@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import untrusted
 from toolkit.errors import Problem, RecipeError
+from toolkit.system import untrusted
 
 MAX_BYTES = 1_000_000
 """Larger files are refused unread: a DeepSpeed config has a few kilobytes."""

@@ -31,9 +31,9 @@ from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
-from toolkit.interpreter import hidden
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
+from toolkit.system.interpreter import hidden
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

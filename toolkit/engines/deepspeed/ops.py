@@ -29,7 +29,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
-from toolkit.compilers import (
+from toolkit.errors import BackendUnavailable
+from toolkit.system.compilers import (
     CPP,
     HEADERS,
     Missing,
@@ -38,9 +39,8 @@ from toolkit.compilers import (
     missing_headers,
     user_cache,
 )
-from toolkit.errors import BackendUnavailable
-from toolkit.handlers import handling
-from toolkit.interpreter import python
+from toolkit.system.handlers import handling
+from toolkit.system.interpreter import python
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",

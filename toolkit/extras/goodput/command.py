@@ -20,7 +20,7 @@ from toolkit.extras.goodput.saving import (
     rows,
 )
 from toolkit.plan.checkpoint_size import BYTES_PER_PARAMETER
-from toolkit.units import duration
+from toolkit.text.units import duration
 
 
 class GoodputOption:

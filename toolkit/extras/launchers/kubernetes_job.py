@@ -17,11 +17,11 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import PlanError
 from toolkit.extras.launchers.kubernetes import KubernetesSection
-from toolkit.interpreter import SAFE
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
-from toolkit.terminal import tell
+from toolkit.system.interpreter import SAFE
+from toolkit.text.terminal import tell
 
 PORT = 29400
 """The rendezvous port, on the first pod."""

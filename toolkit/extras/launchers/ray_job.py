@@ -28,10 +28,10 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILA
 from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
-from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.terminal import tell
+from toolkit.text.redact import copy_to_log, redact
+from toolkit.text.terminal import tell
 
 _POLL_S = 1.0
 

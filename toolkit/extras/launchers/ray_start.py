@@ -4,10 +4,10 @@ import importlib.util
 
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers.ray import RaySection
-from toolkit.interpreter import python
 from toolkit.launchers.base import Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_remote
 from toolkit.launchers.process import StopSignals
+from toolkit.system.interpreter import python
 
 
 class RayStarter:

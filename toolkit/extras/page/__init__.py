@@ -27,8 +27,8 @@ from toolkit.report.compare import (
 from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
 from toolkit.run.directory import shown
-from toolkit.terminal import printable
-from toolkit.untrusted import read_bytes
+from toolkit.system.untrusted import read_bytes
+from toolkit.text.terminal import printable
 
 _FOLDER = Path(__file__).parent
 _BEGINS = b"<!doctype html>"

@@ -12,7 +12,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.time import StepTime
 from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.estimate import Estimate, memory_parts
-from toolkit.units import GIB, seconds, size
+from toolkit.text.units import GIB, seconds, size
 
 SHOWN = 8
 """Layouts on a page at most."""

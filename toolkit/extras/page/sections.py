@@ -9,15 +9,15 @@ from pydantic import ValidationError
 
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
-from toolkit.redact import redact
 from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
-from toolkit.units import duration, seconds, size
-from toolkit.untrusted import read_bytes, read_json
+from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.text.redact import redact
+from toolkit.text.units import duration, seconds, size
 
 MOST_RANKS = 64
 """Rows of the table of ranks: the first one and those that are furthest behind."""

@@ -26,7 +26,7 @@ from toolkit.extras.page import page, page_data
 from toolkit.report.record import Logs, read_record, require_run, state_of
 from toolkit.report.summary import Ending
 from toolkit.run.directory import RunDirectory
-from toolkit.units import duration
+from toolkit.text.units import duration
 
 IDLE_S = 10.0
 """How long a client may take to say what it wants, or to take what it is sent."""

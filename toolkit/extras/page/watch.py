@@ -12,7 +12,7 @@ from toolkit.errors import DataError
 from toolkit.extras.page.dashboard import show_live
 from toolkit.extras.page.serve import LivePage, PageServer
 from toolkit.report.record import find_runs
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 LOWEST_PRIORITY = 19
 _OWN_HOST = "127.0.0.1"

@@ -20,7 +20,7 @@ from toolkit.plan.cost.formulas import EstimatorQuery
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
 from toolkit.plan.estimate import Setup
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk if a source does not state the interleaving."""

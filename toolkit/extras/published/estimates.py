@@ -11,8 +11,8 @@ from toolkit.hardware.catalogue import GPUS
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.estimate import estimate, result
-from toolkit.terminal import tell
-from toolkit.units import GIB
+from toolkit.text.terminal import tell
+from toolkit.text.units import GIB
 
 
 def estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import RunFailed
-from toolkit.terminal import tell
+from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -25,7 +25,7 @@ from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
 from toolkit.models.safetensors_folder import SafetensorsFolder
 from toolkit.models.weights import TIED_HEAD, is_of_stack
-from toolkit.untrusted import read_json
+from toolkit.system.untrusted import read_json
 
 PIECE_ELEMENTS = 1 << 25
 """Largest piece of a tensor that is assembled: 64 MiB in 16 bits."""

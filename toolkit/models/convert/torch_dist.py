@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from toolkit.errors import CheckpointError
 from toolkit.models.convert.sliced_file import SlicedFile
-from toolkit.untrusted import read_bytes
+from toolkit.system.untrusted import read_bytes
 
 METADATA = ".metadata"
 DATA_FILE = "__0_0.distcp"

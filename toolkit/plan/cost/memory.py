@@ -28,7 +28,7 @@ from toolkit.plan.cost.stages import (
     stage_share,
 )
 from toolkit.plan.cost.workload import Workload
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 RESERVE_SHARE = 0.07
 """Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of

@@ -6,7 +6,7 @@ from typing import Literal
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
-from toolkit.units import GIB
+from toolkit.text.units import GIB
 
 Basis = Literal["calibrated", "data sheet", "nominal"]
 

@@ -17,13 +17,11 @@ from pathlib import Path
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
-from toolkit.interpreter import python
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
 from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
-from toolkit.redact import redact
 from toolkit.rehearse.gpu.findings import (
     MIXED,
     NOT_NCCL,
@@ -34,7 +32,9 @@ from toolkit.rehearse.gpu.findings import (
     RankFindings,
 )
 from toolkit.run.assignment import Assignment, write
-from toolkit.units import GIB
+from toolkit.system.interpreter import python
+from toolkit.text.redact import redact
+from toolkit.text.units import GIB
 
 MICRO_BATCHES = 2
 """Micro batches that are run for each pipeline stage: more would not need more memory."""

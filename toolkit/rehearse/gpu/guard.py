@@ -15,8 +15,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from toolkit.compilers import private_folder
 from toolkit.errors import BackendUnavailable
+from toolkit.system.compilers import private_folder
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 

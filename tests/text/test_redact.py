@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from toolkit.redact import MASK, Redactor, looks_secret, redact, secret_variable
+from toolkit.text.redact import MASK, Redactor, looks_secret, redact, secret_variable
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 SHAPES = [

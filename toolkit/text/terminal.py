@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import IO, Any
 
-from toolkit.redact import redact
+from toolkit.text.redact import redact
 
 
 def printable(text: str, *, lines: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.units import seconds
+from toolkit.text.units import seconds
 
 
 @pytest.mark.parametrize(
