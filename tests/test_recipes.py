@@ -9,10 +9,10 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.hardware.catalogue import gpu
+from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, model_spec
-from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import Recipe, RowsSource
 
 RECIPES = Path(__file__).parent.parent / "recipes"

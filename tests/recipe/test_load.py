@@ -9,9 +9,9 @@ import pytest
 from tests.recipe.good import GOOD
 from tests.work import calls
 from toolkit.errors import Problem, RecipeError
+from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import HfSource, TextSource
 
 

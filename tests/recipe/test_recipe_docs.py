@@ -1,7 +1,7 @@
 """The generated documentation and the table of foreign names follow the schema."""
 
+from toolkit.intake.foreign import FOREIGN, FOREIGN_VALUES, foreign
 from toolkit.recipe.describe import settings
-from toolkit.recipe.foreign import FOREIGN, FOREIGN_VALUES, foreign
 
 
 def test_every_setting_has_documentation() -> None:

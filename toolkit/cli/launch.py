@@ -11,11 +11,11 @@ import typer
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.layers import stated_in
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.launchers.base import LaunchSpec, Starter, starter
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
-from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes

@@ -13,9 +13,7 @@ from pydantic import ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.checks import broken_rules
-from toolkit.intake.repair import repaired
-from toolkit.recipe import yaml_nodes
-from toolkit.recipe.explain import (
+from toolkit.intake.explain import (
     MAX_PROBLEMS,
     UNKNOWN_KEY,
     Explained,
@@ -23,7 +21,9 @@ from toolkit.recipe.explain import (
     parts_of,
     place_of,
 )
-from toolkit.recipe.layers import read_layers
+from toolkit.intake.layers import read_layers
+from toolkit.intake.repair import repaired
+from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import WHOLE_FILE
 from toolkit.text.redact import MASK, Redactor

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.recipe.explain import dotted, parts_of, path_of
+from toolkit.intake.explain import dotted, parts_of, path_of
 from toolkit.recipe.schema import Recipe
 
 _MOST_ROUNDS = 40

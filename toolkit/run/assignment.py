@@ -22,13 +22,13 @@ from toolkit.errors import (
     RunFailed,
 )
 from toolkit.hardware.cluster import Cluster
+from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe, placed
 from toolkit.launcher import LAUNCHERS
 from toolkit.plan.cost.prediction import Prediction, predict
 from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
-from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
+from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.models.config_keys import GENERIC
 from toolkit.models.families import model_spec
@@ -16,7 +17,6 @@ from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import placed_on
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.layers import read_layers
 from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.text.suggest import did_you_mean

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.intake.foreign import FOREIGN_VALUES, foreign
 from toolkit.plan.plan import Plan
-from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 from toolkit.registry import Registry
@@ -244,7 +244,7 @@ def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, 
 
 
 def as_in_recipes(names: str) -> dict[str, str]:
-    """Rows for names that errors about a recipe translate as well (`recipe/foreign.py`)."""
+    """Rows for names that errors about a recipe translate as well (`intake/foreign.py`)."""
     rows = {name: foreign(name) for name in names.split()}
     return {name: row.target for name, row in rows.items() if row and row.target}
 

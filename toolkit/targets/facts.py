@@ -9,11 +9,11 @@ from typing import Any
 from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.config import render_model, trained_config
 from toolkit.errors import DmtError
+from toolkit.intake.explain import node_at, place_of
+from toolkit.intake.layers import read_layers
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
 from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import Plan
-from toolkit.recipe.explain import node_at, place_of
-from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.targets.base import (
     ACCUMULATION,

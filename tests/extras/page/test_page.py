@@ -17,9 +17,9 @@ from tests.report.logs import write_run as write
 from toolkit.cli.main import main
 from toolkit.extras.page import page, page_data
 from toolkit.extras.page.thinning import Curves, kept
+from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.layers import stated_in
 from toolkit.report.record import read_record
 from toolkit.run.jsonl import plain
 

@@ -8,7 +8,7 @@ from toolkit.extras.targets.known_keys import (
     TRAINER_FSDP,
     TRAINING_ARGUMENTS,
 )
-from toolkit.recipe.foreign import foreign
+from toolkit.intake.foreign import foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate, deepspeed
 from toolkit.targets.base import (

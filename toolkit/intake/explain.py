@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import Problem
+from toolkit.intake.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
+from toolkit.intake.layers import describe_node
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.describe import (
     Setting,
@@ -27,8 +29,6 @@ from toolkit.recipe.describe import (
     plain_text,
     settings,
 )
-from toolkit.recipe.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
-from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
