@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.plan.making import TINY, recipe
-from toolkit.engines.setup import _try_first
+from toolkit.engines.build import _try_first
 from toolkit.errors import RecipeError
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.ledger import ledger

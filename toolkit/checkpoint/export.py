@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.adapters import Merged, saved_lora, write_peft
+from toolkit.checkpoint.export_adapters import Merged, saved_lora, write_peft
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape

@@ -8,8 +8,8 @@ from transformers.utils import logging
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.imported import PEFT_WEIGHTS
 from toolkit.adapters.weights import AdaptedWeights
-from toolkit.checkpoint.adapters import base_weights, saved_lora
 from toolkit.checkpoint.export import check_complete, exported_dtype
+from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.models import huggingface as hf

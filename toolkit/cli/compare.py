@@ -23,7 +23,7 @@ from toolkit.report.compare import (
 )
 from toolkit.report.record import RunRecord, read_record
 from toolkit.run import jsonl
-from toolkit.run.directory import is_stated, shown
+from toolkit.run.changes import is_stated, shown
 
 _LONGEST = 24
 """Letters of a setting's value on the terminal."""

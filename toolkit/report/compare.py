@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
-from toolkit.run.directory import differences
+from toolkit.run.changes import differences
 from toolkit.text.units import duration, seconds
 
 ROUNDING = 1e-5

@@ -10,39 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.recipe.dump import dump_recipe, in_yaml
-from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
+from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
+from toolkit.run.changes import ON_REQUEST, changes, is_within, may_change, shown
 from toolkit.run.environment import environment_report, json_text
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
-
-MAY_CHANGE = (
-    *LENGTH_SETTINGS,
-    "training.micro_batch_size",
-    "data.cache",
-    "data.stages",
-    "evaluation",
-    "logging",
-    "checkpoint",
-    "guard",
-    "cluster",
-    "parallel",
-    "launch",
-)
-"""Settings that a resumed run may change: length, speed, devices, logging, and future stages of
-the data (a checkpoint records the past ones). Any other would make it a different run, with
-other weights, data or losses."""
-ON_REQUEST = (
-    "optimizer.learning_rate",
-    "optimizer.weight_decay",
-    "optimizer.clip_grad_norm",
-    "schedule",
-)
-"""Settings that `dmt launch --change` changes in a run that continues: they leave its data and
-its optimizer states as they are."""
 
 
 class _Inside:
@@ -193,11 +169,11 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
             fix="--run-dir OTHER for a new run, or the old value to resume"
-            + (f", or --change {key}={shown(new_value)}" if _within(key, ON_REQUEST) else ""),
+            + (f", or --change {key}={shown(new_value)}" if is_within(key, ON_REQUEST) else ""),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
         if not may_change(key)
-        and not _within(key, requested)
+        and not is_within(key, requested)
         and not was_requested(run, key, new_value)
     ]
     if problems:
@@ -212,14 +188,14 @@ def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step
     setting differs, too.
     """
     for key in keys:
-        if not _within(key, ON_REQUEST):
+        if not is_within(key, ON_REQUEST):
             raise _not_changeable(key, ", ".join(ON_REQUEST), "--set, in a run of its own")
     if not run.recipe.exists():
         found = f"{run.path}, in which no run has begun"
         raise _not_changeable(found, "the directory of a run that continues", "--set instead")
     refuse_other_run(run, recipe, keys)
     for key, before, now in changes(*_stored_and_new(run, recipe)):
-        if _within(key, keys):
+        if is_within(key, keys):
             message = f"{key} was {shown(before)}, is {shown(now)}"
             EventLog(run.events).write("change", step=step, key=key, now=now, message=message)
 
@@ -277,44 +253,3 @@ def _unreadable(run: RunDirectory, why: str) -> Problem:
         allowed="the directory of this run, or a new one",
         fix="--run-dir OTHER",
     )
-
-
-_ABSENT = object()
-
-
-def shown(value: object) -> str:
-    """A setting's value for a message."""
-    return "nothing" if value is _ABSENT else in_yaml(value)
-
-
-def is_stated(value: object) -> bool:
-    """Whether this value, of two that `differences` found, is present."""
-    return value is not _ABSENT
-
-
-def may_change(key: str) -> bool:
-    """Whether a resumed run may change this setting."""
-    return _within(key, MAY_CHANGE)
-
-
-def _within(key: str, settings: Sequence[str]) -> bool:
-    """Whether a dotted key is one of these settings, or of their sections."""
-    return any(key == one or key.startswith(f"{one}.") for one in settings)
-
-
-def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """`differences` of two recipes, without what only a newer release can state: a release
-    that did not know a setting had its default. The model's config has no defaults of ours."""
-    for key, before, now in differences(old, new):
-        if is_stated(before) or key.startswith("model.config"):
-            yield key, before, now
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value) of every setting that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            inner = f"{prefix}.{key}" if prefix else str(key)
-            yield from differences(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
-    elif old != new:
-        yield prefix, old, new

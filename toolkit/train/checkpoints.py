@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
-from toolkit.checkpoint.adapters import check_base
+from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, require_whole
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
@@ -24,7 +24,8 @@ from toolkit.recipe.schema import ScheduleSection, TrainingSection
 from toolkit.run import jsonl
 from toolkit.run.announce import short
 from toolkit.run.assignment import Assignment
-from toolkit.run.directory import RunDirectory, changes, may_change, shown, was_requested
+from toolkit.run.changes import changes, may_change, shown
+from toolkit.run.directory import RunDirectory, was_requested
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import MAPPING, checked, read_events

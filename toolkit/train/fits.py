@@ -24,7 +24,7 @@ from toolkit.recipe.schema import (
 )
 from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment
-from toolkit.run.directory import changes, may_change, shown
+from toolkit.run.changes import changes, may_change, shown
 from toolkit.run.environment import environment_report
 from toolkit.train.schedule import learning_rate
 

@@ -225,7 +225,7 @@ def test_a_template_that_takes_too_much_is_an_error_with_its_row(
     costly: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where rows are dropped: which ones must not depend on the machine."""
-    monkeypatch.setattr("toolkit.data.chat.bounds._MOST_CPU_S", 2.0)
+    monkeypatch.setattr("toolkit.data.chat.limits._MOST_CPU_S", 2.0)
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
     template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.chat.bounds import TooCostly, bounded
 from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
@@ -24,6 +23,7 @@ from toolkit.data.chat.conversations import (
     PlainText,
     n_shared,
 )
+from toolkit.data.chat.limits import TooCostly, bounded
 from toolkit.data.rows import Int64Array
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.data.chat.bounds import TooCostly
 from toolkit.data.chat.conversations import (
     Conversation,
     Example,
@@ -27,6 +26,7 @@ from toolkit.data.chat.conversations import (
     preference_of,
     texts_of,
 )
+from toolkit.data.chat.limits import TooCostly
 from toolkit.data.chat.template import (
     ChatTemplate,
     MarkedText,

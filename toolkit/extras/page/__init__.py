@@ -26,7 +26,7 @@ from toolkit.report.compare import (
 )
 from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
-from toolkit.run.directory import shown
+from toolkit.run.changes import shown
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.terminal import printable
 
