@@ -50,7 +50,7 @@ class Registry(Generic[Kind]):
             try:
                 self._loaded[name] = load(place)
             except (ImportError, AttributeError) as error:
-                if name in self._own:
+                if self._own.get(name) == place:
                     raise
                 raise BackendUnavailable(
                     f"{name}, which another package adds to {self._group} as {place}, cannot "

@@ -26,7 +26,7 @@ from toolkit.text.terminal import tell
 _JOBS = tuple(each.name for each in all_launchers() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
 _FORMATS = sorted(
-    (name for name in TARGETS.names if TARGETS[name].rendered),
+    (name for name, target in TARGETS.items() if target.rendered),
     key=lambda name: not TARGETS[name].engine,  # in the help, next to the engines
 )
 

@@ -70,15 +70,17 @@ def reference(
         inside = any(piece.isdecimal() for piece in parameter.name.split("."))
         kept = parameter.vector or "norm" in parameter.name or "conv" in parameter.name
         (matrices if inside and not kept else others).append(parameter.group)
-    adamw = torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps)
-    own = settings.own
-    if not matrices:
-        return [adamw]
-    muon = torch.optim.Muon(
-        matrices,
-        momentum=own.momentum,
-        nesterov=own.nesterov,
-        ns_steps=own.ns_steps,
-        adjust_lr_fn=own.adjust_lr,
-    )
-    return [adamw, muon]
+    optimizers: list[torch.optim.Optimizer] = []
+    if others:
+        optimizers.append(torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps))
+    if matrices:
+        own = settings.own
+        muon = torch.optim.Muon(
+            matrices,
+            momentum=own.momentum,
+            nesterov=own.nesterov,
+            ns_steps=own.ns_steps,
+            adjust_lr_fn=own.adjust_lr,
+        )
+        optimizers.append(muon)
+    return optimizers

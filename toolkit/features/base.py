@@ -7,7 +7,7 @@ feature is in its `Feature`. They ask all that a recipe turns on, and name none.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import create_model
 from pydantic.fields import FieldInfo
@@ -29,7 +29,7 @@ class Feature:
     name: str
     section: type[Section]
     """Its settings in a recipe."""
-    inside: str = ""
+    inside: Literal["", "parallel.zero"] = ""
     """The section of the recipe, by its dotted path, that has the fields of `section`; empty:
     the recipe has `section` as a whole, or null, under the feature's name."""
     # (recipe) -> Iterator[Problem]
@@ -107,8 +107,12 @@ class Feature:
         return self.read(attrgetter(self.inside)(recipe))
 
     def read(self, around: Section) -> Section | None:
-        """Its settings in the section that it is inside of; None where all are defaults."""
+        """Its settings in the section that it is inside of; None where all are defaults, as a
+        degree of 1 is."""
         values = {name: getattr(around, name) for name in self.section.model_fields}
+        for degree in self.degrees:
+            if values[degree] == 1:
+                values[degree] = None
         settings = self.section.model_construct(**values)
         return None if settings == self.section() else settings
 

@@ -21,15 +21,15 @@ def read_source(path: Path, recipe: Recipe) -> SettingSource:
         return _of_settings(read_json(path, "JSON file"), recipe)
     if path.suffix.lower() in (".yaml", ".yml"):
         return _of_settings(_read_yaml(path, text), recipe)
-    for name in TARGETS.names:
-        if (file := TARGETS[name].parse(text, path)) is not None:
-            return TARGETS[name].read(file, recipe)
+    for _, target in TARGETS.items():
+        if (file := target.parse(text, path)) is not None:
+            return target.read(file, recipe)
     raise _no_kind(path, "a text without `--flags`")
 
 
 def _of_settings(file: JsonFile, recipe: Recipe) -> SettingSource:
     """By whose names its top-level keys are, most of them."""
-    scores = {name: TARGETS[name].score(file.values) for name in TARGETS.names}
+    scores = {name: target.score(file.values) for name, target in TARGETS.items()}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
         return TARGETS[best].read(file, recipe)
@@ -52,7 +52,7 @@ def _text(path: Path) -> str:
 
 
 def _no_kind(path: Path, problem: str) -> RecipeError:
-    kinds = ", ".join(TARGETS[name].form for name in TARGETS.names) + ", or `env`"
+    kinds = ", ".join(target.form for _, target in TARGETS.items()) + ", or `env`"
     return RecipeError([Problem("--against", problem, kinds, "", str(path))])
 
 

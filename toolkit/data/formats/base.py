@@ -40,7 +40,7 @@ class Format:
 
     def holds(self, folder: ListedFolder) -> bool:
         """Whether the folder is of this format: an index in it names its files."""
-        return any(name in folder.files for name in self.index)
+        return any(name in folder.top for name in self.index)
 
     def files(self, source: RowsSource, folder: ListedFolder) -> list[ListedFile]:
         """The files of the source's split, in order, of a folder that it `holds`."""
@@ -101,7 +101,7 @@ def folder_format(folder: ListedFolder) -> Format | None:
 
 def formats() -> Iterator[Format]:
     """All formats, this package's own first."""
-    return map(FORMATS.__getitem__, FORMATS.names)
+    return (form for _, form in FORMATS.items())
 
 
 def only_format(files: Sequence[ListedFile | Path], path: str, known: str) -> Format:

@@ -1,8 +1,9 @@
 """Files and folders as a run has listed them, here or in a store."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -105,15 +106,26 @@ class ListedFolder:
 
     name: str
     """As messages call it."""
-    files: Mapping[str, ListedFile]
-    """By their place in it, sorted; none where there is no such folder."""
+    top: frozenset[str]
+    """Names of the files that are directly in it."""
+    listing: Callable[[], Mapping[str, ListedFile]]
+
+    @cached_property
+    def files(self) -> Mapping[str, ListedFile]:
+        """By their place in it, sorted; none where there is no such folder. Listed once, when
+        first asked for: a folder of a network file system may hold many."""
+        return self.listing()
 
     @classmethod
     def here(cls, folder: Path) -> "ListedFolder":
         """A folder of this machine."""
-        paths = [path for path in matching_paths("**/*", folder) if path.is_file()]
-        files = {str(path.relative_to(folder)): ListedFile.of(path) for path in paths}
-        return cls(str(folder), files)
+
+        def listing() -> dict[str, ListedFile]:
+            paths = [path for path in matching_paths("**/*", folder) if path.is_file()]
+            return {str(path.relative_to(folder)): ListedFile.of(path) for path in paths}
+
+        top = frozenset(entry.name for entry in os.scandir(folder) if entry.is_file())
+        return cls(str(folder), top, listing)
 
     @classmethod
     def stored(cls, url: str) -> "ListedFolder":
@@ -122,7 +134,9 @@ class ListedFolder:
         files = stored_files(f"{root}/**/*")
         names = [file.url.removeprefix(f"{root}/") for file in files]
         listed = dict(zip(names, map(ListedFile.stored, files), strict=True))
-        return cls(shown(url), listed)
+        return cls(
+            shown(url), frozenset(name for name in listed if "/" not in name), lambda: listed
+        )
 
     def read(self, name: str, size: int = -1) -> bytes:
         """The content of a file, or its first bytes; empty if there is none."""

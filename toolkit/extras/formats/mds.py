@@ -83,10 +83,10 @@ class Mds(Format):
 
     def holds(self, folder: ListedFolder) -> bool:
         """See `Format.holds`: MDS shards, or their index."""
-        index = folder.read(_INDEX, _BEGINNING)
-        if b'"shards"' in index and b'"mds"' in index:
+        if any(".mds" in name for name in folder.top):
             return True
-        return any(".mds" in name and "/" not in name for name in folder.files)
+        index = folder.read(_INDEX, _BEGINNING) if _INDEX in folder.top else b""
+        return b'"shards"' in index and b'"mds"' in index
 
     def files(self, source: RowsSource, folder: ListedFolder) -> list[ListedFile]:
         """The shards in the order of the index; none of them is read.

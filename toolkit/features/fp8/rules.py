@@ -80,7 +80,8 @@ def refusals(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
 def workload(plain: Workload, fp8: Fp8Section) -> Workload:
     """The share of the layers whose products are in 8 bits."""
     layers = plain.spec.layers
-    return replace(plain, precision="fp8", fp8_layers=fp8.converted(layers) / layers)
+    kept = layers - fp8.converted(layers)
+    return replace(plain, precision="fp8", fp8_layers=1 - kept / layers)
 
 
 def rehearsed(fp8: Fp8Section) -> Fp8Section:
