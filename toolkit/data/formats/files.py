@@ -124,7 +124,10 @@ class ListedFolder:
             paths = [path for path in matching_paths("**/*", folder) if path.is_file()]
             return {str(path.relative_to(folder)): ListedFile.of(path) for path in paths}
 
-        top = frozenset(entry.name for entry in os.scandir(folder) if entry.is_file())
+        try:
+            top = frozenset(entry.name for entry in os.scandir(folder) if entry.is_file())
+        except OSError as error:
+            raise unreadable(folder, error) from error
         return cls(str(folder), top, listing)
 
     @classmethod
