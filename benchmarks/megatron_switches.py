@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import document  # next to this script
 
+from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.fields import check_fields, installed_fields
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.job import job_of
@@ -50,7 +51,7 @@ def switches(name: str) -> Iterator[tuple[Switch, object]]:
     )
     assignment = decide(recipe, Path("runs/switches"))
     plan = assignment.plan
-    rendered = plan.backend.render(assignment.recipe, plan.layout)
+    rendered = BACKENDS[plan.engine].render(assignment.recipe, plan.layout)
     check_fields(rendered)
     layout = dataclasses.asdict(plan.layout) | {"global_batch": plan.layout.global_batch}
     sections = {

@@ -49,7 +49,7 @@ def test_the_users_own_values_stay(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_values_of_ones_own_that_cannot_be_are_reported_before_the_start() -> None:
     environ = {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     (source,) = environment.read(recipe(**ASKED), environ, "launch")
-    found = {one.name: one for one in source.stated}
+    found = {one.at.name: one for one in source.stated}
     assert found["NCCL_ALGO"].breaks and "Ring" in found["NCCL_ALGO"].advice
     assert "CUBLAS_WORKSPACE_CONFIG" not in found
     (source,) = environment.read(recipe(**GPU), ALLOCATOR, "launch")
