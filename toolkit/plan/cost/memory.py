@@ -125,10 +125,11 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     """
     workload = workload.in_layout(layout)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
+    context = context_bytes(workload, layout)
     shares = _fullest_shares(workload, *degrees(layout))
     if len(shares) == 1:
-        return _memory(workload, layout, step, shares[0])
-    stages = [_memory(workload, layout, step, share) for share in shares]
+        return _memory(workload, layout, step, shares[0], context)
+    stages = [_memory(workload, layout, step, share, context) for share in shares]
     return max(stages, key=lambda memory: memory.allocated)
 
 
@@ -136,11 +137,16 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
-    return _memory(workload, layout, step, stage_share(workload.spec, *degrees(layout), stage))
+    share = stage_share(workload.spec, *degrees(layout), stage)
+    return _memory(workload, layout, step, share, context_bytes(workload, layout))
 
 
 def _memory(
-    workload: Workload, layout: Layout, step: MicroBatchMemory, share: StageShare
+    workload: Workload,
+    layout: Layout,
+    step: MicroBatchMemory,
+    share: StageShare,
+    context: float,
 ) -> Memory:
     """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
@@ -170,7 +176,7 @@ def _memory(
         logits=logits,
         workspace=workspace,
         buffers=step.messages + buffers + max(0.0, exchange),
-        context=context_bytes(workload, layout),
+        context=context,
         idle=idle,
     )
 
