@@ -100,7 +100,7 @@ def folder_format(folder: ListedFolder) -> Format | None:
 
 
 def formats() -> Iterator[Format]:
-    """All formats, this package's own first."""
+    """All formats that can be imported, this package's own first."""
     return (form for _, form in FORMATS.items())
 
 
@@ -109,6 +109,8 @@ def only_format(files: Sequence[ListedFile | Path], path: str, known: str) -> Fo
     forms = {format_of(file) for file in files}
     form = forms.pop() if forms else None
     if forms or form is None:
+        for name in FORMATS.names:
+            FORMATS[name]  # raises where the package of another format cannot be imported
         found = f"`{path}` names files of different or unknown kinds"
         if files:
             first = files[0]
