@@ -1,6 +1,6 @@
 # Each target does all its own set-up in .venv; a second run starts within seconds.
 #   make demo      train a small model on this machine and check the result
-#   make test      run the tests of each part, and the most telling ones of whole runs: minutes
+#   make test      run the tests of each part, and the most telling ones of whole runs: a quarter of an hour
 #   make test-all  run all tests but the long ones: about an hour (CI does)
 #   make check     lint, format, types (CI does, too)
 #   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
