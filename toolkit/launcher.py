@@ -7,11 +7,9 @@ schema imports the light half for its section: where it is defined, `toolkit.rec
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from toolkit.errors import BackendUnavailable
 from toolkit.recipe.section import Section
 from toolkit.registry import Registry
 
@@ -79,9 +77,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
 
 def all_launchers() -> Iterator[Launcher]:
     """Every launcher that can be imported: one that cannot is an error once it is chosen."""
-    for name in LAUNCHERS.names:
-        with suppress(BackendUnavailable):
-            yield LAUNCHERS[name]
+    return (launcher for _, launcher in LAUNCHERS.items())
 
 
 def listed(names: Sequence[str]) -> str:
