@@ -15,6 +15,7 @@ from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
+from toolkit.track.trackers import TRACKERS, wanted
 
 EVERY_RECIPE = "every recipe"
 SSH_PORT = 22
@@ -132,16 +133,11 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
             scheme = place.partition(":")[0]
             if scheme in PACKAGES:
                 yield PACKAGES[scheme], f"data: {scheme}://"
-    wandb = recipe.logging.wandb
-    if wandb is not None and wandb.mode != "disabled":
-        yield "wandb", f"logging.wandb.mode: {wandb.mode}"
-    if recipe.logging.tensorboard:
-        yield "tensorboard", "logging.tensorboard: true"
-    if recipe.logging.mlflow is not None:
-        for package in ("mlflow-skinny", "sqlalchemy", "alembic"):
-            yield package, "logging.mlflow"
-    if recipe.logging.trackio is not None:
-        yield "trackio", "logging.trackio"
+    for name, settings in wanted(recipe.logging):
+        if name == "wandb":
+            yield name, f"logging.wandb.mode: {settings['mode']}"
+        for package in TRACKERS[name].packages:
+            yield package, f"logging.{name}" if settings else f"logging.{name}: true"
 
 
 def _ops(assignment: Assignment | None) -> dict[str, str]:

@@ -23,6 +23,7 @@ from toolkit.features.base import all_features
 from toolkit.launcher import all_launchers
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
+from toolkit.track.trackers import TRACKERS
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,11 @@ def _of_choices() -> Iterator[Package]:
 
 PACKAGES = (
     *_REQUIRED,
-    Package("tensorboard", "tensorboard", use="`logging.tensorboard` needs it"),
-    Package("mlflow-skinny", "mlflow", use="`logging.mlflow` needs it"),
-    Package(
-        "sqlalchemy", "sqlalchemy", use="`logging.mlflow` with a database of its own needs it"
+    *(
+        Package(package, module, use=f"`logging.{name}` {when + ' ' * bool(when)}needs it")
+        for name, tracker in TRACKERS.items()
+        for package, (module, when) in tracker.packages.items()
     ),
-    Package("alembic", "alembic", use="`logging.mlflow` with a database of its own needs it"),
-    Package("trackio", "trackio", use="`logging.trackio` needs it"),
     *_of_choices(),
     Package("liger-kernel", "liger_kernel", use="`kernels.fused: liger` needs it"),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),

@@ -37,6 +37,8 @@ class Tracker(ABC):
     """Its name in messages."""
     extra: ClassVar[str] = ""
     """The optional part of DMT that installs its package; empty for one of DMT's own needs."""
+    packages: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Distributions that it needs and DMT itself does not: module, and when, if not always."""
     not_inherited: ClassVar[tuple[str, ...]] = ()
     """Environment variables of another run around this one; the recipe decides these."""
     environment: ClassVar[Mapping[str, str]] = {}

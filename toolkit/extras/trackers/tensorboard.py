@@ -1,6 +1,7 @@
 """TensorBoard event files in RUN/tensorboard: numbers only, no recipe, no environment."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from toolkit.track.trackers.base import Rows, TrackedRun, Tracker
 
@@ -10,6 +11,7 @@ class TensorBoardTracker(Tracker):
 
     title = "TensorBoard"
     extra = "tensorboard"
+    packages: ClassVar[Mapping[str, tuple[str, str]]] = {"tensorboard": ("tensorboard", "")}
 
     def start(self, run: TrackedRun) -> Mapping[str, int]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

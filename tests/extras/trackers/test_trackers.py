@@ -127,7 +127,7 @@ def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_all_are_read_here() -> None:
-    assert {*READERS, "wandb"} == {*TRACKERS}, "W&B's are read in test_wandb.py"
+    assert {*READERS, "wandb"} == {*TRACKERS.names}, "W&B's are read in test_wandb.py"
 
 
 @pytest.mark.parametrize("tracker", READERS)
@@ -200,7 +200,7 @@ def assert_private(folder: Path) -> None:
 _KILLED = """
 import sys
 from pathlib import Path
-from tests.train.test_trackers import TrackedTrainer
+from tests.extras.trackers.test_trackers import TrackedTrainer
 trainer = TrackedTrainer(Path(sys.argv[1]), sys.argv[2])
 trainer.steps(1, 2)
 print(trainer.process.pid, flush=True)
@@ -255,7 +255,7 @@ OF_OTHER_RUNS = {
 }
 
 
-@pytest.mark.parametrize("tracker", TRACKERS)
+@pytest.mark.parametrize("tracker", TRACKERS.names)
 def test_its_environment(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a run around this one, and no rank: launchers end what has one."""
     unwanted = {"RANK", *OF_OTHER_RUNS[tracker]}

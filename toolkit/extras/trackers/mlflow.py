@@ -21,6 +21,11 @@ class MlflowTracker(Tracker):
 
     title = "MLflow"
     extra = "mlflow"
+    packages: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "mlflow-skinny": ("mlflow", ""),
+        "sqlalchemy": ("sqlalchemy", "with a database of its own"),
+        "alembic": ("alembic", "with a database of its own"),
+    }
     not_inherited = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME")
     environment: ClassVar[Mapping[str, str]] = {
         "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -11,6 +11,7 @@ class TrackioTracker(Tracker):
 
     title = "trackio"
     extra = "trackio"
+    packages: ClassVar[Mapping[str, tuple[str, str]]] = {"trackio": ("trackio", "")}
     environment: ClassVar[Mapping[str, str]] = {
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_OFFLINE": "1",
