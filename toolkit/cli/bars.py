@@ -1,6 +1,6 @@
-"""Numbers, bars, columns and lines in the commands' terminal output."""
+"""Bars in the commands' terminal output."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.text import Text
@@ -14,8 +14,6 @@ BAR_WIDTH = 24
 """Characters of a full bar."""
 COLOURS: Mapping[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """Of what is said about a layout's memory."""
-_HANGING = 6
-"""Least indent of what a terminal has no room for on the first line."""
 
 
 def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
@@ -46,31 +44,6 @@ def memory_lines(found: Estimate) -> Iterator[Text]:
             yield Text(f"    {place} of each node: {taken:,.0f} GiB")
 
 
-def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:
-    """Rows in columns as wide as they must be, the first `left` to the left, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        gap.join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def show(console: Console, lines: Iterable[str | Text]) -> None:
-    """Lines for a terminal are wrapped with a hanging indent; in a file they are not."""
-    for line in lines:
-        text = Text(line) if isinstance(line, str) else line
-        if not console.is_terminal or text.cell_len < console.width:
-            console.print(text, soft_wrap=True)
-            continue
-        own = len(text.plain) - len(text.plain.lstrip())
-        indent = Text(" " * max(own, _HANGING))
-        first, *others = text.wrap(console, console.width - len(indent))
-        console.print(first, *(indent + other for other in others), sep="\n", soft_wrap=True)
-
-
 @contextmanager
 def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, when that is a terminal; call the result with bytes done."""
@@ -83,14 +56,3 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=nbytes)
         yield lambda done: bar.advance(task, done)
-
-
-def print_hanging(console: Console, prefix: Text, body: str) -> None:
-    """`prefix` and `body`; on a terminal, the rest is wrapped under the body's start."""
-    lines = [Text(body)]
-    if console.is_terminal:
-        lines = list(lines[0].wrap(console, max(console.width - prefix.cell_len, 20)))
-    for index, line in enumerate(lines):
-        before = prefix if index == 0 else " " * prefix.cell_len
-        line.rstrip()
-        console.print(Text.assemble(before, line), soft_wrap=True)

@@ -6,10 +6,9 @@ names are checked. `--against` compares it with other tools' configuration. Noth
 downloaded or written.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +16,14 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
-from toolkit.cli.conflict_tables import record, show
+from toolkit.cli.conflict_tables import lines, record
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson
+from toolkit.cli.output import Line, output
 from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
-from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.intake.load import Examined, examine, placed
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.plan import Plan
@@ -91,12 +91,13 @@ def check(
     Example: `dmt check recipe.yaml --against ds_config.json --against env`
     """
     verdicts = [judge(path, overrides or (), others or ()) for path in recipes]
-    if as_json:
-        typer.echo(json.dumps({"recipes": [_record(verdict) for verdict in verdicts]}))
-    else:
-        _print(verdicts)
-    if not all(verdict.good for verdict in verdicts):
-        raise typer.Exit(EXIT_USER_ERROR)
+    output(
+        as_json,
+        lambda: {"recipes": [_record(verdict) for verdict in verdicts]},
+        lambda: _lines(verdicts),
+        wrap=False,
+        exit_code=EXIT_DONE if all(one.good for one in verdicts) else EXIT_USER_ERROR,
+    )
 
 
 def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> Verdict:
@@ -203,11 +204,10 @@ def _length(recipe: Recipe) -> str:
 
 
 def _record(verdict: Verdict) -> dict[str, object]:
-    problems = [asdict(problem) for problem in verdict.problems]
     fields: dict[str, object] = {
         "file": verdict.file,
         "ok": verdict.good,
-        "problems": problems,
+        "problems": verdict.problems,
         "note": verdict.note,
     }
     if verdict.reports:
@@ -215,25 +215,23 @@ def _record(verdict: Verdict) -> dict[str, object]:
     return fields
 
 
-def _print(verdicts: Sequence[Verdict]) -> None:
-    """Good recipes to standard output, one line each; problems to standard error.
+def _lines(verdicts: Sequence[Verdict]) -> Iterator[Line]:
+    """Good recipes, one line each; problems go to standard error.
 
     Lines are never wrapped, so that a terminal finds `file:line`.
     """
-    out, err = Console(), Console(stderr=True)
+    err = Console(stderr=True)
     width = max((len(verdict.recipe.name) for verdict in verdicts if verdict.recipe), default=0)
     for verdict in verdicts:
         if verdict.recipe:
-            line = Text.assemble(
+            yield Text.assemble(
                 ("✓ ", "green"),
                 (verdict.recipe.name.ljust(width), "bold"),
                 f"  {summary(verdict.recipe, verdict.parameters)}",
+                (f"  {printable(verdict.file)}", "dim"),
+                (f"\n  note  {verdict.note}" if verdict.note else "", "yellow"),
             )
-            line.append(f"  {printable(verdict.file)}", "dim")
-            if verdict.note:
-                line.append(f"\n  note  {verdict.note}", "yellow")
-            out.print(line, soft_wrap=True)
         else:
             err.print(problem_list(verdict.file, verdict.problems), soft_wrap=True)
         for report in verdict.reports:
-            show(out, report)
+            yield from lines(report)

@@ -1,8 +1,6 @@
 """`dmt checkpoint`: list, verify, convert and export checkpoints."""
 
-import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -14,14 +12,11 @@ from rich.text import Text
 
 from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
-from toolkit.cli.bars import byte_progress, print_hanging
-from toolkit.cli.console import Console
+from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
-from toolkit.cli.output import Table, output
-from toolkit.errors import EXIT_USER_ERROR, CheckpointError
-from toolkit.models.convert.agreement import Agreement
+from toolkit.cli.output import Hanging, Line, Table, output
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
-from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
@@ -134,38 +129,32 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
 
     Example: `dmt checkpoint verify runs/tiny-llama-bytes`
     """
-    found = _find(checkpoint)
-    verified = _verified(found.folder, found.manifest.nbytes)
-    if as_json:
-        report = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
-        typer.echo(json.dumps(report))
-    else:
-        _print_verified(found, verified)
-    if verified.problems:
-        raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _verified(folder: Path, nbytes: int) -> "Verified":
     from toolkit.checkpoint.verify import verify as check
 
-    with byte_progress("verify", nbytes) as tick:
-        return check(folder, tick)
+    found = _find(checkpoint)
+    with byte_progress("verify", found.manifest.nbytes) as tick:
+        verified = check(found.folder, tick)
+    data = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
+    output(
+        as_json,
+        lambda: data,
+        lambda: _verified_lines(found, verified),
+        wrap=False,
+        exit_code=EXIT_USER_ERROR if verified.problems else EXIT_DONE,
+    )
 
 
-def _print_verified(found: Located, verified: "Verified") -> None:
+def _verified_lines(found: Located, verified: "Verified") -> Iterator[str]:
+    """What is wrong goes to standard error."""
     for note in verified.notes:
         tell(f"note: {note}")
     for problem in verified.problems:
         tell(f"✗ {problem}")
     files, size = len(found.manifest.files), byte_size(found.manifest.nbytes)
-    if verified.problems:
-        count = len(verified.problems)
+    if count := len(verified.problems):
         tell(f"{found.folder} is damaged: {count} problem{'s' * (count > 1)}")
         return
-    tell(
-        f"{found.folder} is whole: {files} files, {size}; every element is there exactly once",
-        sys.stdout,
-    )
+    yield f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
 
 
 @app.command()
@@ -184,23 +173,18 @@ def inspect(
 
     found = _find(checkpoint)
     held = contents(found.folder)
-    if as_json:
-        typer.echo(json.dumps(_inspected(found, held if tensors else None)))
-        return
-    console = Console()
-    console.print(Text(str(found.folder), "bold"), soft_wrap=True)
-    for name, text in facts(found.manifest, held):
-        print_hanging(console, Text(f"  {name:<12} ", "dim"), redact(text))
+    data = {"folder": str(found.folder), **asdict(found.manifest)}
     if tensors:
-        for line in TENSORS.lines(held):
-            console.print(f"  {line}", soft_wrap=True)
+        data["tensors"] = {tensor.name: tensor._asdict() for tensor in held}
 
+    def lines() -> Iterator[Line]:
+        yield Text(str(found.folder), "bold", no_wrap=True)
+        for name, text in facts(found.manifest, held):
+            yield Hanging(Text(f"  {name:<12} ", "dim"), text)
+        if tensors:
+            yield from (f"  {line}" for line in TENSORS.lines(held))
 
-def _inspected(found: Located, held: Any) -> dict[str, Any]:
-    report = {"folder": str(found.folder), **asdict(found.manifest)}
-    if held is not None:
-        report["tensors"] = {one.name: one._asdict() for one in held}
-    return report
+    output(as_json, lambda: data, lines, wrap=False)
 
 
 @app.command()
@@ -287,7 +271,7 @@ def export(
     if compare:
         from toolkit.checkpoint import logits
 
-        report["logits"] = asdict(logits.compare(found.folder, dst))
+        report["logits"] = logits.compare(found.folder, dst)
     _wrote(dst, found, report, as_json)
 
 
@@ -306,14 +290,12 @@ def _shard_bytes(text: str) -> int:
 
 
 def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        report = {"folder": str(dst), "from": str(found.folder), "step": found.manifest.step}
-        typer.echo(json.dumps(report | written))
-        return
-    size = byte_size(written["bytes"])
-    tell(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}", sys.stdout)
-    if agree := written.get("logits"):
-        Agreement(**agree).show()
+    manifest, size = found.manifest, byte_size(written["bytes"])
+    data = {"folder": str(dst), "from": str(found.folder), "step": manifest.step}
+    lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
+    if "logits" in written:
+        lines.append(str(written["logits"]))
+    output(as_json, lambda: data | written, lambda: lines, wrap=False)
 
 
 @app.command()
@@ -340,27 +322,27 @@ def fits(
     found = _find(checkpoint)
     rows = compare(found, assignment)
     refused = any(row.verdict == "refused" for row in rows)
-    if as_json:
-        report = {"folder": str(found.folder), "fits": not refused}
-        typer.echo(json.dumps(report | {"parts": [row._asdict() for row in rows]}))
-    else:
-        _print_rows(rows)
-        tell(f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}", sys.stdout)
-        if not refused:
-            launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
-            launch += [] if cluster is None else ["--cluster", cluster]
-            tell(_how_to_go_on(found, launch))
-    if refused:
-        raise typer.Exit(EXIT_USER_ERROR)
+    data = {"folder": str(found.folder), "fits": not refused}
+    verdict = f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}"
+    output(
+        as_json,
+        lambda: data | {"parts": [row._asdict() for row in rows]},
+        lambda: [*_fit_lines(rows), verdict],
+        wrap=False,
+        exit_code=EXIT_USER_ERROR if refused else EXIT_DONE,
+    )
+    if not as_json:
+        launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
+        launch += [] if cluster is None else ["--cluster", cluster]
+        tell(_how_to_go_on(found, launch))
 
 
-def _print_rows(rows: "Sequence[StateRow]") -> None:
-    console = Console()
+def _fit_lines(rows: "Sequence[StateRow]") -> Iterator[Hanging]:
     width = max(len(row.what) for row in rows)
     for row in rows:
         verdict = (f"{row.verdict:<8} ", _COLOURS[row.verdict])
         prefix = Text.assemble(verdict, (f"{row.what:<{width}}  ", "bold"))
-        print_hanging(console, prefix, redact(row.why))
+        yield Hanging(prefix, row.why)
 
 
 def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:

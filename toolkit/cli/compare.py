@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import columns
 from toolkit.cli.options import AsJson
-from toolkit.cli.output import output
+from toolkit.cli.output import columns, output
 from toolkit.errors import DataError
 from toolkit.report.compare import (
     difference,

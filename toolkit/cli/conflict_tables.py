@@ -1,14 +1,13 @@
 """The output of `dmt check --against`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.cli.console import Console
+from toolkit.cli.output import Line
 from toolkit.targets.compare import Report, SettingComparison
 
 _MOST_NAMES = 30
@@ -24,31 +23,21 @@ def record(report: Report) -> dict[str, Any]:
         "source": source.name,
         "kind": source.kind,
         "agrees": report.agrees,
-        "settings": [asdict(row) for row in report.compared],
-        "only_there": list(source.only_there),
-        "unknown": [asdict(name) for name in source.unknown],
-        "precedence": list(source.who),
+        "settings": [*report.compared],
+        "only_there": source.only_there,
+        "unknown": [*source.unknown],
+        "precedence": [*source.who],
     }
 
 
-def show(console: Console, report: Report) -> None:
-    """Print one comparison: the table, the fixes, other settings, and precedence.
-
-    Only the table is wrapped, so that a terminal finds `file:line`.
-    """
+def lines(report: Report) -> Iterator[Line]:
+    """One comparison: the table, the fixes, other settings, and precedence."""
     source, conflicts = report.source, report.conflicts
     sign = Text("✓ ", "green") if report.agrees else Text("✗ ", "red")
     count = f"{len(report.compared)} settings stated in both places, {len(conflicts)} disagree"
-    head = Text.assemble("  ", sign, (source.name, "bold"), f"  {source.kind}: {count}")
-    console.print(head, soft_wrap=True)
+    yield Text.assemble("  ", sign, (source.name, "bold"), f"  {source.kind}: {count}")
     if report.compared:
-        console.print(_table(report))
-    for line in _lines(report):
-        console.print(line, soft_wrap=True)
-
-
-def _lines(report: Report) -> Iterator[Text]:
-    source = report.source
+        yield _table(report)
     for row in report.compared:
         if row.verdict in ("disagrees", "open"):
             yield _todo(row)

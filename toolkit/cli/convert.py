@@ -3,9 +3,8 @@
 import json
 import os
 import subprocess
-import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson
+from toolkit.cli.output import output
 from toolkit.errors import DataError, RunFailed
 from toolkit.models.convert.agreement import Agreement
 from toolkit.system.interpreter import python
@@ -97,8 +97,8 @@ def convert(
     if not dry_run:
         report["seconds"] = _write(job, dst)
         if verify:
-            report["verify"] = asdict(_verify(source, dst))
-    _print(report, dst, as_json=as_json)
+            report["verify"] = _verify(source, dst)
+    output(as_json, lambda: report, lambda: _lines(report, dst), wrap=False)
 
 
 def _direction(source: "ConvertibleModel", experts: int | None) -> str:
@@ -149,19 +149,16 @@ def _verify(source: "ConvertibleModel", dst: Path) -> Agreement:
     return found
 
 
-def _print(report: dict[str, Any], dst: Path, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report))
-        return
+def _lines(report: dict[str, Any], dst: Path) -> Iterator[str]:
     for note in report["notes"]:
         tell(f"note: {note}")
     size = report["bytes"] / 1e9
     what = f"{report['model_type']}, {human(report['parameters'])} parameters, {size:.2f} GB"
-    tell(f"{report['direction']}: {what}", sys.stdout)
+    yield f"{report['direction']}: {what}"
     if report["dry_run"]:
-        tell(f"would write {dst}", sys.stdout)
+        yield f"would write {dst}"
         return
     speed = size / max(report["seconds"], 1e-9)
-    tell(f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)", sys.stdout)
+    yield f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)"
     if "verify" in report:
-        Agreement(**report["verify"]).show()
+        yield str(report["verify"])

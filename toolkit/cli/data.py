@@ -1,7 +1,5 @@
 """`dmt data`: tokenise ahead of a run, look at samples, train a tokenizer on the data."""
 
-import json
-import sys
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -9,15 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from toolkit.cli.options import AsJson, Overrides, RecipePath
+from toolkit.cli.output import output
 from toolkit.errors import DataError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from toolkit.data.build import SourceData, TokenisedSamples, TrainingData
+    from toolkit.data.statistics import SourceStatistics
     from toolkit.data.streaming.streams import Streams
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
@@ -31,26 +31,7 @@ def prepare(
 ) -> None:
     """Tokenise the recipe's data into the cache, and print its size."""
     summary = _prepare(load_recipe(recipe, overrides))
-    if as_json:
-        typer.echo(json.dumps(asdict(summary)))
-        return
-    for name, side in (("train", summary.train), ("validation", summary.validation)):
-        if side is not None:
-            tell(
-                f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, "
-                f"{side.samples:,} samples of {summary.sequence_length:,} "
-                f"({side.tokens_per_epoch:,} tokens per epoch)",
-                sys.stdout,
-            )
-    for one in summary.sources:
-        tell(
-            f"  {one.title}: {one.share:.2%} of the samples, {one.passes:.2f} passes over "
-            f"{one.train.documents:,} documents, {one.train.tokens:,} tokens, "
-            f"{one.train.samples:,} samples",
-            sys.stdout,
-        )
-    tell(f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token", sys.stdout)
-    tell(f"cache: {summary.cache}", sys.stdout)
+    output(as_json, lambda: summary, lambda: _prepared(summary), wrap=False)
 
 
 @dataclass(frozen=True)
@@ -104,6 +85,25 @@ class _Summary:
     unigram_entropy_nats: float
     fingerprint: str
     cache: str
+
+
+def _prepared(summary: _Summary) -> "Iterator[str]":
+    for name, side in (("train", summary.train), ("validation", summary.validation)):
+        if side is not None:
+            yield (
+                f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, "
+                f"{side.samples:,} samples of {summary.sequence_length:,} "
+                f"({side.tokens_per_epoch:,} tokens per epoch)"
+            )
+    for source in summary.sources:
+        side = source.train
+        yield (
+            f"  {source.title}: {source.share:.2%} of the samples, {source.passes:.2f} passes "
+            f"over {side.documents:,} documents, {side.tokens:,} tokens, "
+            f"{side.samples:,} samples"
+        )
+    yield f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token"
+    yield f"cache: {summary.cache}"
 
 
 def _build(recipe: Recipe) -> "TrainingData":
@@ -186,7 +186,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print training samples with their trained tokens, and the lengths of samples."""
-    from toolkit.cli.data_show import print_preview
+    from toolkit.cli.data_show import previews
     from toolkit.data.build import tokenised
     from toolkit.data.preview import preview
 
@@ -195,12 +195,13 @@ def show(
         source.title: preview(tokenised(source.train), data.tokenizer, samples, tokens)
         for source in data.sources
     }
-    if as_json:
-        found = {title: asdict(one) for title, one in shown.items()}
-        typer.echo(json.dumps(found if len(found) > 1 else next(iter(found.values()))))
-        return
-    for title, one in shown.items():
-        print_preview(one, title if len(shown) > 1 else "")
+    several = len(shown) > 1
+    output(
+        as_json,
+        lambda: shown if several else next(iter(shown.values())),
+        lambda: previews(shown),
+        wrap=False,
+    )
 
 
 @app.command(epilog="Example: dmt data stats recipes/tiny/llama-bytes.yaml")
@@ -222,25 +223,29 @@ def stats(
     shares = {source.title: source.share for source in _sources(loaded, data, sides)}
     parts = {source.title: tokenised(source.train) for source in data.sources}
     found = {title: source_statistics(part) for title, part in parts.items()}
-    if as_json:
-        rows = {
-            title: {**asdict(one), "share": shares.get(title, 1.0)}
-            for title, one in found.items()
-        }
-        typer.echo(json.dumps(rows))
-        return
+    rows = {
+        title: {**asdict(one), "share": shares.get(title, 1.0)} for title, one in found.items()
+    }
+    output(as_json, lambda: rows, lambda: _statistics(found, shares), wrap=False)
+
+
+def _statistics(
+    found: "Mapping[str, SourceStatistics]", shares: "Mapping[str, float]"
+) -> "Iterator[str]":
     for title, one in found.items():
         lengths = ", ".join(
             f"{length:,} at {float(share):.0%}"
             for share, length in one.length_quantiles.items()
         )
-        tell(
+        share = shares.get(title, 1.0)
+        yield (
             f"{title}: {one.documents:,} documents, {one.tokens:,} tokens, "
-            f"{shares.get(title, 1.0):.2%} of the samples\n"
-            f"  tokens of a document: {lengths}\n"
+            f"{share:.2%} of the samples"
+        )
+        yield f"  tokens of a document: {lengths}"
+        yield (
             f"  duplicates: {one.duplicates:,} of {one.compared:,} documents "
-            f"({one.duplicates / max(one.compared, 1):.2%})",
-            sys.stdout,
+            f"({one.duplicates / max(one.compared, 1):.2%})"
         )
 
 
@@ -257,16 +262,14 @@ def verify(
 
     cache = cache_folder(load_recipe(recipe, overrides).data.cache, Path.cwd())
     found = verify_cache(cache, with_bar)
-    if as_json:
-        typer.echo(json.dumps({"cache": str(cache), **asdict(found)}))
-    else:
-        tell(f"{cache}: {found.checked:,} entries are undamaged", sys.stdout)
-        for path in found.unknown:
-            tell(
-                f"  not checked, an earlier release wrote it without a hash: {path}", sys.stdout
-            )
-        for path in found.damaged:
-            tell(f"  damaged: {path}", sys.stdout)
+    old = "  not checked, an earlier release wrote it without a hash: "
+    lines = [
+        f"{cache}: {found.checked:,} entries are undamaged",
+        *(f"{old}{path}" for path in found.unknown),
+        *(f"  damaged: {path}" for path in found.damaged),
+    ]
+    data = {"cache": str(cache), **asdict(found)}
+    output(as_json, lambda: data, lambda: lines, wrap=False)
     if found.damaged:
         raise DataError(
             f"{len(found.damaged):,} files in the data cache are damaged",
@@ -296,12 +299,12 @@ def tokenizer(
     corpus = open_training_corpus(loaded.data, seed=loaded.training.seed, base=Path.cwd())
     trained = train_bpe(corpus, vocab_size, out, progress=True)
     n_tokens, ratio = len(trained), bytes_per_token(trained, corpus)
-    if as_json:
-        result = {"path": str(out), "vocab_size": n_tokens, "bytes_per_token": ratio}
-        typer.echo(json.dumps(result))
-        return
-    if n_tokens < vocab_size:
+    if n_tokens < vocab_size and not as_json:
         tell(f"the data fills only {n_tokens:,} of {vocab_size:,} tokens")
-    tell(f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token", sys.stdout)
-    tell("In the recipe (and `vocab_size` in `model.config` at least as large):", sys.stdout)
-    tell(f"  data:\n    tokenizer: {out.resolve()}", sys.stdout)
+    lines = [
+        f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token",
+        "In the recipe (and `vocab_size` in `model.config` at least as large):",
+        f"  data:\n    tokenizer: {out.resolve()}",
+    ]
+    data = {"path": str(out), "vocab_size": n_tokens, "bytes_per_token": ratio}
+    output(as_json, lambda: data, lambda: lines, wrap=False)

@@ -1,38 +1,46 @@
-"""How `dmt data show` prints a preview."""
+"""How `dmt data show` prints previews."""
 
+from collections.abc import Iterator, Mapping
+
+from rich.rule import Rule
 from rich.text import Text
 
 from toolkit.cli.console import Console
+from toolkit.cli.output import Line
 from toolkit.data.preview import Preview, ShownDocument
 
 _BAR_WIDTH = 40
 _TRAINED = "bold green"
 
 
-def print_preview(shown: Preview, title: str = "") -> None:
-    """Samples, trained tokens in colour, or between « and » where there is none; numbers.
-    `title` is that of a source among several."""
-    console = Console(soft_wrap=True)
-    if title:
-        console.rule(Text(title, style="bold"), characters="═", align="left")
-    marks = console.color_system is None
+def previews(shown: Mapping[str, Preview]) -> Iterator[Line]:
+    """Samples, trained tokens in colour, or between « and » where there is none; numbers. By
+    the titles of the sources, which are printed where there are several."""
+    marks = Console().color_system is None
+    for title, preview in shown.items():
+        if len(shown) > 1:
+            yield Rule(Text(title, style="bold"), characters="═", align="left")
+        yield from _preview(preview, marks)
+
+
+def _preview(shown: Preview, marks: bool) -> Iterator[Line]:
     for sample in shown.samples:
         for number, document in enumerate(sample.documents, start=1):
             part = f", document {number} of {len(sample.documents)}"
-            console.rule(
+            yield Rule(
                 f"sample {sample.index}{part * (len(sample.documents) > 1)}: "
                 f"{document.tokens:,} tokens, {document.trained_tokens:,} trained",
                 align="left",
             )
-            console.print(_text(document, marks))
+            yield _text(document, marks)
     if shown.samples:
-        console.rule()
+        yield Rule()
     legend = "between « and »" if marks else "green"
-    console.print(
+    yield (
         f"{shown.trained_share:.1%} of the tokens are trained ({legend}); "
         f"{shown.filled:.1%} of the positions are filled"
     )
-    console.print(
+    yield (
         f"{shown.n_samples:,} samples of {shown.sequence_length:,} tokens from "
         f"{shown.n_documents:,} documents; their lengths in tokens:"
     )
@@ -40,10 +48,12 @@ def print_preview(shown: Preview, title: str = "") -> None:
     width = len(f"{shown.lengths[-1].up_to:,}") if shown.lengths else 0
     for one in shown.lengths:
         bar = "█" * round(_BAR_WIDTH * one.documents / largest)
-        console.print(f"  ≤ {one.up_to:{width},} {bar:{_BAR_WIDTH}} {one.documents:,}")
-    for name, count in (shown.counts or {}).items():
-        if count:
-            console.print(f"{name.replace('_', ' ')}: {count}")
+        yield f"  ≤ {one.up_to:{width},} {bar:{_BAR_WIDTH}} {one.documents:,}"
+    yield from (
+        f"{name.replace('_', ' ')}: {count}"
+        for name, count in (shown.counts or {}).items()
+        if count
+    )
 
 
 def _text(document: ShownDocument, marks: bool) -> Text:

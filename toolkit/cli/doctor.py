@@ -1,16 +1,13 @@
 """`dmt doctor`: check this machine, or measure its speed."""
 
-import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
@@ -18,6 +15,7 @@ from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth
+    from toolkit.doctor.finding import Finding
 
 _ACROSS = (
     "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
@@ -161,7 +159,7 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
 def _check(
     recipe: Path | None, overrides: list[str], hostfile: Path | None, as_json: bool
 ) -> None:
-    from toolkit.cli.doctor_table import show
+    from toolkit.cli.doctor_table import lines
     from toolkit.doctor.examine import examine
     from toolkit.doctor.needs import Needs, needs_of
     from toolkit.intake.load import load_recipe
@@ -170,12 +168,14 @@ def _check(
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:
         read_hostfile(hostfile)  # a mistake in it is reported before a second is spent
-    found = examine(needs, hostfile)
-    if as_json:
-        findings = list(found)
-        typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
-    else:
-        findings = show(found, Console())
+    findings: list[Finding] = []
+
+    def found() -> Iterator[Finding]:
+        for finding in examine(needs, hostfile):
+            findings.append(finding)
+            yield finding
+
+    output(as_json, lambda: {"findings": [*found()]}, lambda: lines(found()))
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
 
@@ -221,10 +221,8 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     _tell_count(machine.gpu, machine.processes)
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
-    if as_json:
-        typer.echo(json.dumps({"gpu": machine.gpu, "file": str(out), **asdict(speeds)}))
-    else:
-        tell(f"wrote {out}; use it with --cluster {out}", sys.stdout)
+    data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
+    output(as_json, lambda: data, lambda: [f"wrote {out}; use it with --cluster {out}"])
 
 
 def _tell_count(gpu: str, processes: int) -> None:

@@ -1,16 +1,13 @@
 """The tables of `dmt doctor`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit.cli.bars import print_hanging
-from toolkit.cli.console import Console
-from toolkit.cli.output import Table
+from toolkit.cli.output import Hanging, Line, Table
 from toolkit.doctor.finding import LEVELS, Finding, Level
-from toolkit.text.redact import redact
 from toolkit.text.units import seconds
 
 if TYPE_CHECKING:
@@ -28,26 +25,25 @@ _NAME_WIDTH = 18
 """Characters of the longest name; a longer one moves its own line only."""
 
 
-def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Print each finding as it comes, by group, and return all of them.
+def lines(findings: Iterable[Finding]) -> Iterator[Line]:
+    """Each finding as it comes, by group, and how many there were.
 
     Under one that is not ok: what needs it, and its fix.
     """
     shown: list[Finding] = []
     for group, members in groupby(findings, key=lambda finding: finding.group):
-        console.print(Text(group, "bold"))
+        yield Text(group, "bold")
         for finding in members:
             shown.append(finding)
             mark, colour = _MARKS[finding.level]
             prefix = Text.assemble("  ", (mark, colour), f" {finding.name:<{_NAME_WIDTH}}  ")
-            print_hanging(console, prefix, redact(finding.found))
+            yield Hanging(prefix, finding.found)
             indent = Text(" " * (_NAME_WIDTH + 6))
             if finding.needed_by and finding.level != "ok":
-                print_hanging(console, indent, f"needed by {redact(finding.needed_by)}")
+                yield Hanging(indent, f"needed by {finding.needed_by}")
             if finding.fix:
-                print_hanging(console, indent, f"fix: {redact(finding.fix)}")
-    console.print(_total(shown))
-    return shown
+                yield Hanging(indent, f"fix: {finding.fix}")
+    yield _total(shown)
 
 
 def _total(findings: Sequence[Finding]) -> str:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,17 +14,17 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.launchers.base import LaunchSpec, Starter, starter
+from toolkit.launchers.job import job_of
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
 from toolkit.recipe.schema import Recipe
+from toolkit.run import assignment as assignments
 from toolkit.run.announce import show_plan, show_run_directory
+from toolkit.run.assignment import Assignment
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.targets import preflight
 from toolkit.text.terminal import lost_output, survive_lost_output, tell
-
-if TYPE_CHECKING:
-    from toolkit.run.assignment import Assignment
 
 Changes = Annotated[
     list[str],
@@ -67,8 +67,6 @@ def launch(
 
     Example: dmt launch recipes/llama/llama-3.1-8b-pretrain.yaml --launcher slurm --dry-run
     """
-    from toolkit.run import assignment as assignments
-
     survive_lost_output()
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
@@ -97,7 +95,7 @@ def launch(
     raise typer.Exit(code)
 
 
-def _request(change: Sequence[str], assignment: "Assignment") -> None:
+def _request(change: Sequence[str], assignment: Assignment) -> None:
     """Record what `--change` names, which lets the run continue with it."""
     run = RunDirectory(assignment.run_dir)
     if keys := [one.partition("=")[0] for one in change]:
@@ -106,16 +104,13 @@ def _request(change: Sequence[str], assignment: "Assignment") -> None:
 
 def _oversee(
     launcher: Starter,
-    assignment: "Assignment",
+    assignment: Assignment,
     spec: LaunchSpec,
     loaded: Recipe,
     where: Cluster | None,
     places: Mapping[str, str],
 ) -> int:
     """Write the run directory, start the ranks, and supervise them to the end."""
-
-    from toolkit.run import assignment as assignments
-
     assignment.prepare(tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]], places)
     show_run_directory(run)
@@ -134,7 +129,7 @@ def _oversee(
     )
 
 
-def _hand_over(launcher: Starter, assignment: "Assignment", spec: LaunchSpec) -> int:
+def _hand_over(launcher: Starter, assignment: Assignment, spec: LaunchSpec) -> int:
     """Start this machine's part, or queue the job: others supervise the run."""
     refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
@@ -142,21 +137,17 @@ def _hand_over(launcher: Starter, assignment: "Assignment", spec: LaunchSpec) ->
         return launcher.run(spec, signals).exit_code
 
 
-def _spec(assignment: "Assignment", where: Cluster | None) -> LaunchSpec:
+def _spec(assignment: Assignment, where: Cluster | None) -> LaunchSpec:
     """What is started now: each time on a free port."""
-    from toolkit.launchers.job import job_of
-
     return starter(assignment.recipe.launch.launcher).spec(
         job_of(assignment, settle=where is not None)
     )
 
 
 def _still_possible(
-    assignment: "Assignment", recipe: Recipe, where: Cluster | None
-) -> "Assignment":
+    assignment: Assignment, recipe: Recipe, where: Cluster | None
+) -> Assignment:
     """The assignment, or after a loss of devices, one for the remaining ones."""
-    from toolkit.run import assignment as assignments
-
     planned = recipe.cluster.gpus_per_node
     if recipe.cluster.gpu == "cpu":
         return assignment

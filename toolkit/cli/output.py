@@ -3,27 +3,93 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import typer
+from rich.rule import Rule
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from toolkit.cli.bars import columns, show
 from toolkit.cli.console import Console
+from toolkit.errors import EXIT_DONE
+from toolkit.text.redact import redact
 
 Row = TypeVar("Row")
+
+_INDENT = 6
+"""Least indent of what a terminal has no room for on the first line."""
+
+
+class Hanging(NamedTuple):
+    """A line whose rest, on a terminal, is wrapped under the beginning of `body`."""
+
+    prefix: Text
+    body: str
+
+
+Line = str | Text | Hanging | RichTable | Rule
 
 
 def output(
     as_json: bool,
     data: Callable[[], object],
-    lines: Callable[[], Iterable[str | Text]],
+    lines: Callable[[], Iterable[Line]],
+    *,
+    wrap: bool = True,
+    exit_code: int = EXIT_DONE,
 ) -> None:
-    """Print `data()` as JSON on one line, dataclasses as objects, or `lines()`."""
+    """Print `data()` as JSON on one line, dataclasses as objects, or `lines()` (see `show`).
+
+    Then exit with the code, if it is not 0.
+    """
     if as_json:
         typer.echo(json.dumps(data(), default=asdict))
     else:
-        show(Console(), lines())
+        show(lines(), wrap=wrap)
+    if exit_code != EXIT_DONE:
+        raise typer.Exit(exit_code)
+
+
+def show(lines: Iterable[Line], console: Console | None = None, *, wrap: bool = True) -> None:
+    """Print lines, secrets in plain ones masked. For a terminal they are wrapped with a hanging
+    indent, unless it shall find `file:line`, or a line to copy, in them; in a file never."""
+    console = console or Console()
+    room = console.width if wrap and console.is_terminal else None
+    for line in lines:
+        if isinstance(line, RichTable | Rule):
+            console.print(line)
+        elif isinstance(line, Hanging):
+            for text in _hanging(line, console):
+                console.print(text, soft_wrap=True)
+        else:
+            text = Text(redact(line)) if isinstance(line, str) else line
+            if room is not None and not text.no_wrap and text.cell_len >= room:
+                indent = Text(" " * max(_INDENT, len(text.plain) - len(text.plain.lstrip())))
+                first, *others = text.wrap(console, room - len(indent))
+                text = Text("\n").join([first, *(indent + other for other in others)])
+            console.print(text, soft_wrap=True)
+
+
+def _hanging(line: Hanging, console: Console) -> Iterator[Text]:
+    width = line.prefix.cell_len
+    bodies = [Text(redact(line.body))]
+    if console.is_terminal:
+        bodies = [*bodies[0].wrap(console, max(console.width - width, 20))]
+    for index, body in enumerate(bodies):
+        body.rstrip()
+        yield Text.assemble(" " * width if index else line.prefix, body)
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:
+    """Rows in columns as wide as they must be, the first `left` to the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True)
@@ -45,6 +111,15 @@ class Table(Generic[Row]):
     def lines(self, rows: Iterable[Row]) -> list[str]:
         """The header and the rows, in columns as wide as they must be."""
         return columns(self.cells(rows), self.left, self.gap)
+
+    def texts(
+        self, rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "", indent: str = ""
+    ) -> Iterator[Text]:
+        """The lines with their styles; the header is dim."""
+        header, *lines = self.lines(rows)
+        yield Text(indent + header, "dim")
+        for row, line in zip(rows, lines, strict=True):
+            yield Text(indent + line, style(row))
 
     def coloured(
         self, rows: Sequence[Row], colour: Callable[[Row], tuple[str, str]]

@@ -15,7 +15,7 @@ from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.output import output
 from toolkit.cli.plan_tables import Planned
-from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
+from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, memory_check_lines, rank_output
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
@@ -139,8 +139,11 @@ def plan(
         output(as_json, lambda: compared, lambda: plan_tables.comparison(planned))
     else:
         ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
-        output(as_json, lambda: _machine_output(*every[0]) | ranks, lambda: _lines(*every[0]))
-        print_memory(() if as_json else checked)
+        output(
+            as_json,
+            lambda: _machine_output(*every[0]) | ranks,
+            lambda: [*_lines(*every[0]), *memory_check_lines(checked)],
+        )
     if page is not None:
         page.write(planned[0])
         tell(f"{html} written")
@@ -337,8 +340,8 @@ def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
         f"{rejected:,} of them rejected",
         "dim",
     )
-    for index, line in enumerate(plan_tables.strategies(found, shown).lines(shown)):
-        yield Text(f"  {line}", "bold" if index == 1 else "dim" if index == 0 else "")
+    table = plan_tables.strategies(found, shown)
+    yield from table.texts(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
     for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
         verb = "" if reason == UNNEEDED else "need "
         yield Text(f"  {count:,} layouts {verb}{reason}", "dim")
@@ -360,8 +363,7 @@ def _explained(found: Search) -> Iterator[Text]:
     for price in prices(found):
         yield Text(f"  - {price}")
     yield Text("  what if: the best plan with one setting changed", "dim")
-    for index, line in enumerate(plan_tables.changes(found)):
-        yield Text(f"  {line}", "dim" if index == 0 else "")
+    yield from plan_tables.changes(found)
 
 
 def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:

@@ -124,7 +124,7 @@ def _slower(one: Candidate, than_s: float) -> str:
     return f"{round((one.step_s or 0.0) / than_s - 1, 3) + 0.0:+.1%}"  # no -0.0%
 
 
-def changes(found: Search) -> list[str]:
+def changes(found: Search) -> Iterator[Text]:
     """The header, and a line per change of one setting, with the planner's answer."""
     timed = found.fits
     table = Table[WhatIf](
@@ -141,7 +141,7 @@ def changes(found: Search) -> list[str]:
         },
         left=2,
     )
-    return table.lines(what_if(found))
+    return table.texts([*what_if(found)], indent="  ")
 
 
 def _tight(found: Search, one: Candidate) -> str:
@@ -167,8 +167,7 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
         del columns["recipe"]
     if all(columns["cost"](one) == "-" for one in planned):
         del columns["cost"]
-    for index, line in enumerate(Table(columns, left=3 - same).lines(planned)):
-        yield Text(line, "dim" if index == 0 else "")
+    return Table(columns, left=3 - same).texts(planned)
 
 
 def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:

@@ -1,6 +1,5 @@
 """`dmt rehearse --gpu`, `dmt plan --check-memory`: ranks at their true size, without GPUs."""
 
-import json
 import signal
 import sys
 import tempfile
@@ -14,11 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from toolkit.cli.bars import bars
 from toolkit.cli.console import Console
 from toolkit.cli.options import load_on
-from toolkit.errors import EXIT_FAILED, Problem, RecipeError
+from toolkit.cli.output import Line, output
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.dimensions import layout_text
@@ -53,6 +54,8 @@ RanksOfGpus = Annotated[
     ),
 ]
 
+_SAVE = "one save"
+"""Title of what a save copies; it is left out where nothing is saved."""
 _HOLDERS = 12
 """Holders of memory in the table."""
 _COMPUTING = 6
@@ -82,12 +85,14 @@ def dress_rehearsal(
     planned = decide(load_on(recipe, overrides, where), None, where)
     rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
     done = rehearsed(rehearsal)
-    if as_json:
-        typer.echo(json.dumps(machine_output(rehearsal, done)))
-    else:
-        show(rehearsal, done)
-    if any(one.wrong or not one.fits for one in done):
-        raise typer.Exit(EXIT_FAILED)
+    good = all(one.fits and not one.wrong for one in done)
+    output(
+        as_json,
+        lambda: machine_output(rehearsal, done),
+        lambda: _lines(rehearsal, done),
+        wrap=False,
+        exit_code=EXIT_DONE if good else EXIT_FAILED,
+    )
 
 
 @contextmanager
@@ -212,60 +217,63 @@ def _waits(one: RehearsedRank) -> Counter[tuple[str, str]]:
 # For people
 
 
-def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
+def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator[Line]:
     """A table of the ranks, and what the fullest one does."""
-    console = Console()
     plan, full = rehearsal.assignment.plan, rehearsal.planned.plan.layout
-    console.print(
-        f"{rehearsal.assignment.recipe.name}: {layout_text(plan.engine, plan.model, full)}"
-    )
+    yield f"{rehearsal.assignment.recipe.name}: {layout_text(plan.engine, plan.model, full)}"
     run, of = rehearsal.layout.gradient_accumulation, full.gradient_accumulation
     if run < of:
-        console.print(f"  {run} of {of} micro batches were run", style="dim")
-    console.print(_table(done))
+        yield Text(f"  {run} of {of} micro batches were run", "dim")
+    yield _table(done)
     for note in _of_compiled(done):
-        console.print(f"  {note}", style="dim", soft_wrap=True)
+        yield Text(f"  {note}", "dim")
     fullest = max(done, key=lambda one: one.peak.nbytes)
-    console.print(f"\nrank {fullest.rank} at its fullest", style="bold")
+    yield Text(f"\nrank {fullest.rank} at its fullest", "bold")
     held = {kind: sum(places.values()) / GIB for kind, places in fullest.peak.holders.items()}
-    for line in bars(held, fullest.peak.nbytes / GIB, "GiB"):
-        console.print(line, soft_wrap=True)
-    console.print("\nheld by", style="dim")
-    for text in _largest(fullest):
-        console.print(f"  {text}", soft_wrap=True)
-    console.print("\nmost FLOPs", style="dim")
-    total = sum(fullest.found.flops.values())
-    for module, flops in list(fullest.found.flops.items())[:_COMPUTING]:
-        share = f"{flops / total:.0%}"
-        console.print(f"  {share:>6}  {module or 'elsewhere'}", soft_wrap=True)
-    console.print("\ncollectives of a step", style="dim")
-    for (name, group, _), (count, nbytes) in _collectives(fullest).items():
-        console.print(f"  {count:>6,} × {name}  {byte_size(nbytes)}  {group}", soft_wrap=True)
-    console.print("\nthe host waits for the GPU", style="dim")
-    for (how, where), count in _waits(fullest).items():
-        console.print(f"  {count:>6,} × {how}: {where}", soft_wrap=True)
-    if text := _save(fullest):
-        console.print("\none save", style="dim")
-        console.print(f"  {text}", soft_wrap=True)
+    yield from bars(held, fullest.peak.nbytes / GIB, "GiB")
+    for title, lines in _details(fullest).items():
+        if lines or title != _SAVE:
+            yield Text(f"\n{title}", "dim")
+            yield from (f"  {line}" for line in lines)
     for one in done:
         for wrong in dict.fromkeys(
             f"{f.what}: {f.how}: {''.join(f.where[:1])}" for f in one.wrong
         ):
-            console.print(f"rank {one.rank}: {wrong}", style="bold red", soft_wrap=True)
+            yield Text(f"rank {one.rank}: {wrong}", "bold red")
 
 
-def print_memory(done: Sequence[RehearsedRank]) -> None:
+def _details(one: RehearsedRank) -> dict[str, list[str]]:
+    """By title: what holds memory, computes, is sent, waits and is saved on a rank."""
+    total = sum(one.found.flops.values())
+    return {
+        "held by": _largest(one),
+        "most FLOPs": [
+            f"{flops / total:>6.0%}  {module or 'elsewhere'}"
+            for module, flops in [*one.found.flops.items()][:_COMPUTING]
+        ],
+        "collectives of a step": [
+            f"{count:>6,} × {name}  {byte_size(nbytes)}  {group}"
+            for (name, group, _), (count, nbytes) in _collectives(one).items()
+        ],
+        "the host waits for the GPU": [
+            f"{count:>6,} × {how}: {where}" for (how, where), count in _waits(one).items()
+        ],
+        _SAVE: _saved(one),
+    }
+
+
+def memory_check_lines(done: Sequence[RehearsedRank]) -> Iterator[Text]:
     """Planned and rehearsed memory of each rank."""
+    notes = []
     for one in done:
         planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
         verdict = "fits" if one.fits else "does not fit"
-        Console().print(
-            f"  rehearsed  rank {one.rank} allocates {size(held)}, planned {size(planned)}; "
-            f"with fragments and CUDA {size(one.needed_gib)}: {verdict}",
-            soft_wrap=True,
+        notes.append(
+            f"rank {one.rank} allocates {size(held)}, planned {size(planned)}; with fragments "
+            f"and CUDA {size(one.needed_gib)}: {verdict}"
         )
-    for note in _of_compiled(done):
-        Console().print(f"  rehearsed  {note}", soft_wrap=True)
+    for note in (*notes, *_of_compiled(done)):
+        yield Text(f"  rehearsed  {note}", no_wrap=True)
 
 
 def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:
@@ -285,30 +293,28 @@ def _table(done: Sequence[RehearsedRank]) -> Table:
     for name in ("rank", "stage", *memory, "PFLOP", "planned", "verdict"):
         found.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
     for one in done:
+        gib = one.peak.nbytes / GIB, one.planned.allocated / GIB, one.found.reserved / GIB
+        flops = sum(one.found.flops.values()), one.planned_flops
         found.add_row(
-            f"{one.rank}",
-            f"{one.stage}",
-            size(one.peak.nbytes / GIB),
-            size(one.planned.allocated / GIB),
-            size(one.found.reserved / GIB),
-            size(one.needed_gib),
-            f"{sum(one.found.flops.values()) / 1e15:.3f}",
-            f"{one.planned_flops / 1e15:.3f}",
+            str(one.rank),
+            str(one.stage),
+            *map(size, (*gib, one.needed_gib)),
+            *(f"{count / 1e15:.3f}" for count in flops),
             "wrong" if one.wrong else "fits" if one.fits else "does not fit",
         )
     return found
 
 
-def _save(one: RehearsedRank) -> str:
+def _saved(one: RehearsedRank) -> list[str]:
     """What a checkpoint makes this rank copy."""
     saved, time_s, node_gib = one.found.saved, one.save_s, one.saved_gib_per_node
     if saved is None or time_s is None or node_gib is None:
-        return ""
+        return []
     text = (
         f"{size(saved.nbytes / GIB)} of {saved.tensors:,} tensors to host memory, "
         f"{size(node_gib)} per node"
     )
-    return f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text
+    return [f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text]
 
 
 def _largest(one: RehearsedRank) -> list[str]:

@@ -1,6 +1,5 @@
 """`dmt doctor --selftest`, `--gpu-selftest`: progress output and table."""
 
-import json
 import shutil
 import signal
 import time
@@ -12,8 +11,8 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from toolkit.cli.bars import print_hanging
 from toolkit.cli.console import Console
+from toolkit.cli.output import Hanging, output
 from toolkit.doctor.calibrate import check_known, check_out, this_machine
 from toolkit.doctor.selftest import plan, report
 from toolkit.doctor.selftest.apart import in_processes
@@ -54,10 +53,7 @@ def try_machine(test: SelfTest) -> None:
     failed = any(check.verdict == "failed" for check in checks)
     if not failed:
         shutil.rmtree(place.folder)
-    if test.as_json:
-        typer.echo(json.dumps(report.machine_output(place, checks)))
-    else:
-        _show(checks, Console())
+    output(test.as_json, lambda: report.machine_output(place, checks), lambda: _lines(checks))
     tell(f"wrote {file}: attach it when you report a problem")
     if failed:
         raise typer.Exit(EXIT_FAILED)
@@ -91,14 +87,14 @@ def _run(steps: Sequence[plan.Step], place: Workplace, jobs: int) -> list[Check]
     return checks
 
 
-def _show(checks: Sequence[Check], console: Console) -> None:
+def _lines(checks: Sequence[Check]) -> Iterator[Hanging]:
     """A line per check, and under one that failed its bound and its log."""
     wide = [max(len(getattr(check, key)) for check in checks) for key in ("step", "name")]
     for check in checks:
         head = f"{check.step:<{wide[0]}}  {check.name:<{wide[1]}}  "
         verdict = (f"{check.verdict:<8}  ", _COLOURS[check.verdict])
-        print_hanging(console, Text.assemble(head, verdict), check.found)
+        yield Hanging(Text.assemble(head, verdict), check.found)
         if check.verdict == "failed":
             for what, value in (("bound", check.bound), ("log", check.log)):
                 if value:
-                    print_hanging(console, Text(" " * 4), f"{what}: {value}")
+                    yield Hanging(Text(" " * 4), f"{what}: {value}")

@@ -62,11 +62,10 @@ class GoodputOption:
         job, assumed = _run_of(planned), self.assumed
         yield Text("  failures: how often to save, and what is left for training", "dim")
         found = [*rows(job, assumed)]
-        own = [row.gpus for row in found].index(job.cluster.gpus)
-        for index, line in enumerate(TABLE.lines(found), start=-1):
-            yield Text(f"  {line}", "dim" if index < 0 else "bold" if index == own else "")
+        own = next(row for row in found if row.gpus == job.cluster.gpus)
+        yield from TABLE.texts(found, lambda row: "bold" if row is own else "", indent="  ")
         yield Text("")
-        yield from _advice(job, assumed, found[own])
+        yield from _advice(job, assumed, own)
         yield Text("  assumed", "dim")
         for text in _assumed(job, assumed):
             yield Text(f"  - {text}")

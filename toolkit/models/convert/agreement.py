@@ -1,12 +1,10 @@
 """Compares the logits of two models that should be equal up to rounding."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import RunFailed
-from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +39,6 @@ class Agreement:
                 fix="do not use it, and report the model's config.json",
             )
 
-    def show(self) -> None:
-        """Print that they agree."""
+    def __str__(self) -> str:
         found = f"largest difference {self.max_abs_difference:.1e} (bound {self.bound:.1e})"
-        tell(f"logits agree: {found}", sys.stdout)
+        return f"logits agree: {found}"
