@@ -169,13 +169,14 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
         return None, f"not planned: {error.message}"
-    return decide(recipe.with_values({"model.config": config}), None, download=False).plan, None
+    recipe = recipe.with_values({"model.config": config})
+    return decide(recipe, None, download=False, explained=False).plan, None
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:
     """The plan of a recipe whose own DeepSpeed file disagrees with it; None without one."""
     with suppress(RecipeError, PlanError):
-        return plan_recipe(adopt_engine_config(recipe))
+        return plan_recipe(adopt_engine_config(recipe), explained=False)
     return None
 
 

@@ -61,7 +61,7 @@ def _estimate_recipe(
     path: Path, overrides: list[str], cluster: str | None, as_json: bool
 ) -> None:
     where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_on(path, overrides, where), None, where)
+    assignment = decide(load_on(path, overrides, where), None, where, explained=False)
     recipe, plan = assignment.recipe, assignment.plan
     found = estimate_plan(recipe, plan, where)
     data = {"id": recipe.name} | machine_output(found)

@@ -69,7 +69,7 @@ def render(
     format_ = TARGETS[to] if to in _FORMATS else None
     if format_ is not None:
         loaded = format_.adapt(loaded)
-    plan = plan_recipe(loaded)
+    plan = plan_recipe(loaded, explained=False)
     name = to or _own_configuration(recipe, plan)
     notes: Sequence[str] = ()
     if name in _JOBS:
@@ -110,7 +110,7 @@ def _not_read_by(recipe: Path, plan: Plan, name: Name, engine: str) -> PlanError
 
 def _job(loaded: Recipe, launcher: str) -> str:
     """The batch script or manifest."""
-    spec = starter(launcher).spec(job_of(decide(loaded, None)))
+    spec = starter(launcher).spec(job_of(decide(loaded, None, explained=False)))
     *_, text = spec.files.values()
     return text
 

@@ -104,7 +104,8 @@ def _decided(recipe: Recipe) -> tuple[Assignment | None, str]:
         config = model_config(recipe.model, download=False)
     except ShapeUnknown as error:
         return None, f"not planned, so only what the recipe states is known: {error.message}"
-    return decide(recipe.with_values({"model.config": config}), None, download=False), ""
+    recipe = recipe.with_values({"model.config": config})
+    return decide(recipe, None, download=False, explained=False), ""
 
 
 def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[str, str]]:

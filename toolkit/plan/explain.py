@@ -5,7 +5,7 @@ and nothing else, and one that also states every other decision as chosen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -162,22 +162,8 @@ def answer(job: PlanRequest, found: Search) -> Search | None:
 
 def stated(found: Search, values: Mapping[str, Any]) -> Candidate | None:
     """What the planner chooses for a recipe with these values; None if it cannot."""
-    answered = answer(stating(found.job, values), found)
+    answered = answer(found.job.stating(values), found)
     return None if answered is None else answered.best
-
-
-def stating(job: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
-    """The job of a recipe with other values, by dotted setting."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, setting = key.partition(".")
-        sections.setdefault(section, {})[setting] = value
-    changed = {name: getattr(job, name).with_values(new) for name, new in sections.items()}
-    other = replace(job, **changed)
-    # What is derived from the model and from what trains stays the same.
-    derived = {name: value for name, value in vars(job).items() if name not in vars(other)}
-    vars(other).update(derived)
-    return other
 
 
 def _pair(found: Search, most: int | None) -> Decision:

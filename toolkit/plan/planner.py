@@ -22,18 +22,20 @@ from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Candidate, Search, search
 from toolkit.plan.workloads import workload_of
-from toolkit.recipe.schema import Recipe, TrainingSection
+from toolkit.recipe.schema import Recipe
 
 _LOSS_SCALE = 2.0**16
 
 
-def plan_recipe(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
+def plan_recipe(
+    recipe: Recipe, cluster: Cluster | None = None, *, explained: bool = True
+) -> Plan:
     """Decide everything that the recipe leaves open.
 
-    `cluster` replaces the recipe's own if links, prices or measured speeds are known. Raises as
-    `explore` does.
+    `cluster` replaces the recipe's own if links, prices or measured speeds are known;
+    `explained`: see `plan_of`. Raises as `explore` does.
     """
-    return plan_of(explore(recipe, cluster))
+    return plan_of(explore(recipe, cluster), explained=explained)
 
 
 def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
@@ -77,14 +79,17 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
     return recipe.with_values(decided)
 
 
-def plan_of(found: Search) -> Plan:
-    """The plan for the best layout of a search."""
+def plan_of(found: Search, *, explained: bool = True) -> Plan:
+    """The plan for the best layout of a search.
+
+    Without `explained`, it has neither reasons nor remedies: they compare the layout with what
+    the planner answers to other recipes, which takes longer than the search itself.
+    """
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
     workload = workload_of(job, best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
-    changes = () if found.fits else tuple(remedies(found))
     return Plan(
         engine=best.pair.engine,
         model=best.pair.model,
@@ -94,14 +99,7 @@ def plan_of(found: Search) -> Plan:
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
-        reasons=(
-            *(one.reason for one in decisions(found, SHOWN)),
-            *choice(found),
-            _attention_reason(job),
-            _overlap_reason(job, best),
-            *_deterministic(training),
-            *_warnings(found, built),
-        ),
+        reasons=tuple(_reasons(found, built)) if explained else (),
         memory_gib=best.memory_gib,
         fits=found.fits,
         step_time_s=time.total_s,
@@ -111,9 +109,28 @@ def plan_of(found: Search) -> Plan:
         attention="eager" if attention.kernel(job) == "eager" else "sdpa",
         attention_kernel=attention.kernel(job),
         loss_scale=first_loss_scale(training.precision),
-        remedies=changes,
+        remedies=tuple(remedies(found)) if explained and not found.fits else (),
         lengths=tuple(_length_costs(found, workload)),
     )
+
+
+def _reasons(found: Search, built_gib: float) -> Iterator[str]:
+    """A line per decision, and what to know before the run."""
+    job, best = found.job, found.best
+    yield from (one.reason for one in decisions(found, SHOWN))
+    yield from choice(found)
+    yield _attention_reason(job)
+    yield _overlap_reason(job, best)
+    if job.training.deterministic:
+        yield "deterministic: asked for; slower kernels on GPUs, by how much is not predicted"
+    if job.spec.generic:
+        family = job.spec.family
+        yield f"model {family}: generic, counted on transformers' own; docs/models.md"
+    if not found.fits:
+        yield f"WARNING: does not fit: {over(found)}"
+    elif built_gib >= best.memory_gib:
+        built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
+        yield f"memory: fullest at {built}"
 
 
 def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
@@ -156,24 +173,3 @@ def _overlap_reason(job: PlanRequest, best: Candidate) -> str:
     if job.cluster.gpu == "cpu":
         return "overlap auto: not counted, as nobody measured on CPUs that it pays"
     return "overlap auto: ranks communicate while they compute"
-
-
-def _deterministic(training: TrainingSection) -> tuple[str, ...]:
-    """The cost of bitwise equal runs."""
-    if not training.deterministic:
-        return ()
-    return ("deterministic: asked for; slower kernels on GPUs, by how much is not predicted",)
-
-
-def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
-    """Warnings before the run."""
-    notes = []
-    if found.job.spec.generic:
-        family = found.job.spec.family
-        notes.append(f"model {family}: generic, counted on transformers' own; docs/models.md")
-    if not found.fits:
-        notes.append(f"WARNING: does not fit: {over(found)}")
-    elif built_gib >= found.best.memory_gib:
-        built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
-        notes.append(f"memory: fullest at {built}")
-    return tuple(notes)

@@ -1,8 +1,10 @@
 """What a plan is asked for: the parts of a recipe that rules, cost model and search read."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from toolkit.adapters import lora
 from toolkit.errors import Problem
@@ -20,6 +22,7 @@ from toolkit.recipe.schema import (
     Recipe,
     TrainingSection,
 )
+from toolkit.recipe.section import Section
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,22 @@ class PlanRequest:
         )
         return stacked, fused
 
-    def asking(self, parallel: ParallelSection) -> "PlanRequest":
-        """The same job with another intent; values derived from the config are kept."""
-        other = replace(self, parallel=parallel)
-        for name in ("spec", "updates", "inexpressible", "divided"):
-            other.__dict__[name] = getattr(self, name)
+    def asking(self, **sections: Section) -> "PlanRequest":
+        """The same job with other sections, on which nothing depends that is derived from the
+        model: that is kept."""
+        other = copy(self)
+        vars(other).update(sections)
         return other
+
+    def stating(self, values: Mapping[str, Any]) -> "PlanRequest":
+        """The job of a recipe with other values, by dotted setting."""
+        settings: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, _, setting = key.partition(".")
+            settings.setdefault(section, {})[setting] = value
+        changed = {name: getattr(self, name).with_values(new) for name, new in settings.items()}
+        return self.asking(**changed) if {*changed} <= _INTENT else replace(self, **changed)
+
+
+_INTENT = {"parallel", "training", "kernels"}
+"""Sections that say nothing about the model."""

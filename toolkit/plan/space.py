@@ -110,7 +110,7 @@ def loosened(job: PlanRequest) -> str:
     for count in range(1, len(stated) + 1):
         for opened in combinations(stated, count):
             parallel = job.parallel.model_copy(update=dict.fromkeys(opened, "auto"))
-            other = job.asking(parallel)
+            other = job.asking(parallel=parallel)
             if any(partial_layouts(other, fallbacks(other, job.spec.heads)[0])):
                 return f"set {' and '.join(f'parallel.{name} to auto' for name in opened)}"
     return ""
@@ -168,7 +168,7 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
             }
             settled = asked.model_copy(update=update)
             legal = not legality.problems(settled, job.cluster)
-            if legal and not pair_problems(job.asking(settled), pair):
+            if legal and not pair_problems(job.asking(parallel=settled), pair):
                 yield settled
 
 

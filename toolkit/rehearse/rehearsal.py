@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     """
     recipe = adopt_engine_config(recipe)
     recipe = recipe.with_values({"model.config": model_config(recipe.model)})
-    plan = plan_recipe(recipe)
+    plan = plan_recipe(recipe, explained=False)
     layouts = tuple(candidates(recipe, plan, options.processes))
     small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
     return Rehearsal(small, plan, recipe, layouts)

@@ -80,18 +80,19 @@ def decide(
     cluster: Cluster | None = None,
     *,
     download: bool = True,
+    explained: bool = True,
 ) -> Assignment:
     """Plan a recipe and render its backend's configuration; writes nothing.
 
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
-    tokenizer is loaded for `model.resize_embeddings: auto`.
+    tokenizer is loaded for `model.resize_embeddings: auto`. `explained`: see `plan_of`.
     """
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = with_embedding_rows(adopt_engine_config(recipe), download=download)
     recipe = _with_start(recipe, run_dir)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
-    plan = plan_recipe(recipe, cluster)
+    plan = plan_recipe(recipe, cluster, explained=explained)
     found = estimate_plan(recipe, plan, cluster)
     return Assignment(
         recipe,

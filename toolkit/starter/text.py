@@ -44,7 +44,7 @@ def starter(
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(_lines(drafted, cluster, given, None)), encoding="utf-8")
         recipe = load_recipe(file)
-    plan = plan_recipe(recipe, cluster)
+    plan = plan_recipe(recipe, cluster, explained=False)
     found = estimate_plan(recipe, plan, cluster)
     return "\n".join(_lines(drafted, cluster, given, (plan, found)))
 

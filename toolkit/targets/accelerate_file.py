@@ -126,7 +126,7 @@ def in_scripts(recipe: Recipe) -> Recipe:
         changed["parallel.replicate"] = 1
     found = recipe.with_values(changed)
     is_open = recipe.parallel.recompute == "auto"
-    if is_open and isinstance(plan_recipe(found).layout.recompute, int):
+    if is_open and isinstance(plan_recipe(found, explained=False).layout.recompute, int):
         return found.with_values({"parallel.recompute": "full"})  # all layers, or none
     return found
 
