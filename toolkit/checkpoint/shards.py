@@ -10,7 +10,7 @@ every checkpoint serves every layout and engine.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -74,16 +74,6 @@ class StateShard:
     def put(self, quantity: str, values: Tensor) -> None:
         """Replace the values of `quantity`; `values` [elements of the blocks] is flat."""
         self._values[quantity].detach().view(-1)[: values.numel()].copy_(values)
-
-
-@dataclass(frozen=True)
-class PlacedParameter:
-    """The checkpoint rectangles that make up a parameter of the model."""
-
-    name: str
-    blocks: tuple[Block, ...]
-    saved_here: bool
-    """False on all but one of the model-parallel ranks that hold the same parameter."""
 
 
 def parameter_blocks(name: str, shape: Sequence[int]) -> tuple[Block, ...]:

@@ -95,11 +95,9 @@ class Engine(Protocol):
         leaves weights, moments and step counts bitwise unchanged; only fp16's loss scale may
         change, and only because of non-finite gradients.
         """
-        ...
 
     def evaluate(self, micro_batches: "Sequence[MicroBatch]") -> EvalResult:
         """Loss over this and all other ranks' batches, without gradients."""
-        ...
 
     def sequence_log_probs(self, micro_batches: "Sequence[MicroBatch]") -> "torch.Tensor":
         """Sum of log p over the trained tokens of each row, without gradients.
@@ -107,7 +105,6 @@ class Engine(Protocol):
         fp32 [rows of all this rank's micro batches], on the CPU. Every rank passes the same
         number of micro batches.
         """
-        ...
 
     def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Names and compute weights that this rank holds as completely as its replicas.
@@ -115,7 +112,6 @@ class Engine(Protocol):
         Its replicas are the ranks with the same `Layout.model_rank`. Empty if the weights are
         sharded over them (ZeRO-3).
         """
-        ...
 
     def state(self) -> "Iterator[StateShard]":
         """This rank's elements of the training state: fp32 weights and Adam's moments.
@@ -125,17 +121,13 @@ class Engine(Protocol):
         weights that the model computes with do not follow: an engine that continues is built
         with them.
         """
-        ...
 
     def counters(self) -> Counters:
         """The rest of the optimizer's state that a checkpoint must hold; equal on every
         rank."""
-        ...
 
     def set_counters(self, counters: Counters) -> None:
         """Restore `counters`."""
-        ...
 
     def close(self) -> None:
         """Release the engine's resources; it cannot be used afterwards."""
-        ...

@@ -5,7 +5,7 @@ scale the loss with torch's GradScaler.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,18 +13,25 @@ from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.copies import wait_for_copies
-from toolkit.checkpoint.shards import StateShard, parameter_blocks
+from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
-from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    Engine,
+    EvalResult,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.owners import OwnerOptimizer, bind, new_optimizer, owned_by
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
 
-class DataParallelEngine:
+class DataParallelEngine(Engine):
     """Training steps of a transformers model; the subclass distributes it over ranks."""
 
     replica: nn.Module
@@ -72,7 +79,6 @@ class DataParallelEngine:
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        """See `Engine.train_step`."""
         objective = self.setup.objective
         sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=self.device)
         self.balance.begin_step(micro_batches)
@@ -113,10 +119,6 @@ class DataParallelEngine:
         wait_for_copies()
         self.optimizer.step()
 
-    def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`."""
-        raise NotImplementedError
-
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of the forward and backward pass of one micro batch."""
         raise NotImplementedError
@@ -134,14 +136,12 @@ class DataParallelEngine:
         return hf.log_probs(self.replica, batch)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """See `Engine.evaluate`."""
         with self.evaluating():
             return totals.evaluate(
                 self.setup.objective, micro_batches, self.log_probs, self.device
             )
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See `Engine.sequence_log_probs`."""
         with self.evaluating():
             return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
 
@@ -150,14 +150,12 @@ class DataParallelEngine:
         return hf.evaluating(self.replica)
 
     def counters(self) -> Counters:
-        """See `Engine.counters`."""
         scale = None
         if self.scaler.is_enabled():
             scale = {"scale": self.scaler.get_scale(), "detail": self.scaler.state_dict()}
         return Counters(adam.steps_of([self.optimizer]), scale)
 
     def set_counters(self, counters: Counters) -> None:
-        """See `Engine.set_counters`."""
         adam.set_steps([self.optimizer], counters.optimizer_steps)
         if counters.loss_scale is not None and self.scaler.is_enabled():
             own = self.scaler.state_dict()
@@ -166,5 +164,4 @@ class DataParallelEngine:
             self.scaler.load_state_dict({**kept, "scale": counters.loss_scale["scale"]})
 
     def close(self) -> None:
-        """See `Engine.close`."""
         del self.replica, self.optimizer

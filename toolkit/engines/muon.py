@@ -28,7 +28,6 @@ class Muon(UpdateRule):
     """AdamW updates embeddings, head, norms and biases."""
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `UpdateRule.accumulate`."""
         average = state["exp_avg"]
         average.lerp_(gradient, 1 - self.own.momentum)
         if self.own.nesterov:
@@ -37,11 +36,10 @@ class Muon(UpdateRule):
             gradient.copy_(average)
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
-        """See `UpdateRule.update`."""
         return newton_schulz(whole, self.own.ns_steps)
 
     def rate(self, shape: Sequence[int]) -> float:
-        """See `UpdateRule.rate`; depends on `adjust_lr`."""
+        """Depends on `adjust_lr`."""
         rows, columns = shape
         if self.own.adjust_lr == "original":
             return sqrt(max(1, rows / columns))

@@ -45,7 +45,6 @@ def sequence_log_probs(
     log_probs: Callable[[MicroBatch], Tensor],
     device: torch.device,
 ) -> Tensor:
-    """See `Engine.sequence_log_probs`."""
     batches = (to_device(batch, device) for batch in micro_batches)
     return torch.cat([row_log_probs(log_probs(b)) for b in batches]).cpu()
 

@@ -70,15 +70,12 @@ class Hooks(Protocol):
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Log, and look for faults."""
-        ...
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Write a checkpoint, when due or when stopping."""
-        ...
 
     def evaluate(self, progress: Progress) -> None:
         """Validate, when due."""
-        ...
 
 
 @dataclass(frozen=True)

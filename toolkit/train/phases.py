@@ -139,7 +139,7 @@ class Phases:
         return f"ready after {duration(sum(self.seconds.values()))}: {', '.join(parts)}"
 
 
-class CountedWeights:
+class CountedWeights(WeightSource):
     """A `WeightSource` whose tensors are counted while a model is filled from it."""
 
     def __init__(
@@ -156,17 +156,14 @@ class CountedWeights:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource.shapes`."""
         return self._source.shapes
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
-        """See `WeightSource.read`."""
         if not self._seen:
             self._begin(len(self.shapes))
         return self._counted(name, self._source.read(name, start, stop))
 
     def read_block(self, block: "Block") -> "Tensor":
-        """See `WeightSource.read_block`."""
         if not self._seen:
             self._begin(sum(len(checkpoint_names(*shape)) for shape in self.shapes.items()))
         return self._counted(block.tensor, self._source.read_block(block))

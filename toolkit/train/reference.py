@@ -56,8 +56,8 @@ _NO_WEIGHTS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of a model's config that do not affect what it computes."""
 
 
-class WithReference:
-    """Samples whose rows have the reference's log-probability in `extra`; see `Samples`."""
+class WithReference(Samples):
+    """Samples whose rows have the reference's log-probability in `extra`."""
 
     def __init__(self, samples: Samples, values: Values) -> None:
         self.sequence_length = samples.sequence_length
@@ -66,11 +66,9 @@ class WithReference:
         self._values = values
 
     def __len__(self) -> int:
-        """See `Samples`."""
         return len(self._samples)
 
     def rows(self, index: int) -> Sequence[Row]:
-        """See `Samples.rows`."""
         values = self._values[index].tolist()
         return [
             replace(row, extra={**row.extra, REFERENCE: value})

@@ -48,7 +48,7 @@ class HalfDdpEngine(FsdpEngine):
         super().__init__(replace(setup, engine_config=rendered))
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`: the fp32 weights."""
+        """The fp32 weights."""
         return ((name, local(parameter)) for name, parameter in self.shards.items())
 
 
@@ -102,19 +102,17 @@ class DdpEngine(DataParallelEngine):
         return cast(AbstractContextManager[None], replica.no_sync())
 
     def gradients(self) -> Iterator[Tensor]:
-        """See `DataParallelEngine.gradients`: all of them, on every rank."""
+        """All of them, on every rank."""
         return (p.grad for p in self.parameters if p.grad is not None)
 
     def gradient_norm(self) -> Tensor:
-        """See `DataParallelEngine.gradient_norm`."""
         return joint_norm(self.gradients())
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`."""
         yield from self.model.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`. Every rank holds all of it; each writes a part."""
+        """Every rank holds all of it; each writes a part."""
         for index, (name, parameter) in enumerate(hf.named_parameters(self.model)):
             yield StateShard(
                 parameter_blocks(name, parameter.shape),

@@ -47,7 +47,6 @@ class DeepSpeedInAccelerate(InAccelerate):
     common_options = ("--mixed_precision bf16",)  # which the presets leave open
 
     def distributed_type(self, world: int) -> str:
-        """See `InAccelerate`."""
         return "DEEPSPEED"
 
     def preset(self, layout: Layout) -> dict[str, Any]:
@@ -82,8 +81,8 @@ class DeepSpeedInAccelerate(InAccelerate):
         _complete_optimizers()
 
     def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `InAccelerate`. Accelerate drops DeepSpeed if the device is set to CPU; only the
-        backend may request it."""
+        """Accelerate drops DeepSpeed if the device is set to CPU; only the backend may request
+        it."""
         import torch
         from accelerate import DeepSpeedPlugin
         from accelerate.utils import InitProcessGroupKwargs
@@ -95,7 +94,6 @@ class DeepSpeedInAccelerate(InAccelerate):
         return {"deepspeed_plugin": plugin, "kwargs_handlers": gloo}
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `InAccelerate`."""
         stated = copy.deepcopy(script_config(config))
         for name in _FILLED:
             *section, key = name.split(".")
@@ -104,7 +102,6 @@ class DeepSpeedInAccelerate(InAccelerate):
         return {"deepspeed": stated}
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        """See `InAccelerate`."""
         stage = getattr(model, "zero_optimization_stage", lambda: None)()
         return f"DeepSpeed's ZeRO stage {stage}", stage == layout.zero_stage
 

@@ -14,7 +14,14 @@ from toolkit.checkpoint.copies import wait_for_copies
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
-from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    Engine,
+    EvalResult,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
     loss_scale,
@@ -41,7 +48,7 @@ from toolkit.objectives.base import Objective
 from toolkit.objectives.pretrain import Pretrain
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """A model whose states DeepSpeed shards over the data-parallel ranks."""
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -65,7 +72,11 @@ class DeepSpeedEngine:
         self.model = build_model(setup)
         module = self.model.module
         self.veto = Veto(module)
-        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer, setup.layers)
+        groups = adam.parameter_groups(
+            ((p, {block.tensor for block in blocks}) for p, blocks, _ in self.model.placed()),
+            setup.optimizer,
+            setup.layers,
+        )
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=self._new_optimizer(groups),
@@ -91,7 +102,7 @@ class DeepSpeedEngine:
 
         if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others give a warning
             ZERO_SUPPORTED_OPTIMIZERS.append(OwnerOptimizer)
-        placed = ((parameter, place.blocks) for parameter, place in self.model.placed())
+        placed = ((parameter, blocks) for parameter, blocks, _ in self.model.placed())
         return new_optimizer(groups, placed, self.setup.optimizer)
 
     def _bind_optimizer(self) -> None:
@@ -111,7 +122,6 @@ class DeepSpeedEngine:
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        """See `Engine.train_step`."""
         adam.set_learning_rate(self.optimizer, learning_rate)
         sums = torch.zeros(
             1 + len(self.objective.metrics), dtype=torch.float64, device=self.device
@@ -178,7 +188,6 @@ class DeepSpeedEngine:
         return self.model.log_probs(self.engine, batch)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """See `Engine.evaluate`."""
         with hf.evaluating(self.engine):
             return totals.evaluate(
                 self.objective,
@@ -189,17 +198,14 @@ class DeepSpeedEngine:
             )
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See `Engine.sequence_log_probs`."""
         with hf.evaluating(self.engine):
             return totals.sequence_log_probs(micro_batches, self._log_probs, self.device)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`."""
         if self.stage < 3:
             yield from self.engine.module.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`."""
         owned = owner_shards([self._adam])
         return chain(self._parameter_shards(), owned, self.model.biases())
 
@@ -232,18 +238,15 @@ class DeepSpeedEngine:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def counters(self) -> Counters:
-        """See `Engine.counters`."""
         scale = loss_scale(self.optimizer) if self.setup.precision == "fp16" else None
         return Counters(adam.steps_of([self._adam]), scale)
 
     def set_counters(self, counters: Counters) -> None:
-        """See `Engine.set_counters`."""
         adam.set_steps([self._adam], counters.optimizer_steps)
         if counters.loss_scale is not None and self.setup.precision == "fp16":
             set_loss_scale(self.optimizer, counters.loss_scale)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self.engine.destroy()
         self.model.close()
         del self.engine, self.optimizer, self.model

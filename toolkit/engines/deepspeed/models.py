@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,10 @@ from transformers import initialization as hf_initialization
 
 from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.shards import (
-    PlacedParameter,
-    StateShard,
-    bias_shards,
-    parameter_blocks,
-)
+from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
+from toolkit.engines.deepspeed.state import PlacedParameter
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
@@ -55,47 +51,41 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-class TrainedModel(Protocol):
-    """The interface that the engine uses."""
+class TrainedModel:
+    """The interface that the engine uses; the defaults are those of a whole model."""
 
     module: nn.Module
-    mpu: Any
-    """DeepSpeed's view of the model-parallel groups; None without them."""
-    data_group: dist.ProcessGroup | None
-    """Ranks that hold the same parameters and different samples; None for all."""
     balance: Balance
+    mpu: Any = None
+    """DeepSpeed's view of the model-parallel groups; None without them."""
+    data_group: dist.ProcessGroup | None = None
+    """Ranks that hold the same parameters and different samples; None for all."""
 
     def seed_dropout(self) -> None:
-        """Seed the random streams of the next step from torch's seed."""
-        ...
+        """Seed further random streams of the next step from torch's seed."""
 
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
-        ...
+        raise NotImplementedError
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         """L2 norm of the whole model's gradients: float64 scalar."""
-        ...
+        return distributed.gradient_norm(module.parameters())
 
     def restore_buffers(self, module: nn.Module) -> None:
         """Restore the fp32 values of buffers that DeepSpeed cast to 16 bits."""
-        ...
 
     def biases(self) -> Iterator[StateShard]:
         """The routers' correction biases."""
-        ...
+        return iter(())
 
-    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
+    def placed(self) -> Iterator[PlacedParameter]:
         """Every parameter with the checkpoint rectangles that it is made of."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
-        """Every parameter with the checkpoint tensors that it is made of."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the model-parallel groups."""
-        ...
+        raise NotImplementedError
 
 
 def build_model(setup: EngineSetup) -> TrainedModel:
@@ -103,12 +93,8 @@ def build_model(setup: EngineSetup) -> TrainedModel:
     return MegatronShard(setup) if setup.model == "megatron" else TransformersModel(setup)
 
 
-class TransformersModel:
+class TransformersModel(TrainedModel):
     """A whole transformers model; under ZeRO-3 it is sharded while it is built."""
-
-    module: nn.Module
-    mpu: Any = None
-    data_group: dist.ProcessGroup | None = None
 
     def __init__(self, setup: EngineSetup) -> None:
         self.config, self.weights = setup.model_config, setup.weights
@@ -119,50 +105,30 @@ class TransformersModel:
         self.module = model
         self.balance = Balance.of_transformers(setup, model)
 
-    def seed_dropout(self) -> None:
-        """See `TrainedModel.seed_dropout`; torch's own stream is the only one."""
-
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        """See `TrainedModel.log_probs`."""
         return hf.log_probs(engine, batch)
 
-    def gradient_norm(self, module: nn.Module) -> Tensor:
-        """See `TrainedModel.gradient_norm`."""
-        return distributed.gradient_norm(module.parameters())
-
     def restore_buffers(self, module: nn.Module) -> None:
-        """See `TrainedModel.restore_buffers`."""
         hf.restore_buffers(module, self.config)
         hf.fill_biases(module, self.weights)
 
     def biases(self) -> Iterator[StateShard]:
-        """See `TrainedModel.biases`."""
         return bias_shards(self.module, saved_here=dist.get_rank() == 0)
 
-    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
-        """See `TrainedModel.placed`."""
+    def placed(self) -> Iterator[PlacedParameter]:
         for name, parameter in hf.named_parameters(self.module):
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            blocks = parameter_blocks(name, shape)
-            yield parameter, PlacedParameter(name, blocks, saved_here=True)
-
-    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
-        """See `TrainedModel.tensors`."""
-        return hf.tensors_of(self.module)
+            yield PlacedParameter(parameter, parameter_blocks(name, shape), saved_here=True)
 
     def close(self) -> None:
-        """See `TrainedModel.close`: the group of ZeRO++, which DeepSpeed makes only once."""
+        """Leave the group of ZeRO++, which DeepSpeed makes only once."""
         from deepspeed.utils import groups
 
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-class MegatronShard:
+class MegatronShard(TrainedModel):
     """This rank's tensor-parallel part of a GPTModel (one pipeline stage)."""
-
-    module: nn.Module
-    mpu: Any
-    data_group: dist.ProcessGroup | None
 
     def __init__(self, setup: EngineSetup) -> None:
         from megatron.core import parallel_state
@@ -208,20 +174,17 @@ class MegatronShard:
                 parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
     def seed_dropout(self) -> None:
-        """See `TrainedModel.seed_dropout`."""
         from toolkit.models.megatron.model import seed_dropout
 
         seed_dropout()
 
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        """See `TrainedModel.log_probs`."""
         from toolkit.models.megatron.model import log_probs
 
         losses = engine(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
-        """See `TrainedModel.gradient_norm`."""
         split: list[nn.Parameter] = []
         whole: list[nn.Parameter] = []
         for parameter in filter(lambda one: one.requires_grad, module.parameters()):
@@ -232,29 +195,14 @@ class MegatronShard:
             dist.all_reduce(squares[0], group=self.tensor_group)
         return torch.stack(squares).sum().sqrt()
 
-    def restore_buffers(self, module: nn.Module) -> None:
-        """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""
-
-    def biases(self) -> Iterator[StateShard]:
-        """See `TrainedModel.biases`; none without experts."""
-        return iter(())
-
-    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
-        """See `TrainedModel.placed`."""
+    def placed(self) -> Iterator[PlacedParameter]:
         from toolkit.models.megatron import weights
 
         for shard in weights.shards(self.chunks, self.model):
-            place = PlacedParameter(shard.name, shard.blocks, weights.saved_here(shard))
-            yield shard.parameter, place
-
-    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
-        """See `TrainedModel.tensors`."""
-        from toolkit.models.megatron import weights
-
-        return weights.tensors_of(self.chunks, self.model)
+            yield PlacedParameter(shard.parameter, shard.blocks, weights.saved_here(shard))
 
     def close(self) -> None:
-        """See `TrainedModel.close`; DeepSpeed forgets the groups, too."""
+        """Leave the groups, which DeepSpeed forgets, too."""
         from deepspeed.utils import groups
 
         from toolkit.models.megatron.model import leave_groups

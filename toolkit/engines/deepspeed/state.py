@@ -1,18 +1,29 @@
 """Where DeepSpeed keeps the fp32 weights and moments of a parameter, stage by stage."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.shards import QUANTITIES, PlacedParameter, StateShard, cut
+from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut
 from toolkit.engines import optimizer as adam
+from toolkit.models.families.tensors import Block
 
 SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """DeepSpeed's names for a shard's states that are swapped to NVMe."""
 
-Placed = Iterator[tuple[nn.Parameter, PlacedParameter]]
+
+class PlacedParameter(NamedTuple):
+    """A parameter of the model and the checkpoint rectangles that it is made of."""
+
+    parameter: nn.Parameter
+    blocks: Sequence[Block]
+    saved_here: bool
+    """False on all but one of the model-parallel ranks that hold the same parameter."""
+
+
+Placed = Iterable[PlacedParameter]
 
 
 def whole_parameters(
@@ -20,11 +31,10 @@ def whole_parameters(
 ) -> Iterator[StateShard]:
     """Stage 0: every one of `copies` replicas holds all; replica `copy` writes its share."""
     masters = _stage_0_masters(optimizer)
-    for index, (parameter, place) in enumerate(placed):
+    for index, (parameter, blocks, saved_here) in enumerate(placed):
         weight, values = masters(parameter)
         moments = {name: _part(parameter, weight, flat) for name, flat in values.items()}
-        mine = place.saved_here and index % copies == copy
-        yield StateShard(place.blocks, moments, saved_here=mine)
+        yield StateShard(blocks, moments, saved_here=saved_here and index % copies == copy)
 
 
 def _stage_0_masters(optimizer: Any) -> Callable[[nn.Parameter], Any]:
@@ -65,10 +75,10 @@ def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterat
         masters = optimizer.fp32_groups_flat_partition
     for weight in masters:  # also one of which this rank holds only padding: its step counts
         adam.moments(optimizer.optimizer, weight)
-    for index, (parameter, place) in enumerate(placed):
+    for index, (parameter, blocks, saved_here) in enumerate(placed):
         if not parameter.requires_grad:
-            mine = place.saved_here and index % copies == copy
-            yield StateShard(place.blocks, {"weight": parameter}, saved_here=mine)
+            mine = saved_here and index % copies == copy
+            yield StateShard(blocks, {"weight": parameter}, saved_here=mine)
             continue
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:
@@ -80,8 +90,8 @@ def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterat
             for name, flat in adam.moments(optimizer.optimizer, group).items()
         }
         first = fragment.lp_fragment_address.start
-        blocks = cut(place.blocks, first, first + inside.numel)
-        yield StateShard(blocks, values, saved_here=place.saved_here)
+        held = cut(blocks, first, first + inside.numel)
+        yield StateShard(held, values, saved_here=saved_here)
 
 
 def stage_3_owned(optimizer: Any) -> Iterator[Tensor]:
@@ -95,20 +105,19 @@ def stage_3_owned(optimizer: Any) -> Iterator[Tensor]:
 
 def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateShard]:
     """Stage 3: data-parallel rank `copy` holds the same share of every parameter."""
-    for parameter, place in placed:
+    for parameter, blocks, saved_here in placed:
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        start = copy * size
-        blocks = cut(place.blocks, start, start + size)
+        held = cut(blocks, copy * size, (copy + 1) * size)
         if not parameter.requires_grad:
-            yield FrozenShard(parameter, blocks, saved_here=place.saved_here)
+            yield FrozenShard(parameter, held, saved_here=saved_here)
             continue
         if optimizer.swap_optimizer:
-            yield SwappedShard(optimizer, parameter, blocks, saved_here=place.saved_here)
+            yield SwappedShard(optimizer, parameter, held, saved_here=saved_here)
             continue
         group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
         flat = adam.moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group])
         values = {name: value.detach()[offset : offset + numel] for name, value in flat.items()}
-        yield StateShard(blocks, values, saved_here=place.saved_here)
+        yield StateShard(held, values, saved_here=saved_here)
 
 
 def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
@@ -137,13 +146,12 @@ class SwappedShard(StateShard):
         self._parameter = parameter
 
     def get(self, quantity: str) -> Tensor:
-        """See `StateShard.get`; a copy."""
+        """A copy."""
         key = SWAPPED_KEYS[quantity]
         shard: Tensor = self._optimizer.get_local_fp32_param(self._parameter, key)
         return shard.detach().to("cpu", copy=True).view(-1)
 
     def put(self, quantity: str, values: Tensor) -> None:
-        """See `StateShard.put`."""
         whole = self.get(quantity)
         whole[: values.numel()] = values
         self._optimizer.set_local_hp_param(whole, self._parameter, SWAPPED_KEYS[quantity])
@@ -161,7 +169,7 @@ class FrozenShard(StateShard):
         self._parameter: Any = parameter
 
     def get(self, quantity: str) -> Tensor:
-        """See `StateShard.get`; a copy."""
+        """A copy."""
         assert quantity in self.quantities
         shard = self._parameter.ds_tensor
         # The placeholder of a swapped shard has another type.
@@ -173,7 +181,7 @@ class FrozenShard(StateShard):
         return values.float()
 
     def put(self, quantity: str, values: Tensor) -> None:
-        """See `StateShard.put`; nothing."""
+        """Nothing."""
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any]:

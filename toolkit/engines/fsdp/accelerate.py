@@ -25,15 +25,13 @@ class FsdpInAccelerate(InAccelerate):
     recomputes = True
 
     def reduces_every_batch(self, layout: Layout) -> bool:
-        """See `InAccelerate`. Else whole gradients are kept until the last micro batch."""
+        """If not, whole gradients are kept until the last micro batch."""
         return layout.zero_stage > 1
 
     def distributed_type(self, world: int) -> str:
-        """See `InAccelerate`."""
         return "FSDP"
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
-        """See `InAccelerate`."""
         words = {_IN_FILES.get(name, name): value for name, value in _settings(layout).items()}
         settings = {
             "fsdp_version": 2,
@@ -43,13 +41,11 @@ class FsdpInAccelerate(InAccelerate):
         return dump({"mixed_precision": precision, "fsdp_config": settings}, flow=False)
 
     def prepare_process(self) -> None:
-        """See `InAccelerate`."""
         from toolkit.engines.fsdp.accelerate_patch import complete_fsdp
 
         complete_fsdp()
 
     def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `InAccelerate`."""
         import torch
         from accelerate import FullyShardedDataParallelPlugin
 
@@ -59,7 +55,7 @@ class FsdpInAccelerate(InAccelerate):
         return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
 
     def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
-        """See `InAccelerate`: the classes of the layers that are gathered one at a time.
+        """The classes of the layers that are gathered one at a time.
 
         The model's own word (`_no_split_modules`), or that of the transformers model in it.
         """
@@ -77,12 +73,11 @@ class FsdpInAccelerate(InAccelerate):
         )
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `InAccelerate`. Saved whole: save_model then writes what transformers loads."""
+        """Saved whole: save_model then writes what transformers loads."""
         saved = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
         return {"fsdp": True, "fsdp_config": _settings(layout) | saved}
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        """See `InAccelerate`."""
         from torch.distributed.fsdp import FSDPModule
 
         units = sum(isinstance(module, FSDPModule) for module in model.modules())

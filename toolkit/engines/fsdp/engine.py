@@ -148,29 +148,26 @@ class FsdpEngine(DataParallelEngine):
         return nullcontext()
 
     def gradients(self) -> Iterator[Tensor]:
-        """See `DataParallelEngine.gradients`: this rank's rows."""
+        """This rank's rows."""
         return (local(p.grad) for p in self.shards.values() if p.grad is not None)
 
     def gradient_norm(self) -> Tensor:
-        """See `DataParallelEngine.gradient_norm`."""
         square = joint_norm(self.gradients()).square().to(self.device)
         dist.all_reduce(square)
         return square.div_(self.copies).sqrt()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """See `DataParallelEngine.evaluating`."""
         with super().evaluating():
             yield
         for unit in self.units:  # no backward pass comes and drops what is still gathered
             unit.reshard()
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`: nothing."""
+        """Nothing."""
         return iter(())
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`."""
         copy = self.setup.ranks.rank // self.sharded_over
         for index, (name, parameter) in enumerate(self.shards.items()):
             states = adam.states(self.optimizer, parameter)
@@ -183,7 +180,6 @@ class FsdpEngine(DataParallelEngine):
         yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         super().close()
         del self.model, self.units, self.shards
 

@@ -32,7 +32,14 @@ from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
-from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    Engine,
+    EvalResult,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
 from toolkit.engines.owners import OwnerOptimizer, bind, owned_by, owner_shards, takes
@@ -51,7 +58,7 @@ _Terms = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 unused count, and the logged values."""
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     """A GPTModel sharded over tensor, pipeline, expert and data-parallel ranks."""
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -191,7 +198,6 @@ class MegatronEngine:
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        """See `Engine.train_step`."""
         adam.set_learning_rate(self.optimizer, learning_rate)
         seed_dropout()
         for replica in self.replicas:
@@ -243,13 +249,12 @@ class MegatronEngine:
         return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """See `Engine.evaluate`."""
         with self._evaluating():
             result, _ = self._run(micro_batches, forward_only=True)
         return result
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See `Engine.sequence_log_probs`; the last pipeline stage has them."""
+        """The last pipeline stage has them."""
         with self._evaluating():
             found = self._schedule(micro_batches, self._sequences, forward_only=True)
         rows = sum(len(batch.input_ids) for batch in micro_batches)
@@ -347,19 +352,16 @@ class MegatronEngine:
         return loss, unused, totals.counted(objective, parts, batch)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`."""
         self._gather_weights()
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`."""
         yield from megatron_state.state(self.chunks, self.model, self.optimizer)
         yield from owner_shards(megatron_state.adams(self.optimizer))
 
     def counters(self) -> Counters:
-        """See `Engine.counters`."""
         steps = adam.steps_of(megatron_state.adams(self.optimizer))
         # If a pipeline stage is completely frozen, its ranks have no counts.
         most = torch.tensor(steps, device=self.device)
@@ -367,13 +369,11 @@ class MegatronEngine:
         return Counters(int(most), megatron_state.loss_scale(self.optimizer))
 
     def set_counters(self, counters: Counters) -> None:
-        """See `Engine.set_counters`."""
         adam.set_steps(megatron_state.adams(self.optimizer), counters.optimizer_steps)
         if counters.loss_scale is not None and self.setup.precision == "fp16":
             megatron_state.set_loss_scale(self.optimizer, counters.loss_scale, self.device)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         for replica in self.replicas:
             # Hooks of its parameters hold it, in C++, where no garbage collection looks.
             vars(replica).clear()
