@@ -26,6 +26,7 @@ class Saves:
     """Stands where a run's checkpoints are: counting is all that is asked of it."""
 
     def __init__(self) -> None:
+        self.saved_at = 0
         self.steps: list[int] = []
 
     def tell(self) -> None:
@@ -41,12 +42,7 @@ class Saves:
         self.steps.append(progress.step)
 
 
-@pytest.fixture(autouse=True)
-def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Saves, "directory", RunDirectory(tmp_path), raising=False)
-
-
-def new_observer(saves: Saves, device: str = "cpu") -> Observer:
+def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
     """Of a run that saves every second step."""
     section = SimpleNamespace(every_steps=2)
     plan = SimpleNamespace(
@@ -59,37 +55,37 @@ def new_observer(saves: Saves, device: str = "cpu") -> Observer:
         lengths=SequenceLengths.of([], 16, 8),
         trained_lengths=(16,),
     )
-    checkpoints = saves
-    saves.saved_at = 0  # type: ignore[attr-defined]
-    run: Any = SimpleNamespace(
+    start: Any = SimpleNamespace(
         recipe=recipe,
         plan=plan,
-        engine=None,
         ranks=SimpleNamespace(rank=0, device=torch.device(device)),
-        checkpoints=checkpoints,
-        prediction=None,
-        mark=lambda _: None,
+        directory=RunDirectory(folder),
+        assignment=SimpleNamespace(prediction=None),
+        phases=SimpleNamespace(begin=lambda _: None),
     )
-    return Observer(run, None)
+    checkpoints: Any = saves
+    return Observer(start, checkpoints, {}, checkpoints, None)
 
 
-def test_the_peak_of_memory_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_memory_is_that_of_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Building the engine may take more."""
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    new_observer(Saves())
+    new_observer(tmp_path, Saves())
     assert not reset
-    new_observer(Saves(), "cuda:1")
+    new_observer(tmp_path, Saves(), "cuda:1")
     assert reset == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("stopped_at", [None, 5])
 def test_no_save_begins_while_steps_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, stopped_at: int | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped_at: int | None
 ) -> None:
     monkeypatch.setattr(Observer, "_metrics", lambda *_: None)
     saves = Saves()
-    observer = new_observer(saves)
+    observer = new_observer(tmp_path, saves)
     for step in range(1, 11):
         skipped = "not finite" if step in (4, 5, 6) else None
         result = StepResult(1.0, 1.0, skipped)

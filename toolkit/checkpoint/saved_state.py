@@ -36,10 +36,9 @@ class StoredRectangle:
     """A stored rectangle of a tensor."""
 
     block: Block
-    """The rectangle, according to its name."""
     file: Path
     key: str
-    """Its name in the file."""
+    """Its name in the file, which states the rectangle."""
     dtype: str
     """Its dtype, by safetensors' name."""
     shape: tuple[int, ...]

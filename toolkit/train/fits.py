@@ -29,6 +29,8 @@ from toolkit.run.environment import environment_report
 from toolkit.train.schedule import learning_rate
 
 Verdict = Literal["kept", "changed", "refused"]
+Part = tuple[Verdict, str]
+"""Of the state: its verdict, and why."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 _CURSOR = ("data", "training.sequence_length", "training.global_batch_size", "training.seed")
@@ -63,48 +65,41 @@ class Pairing:
         """Every part of the state, the weights first."""
         settings = _Settings.of(self.manifest.recipe, self.recipe)
         settings.take(*_DISTRIBUTION, free=True)  # reported as layouts
-        return [
-            self._weights(settings.take("model", "adapter")),
-            self._schedule(
-                settings.take(*LENGTH_SETTINGS, free=True),
-                settings.take("optimizer", "schedule"),
+        length = settings.take(*LENGTH_SETTINGS, free=True)
+        parts = {
+            "weights and moments": self._weights(settings.take("model", "adapter")),
+            "step and schedule": self._schedule(length, settings.take("optimizer", "schedule")),
+            "data cursor": self._cursor(settings.take(*_CURSOR)),
+            "precision": _unless(
+                settings.take("training.precision"), self.recipe.training.precision
             ),
-            self._cursor(settings.take(*_CURSOR)),
-            self._precision(settings.take("training.precision")),
-            self._loss_scale(),
-            self._random_streams(),
-            self._layout(),
-            self._versions(),
-            self._wandb(),
-            *_other_settings(settings.rest()),
-            *self._resume(),
-        ]
+            "loss scale": self._loss_scale(),
+            "random streams": self._random_streams(),
+            "layout": self._layout(),
+            "versions": self._versions(),
+            "W&B run": self._wandb(),
+        }
+        rows = [StateRow(what, *part) for what, part in parts.items()]
+        return [*rows, *_other_settings(settings.rest()), *self._resume()]
 
-    def _weights(self, changed: Sequence[str]) -> StateRow:
-        what = "weights and moments"
-        if problems := [*shape_problems(self.saved, self.wanted), *changed]:
-            return StateRow(what, "refused", "; ".join(problems))
+    def _weights(self, changed: Sequence[str]) -> Part:
         count = sum(map(prod, self.saved.values()))
-        return StateRow(
-            what, "kept", f"{len(self.saved):,} tensors, {count:,} parameters, in fp32"
-        )
+        kept = f"{len(self.saved):,} tensors, {count:,} parameters, in fp32"
+        return _unless([*shape_problems(self.saved, self.wanted), *changed], kept)
 
-    def _schedule(self, length: Sequence[str], changed: Sequence[str]) -> StateRow:
-        what, step = "step and schedule", self.manifest.step
+    def _schedule(self, length: Sequence[str], changed: Sequence[str]) -> Part:
         if changed:
-            return StateRow(what, "refused", "; ".join(changed))
-        total = self.recipe.total_steps()
+            return _unless(changed, "")
+        step, total = self.manifest.step, self.recipe.total_steps()
         if total is None:
             detail = f"continues after step {step:,} of {self.recipe.training.epochs:g} epochs"
-            return StateRow(what, "changed" if length else "kept", "; ".join([detail, *length]))
+            return "changed" if length else "kept", "; ".join([detail, *length])
         if step >= total:
-            return StateRow(
-                what, "changed", f"all {total:,} steps are done: nothing is left to train"
-            )
+            return "changed", f"all {total:,} steps are done: nothing is left to train"
         detail = f"continues after step {step:,} of {total:,}"
         if not length:
-            return StateRow(what, "kept", detail)
-        return StateRow(what, "changed", "; ".join([detail, *length, *self._rates(total)]))
+            return "kept", detail
+        return "changed", "; ".join([detail, *length, *self._rates(total)])
 
     def _rates(self, total: int) -> Iterator[str]:
         """Schedules for which another length of the run changes the learning rate."""
@@ -114,63 +109,51 @@ class Pairing:
         schedule = ScheduleSection(**self.manifest.recipe["schedule"])
         if before is None or step >= before:
             return
-        rates = [
+        was, now = (
             learning_rate(step, steps, optimizer.learning_rate, schedule)
             for steps in (before, total)
-        ]
-        if rates[0] != rates[1]:
-            yield f"next learning rate {rates[1]:.3g}, not {rates[0]:.3g}"
+        )
+        if was != now:
+            yield f"next learning rate {now:.3g}, not {was:.3g}"
 
-    def _cursor(self, changed: Sequence[str]) -> StateRow:
-        if changed:
-            return StateRow("data cursor", "refused", "; ".join(changed))
+    def _cursor(self, changed: Sequence[str]) -> Part:
         consumed = self.manifest.consumed_samples
         detail = f"continues after {consumed:,} samples; a launch compares the data itself"
-        return StateRow("data cursor", "kept", detail)
+        return _unless(changed, detail)
 
-    def _precision(self, changed: Sequence[str]) -> StateRow:
-        if changed:
-            return StateRow("precision", "refused", "; ".join(changed))
-        return StateRow("precision", "kept", self.recipe.training.precision)
-
-    def _loss_scale(self) -> StateRow:
+    def _loss_scale(self) -> Part:
         if self.recipe.training.precision != "fp16":
-            return StateRow("loss scale", "kept", "none: only fp16 has one")
+            return "kept", "none: only fp16 has one"
         if self.manifest.loss_scale is None:
-            return StateRow("loss scale", "changed", "none was saved: the scaler starts again")
-        detail = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
-        return StateRow("loss scale", "kept", detail)
+            return "changed", "none was saved: the scaler starts again"
+        scale = self.manifest.loss_scale
+        return "kept", ", ".join(f"{key} {value}" for key, value in scale.items())
 
-    def _random_streams(self) -> StateRow:
+    def _random_streams(self) -> Part:
         config = self.recipe.model.config or {}
         drawn = [f"{key} {config[key]:g}" for key in config if is_dropout(key) and config[key]]
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
             drawn.append(f"adapter.dropout {self.recipe.adapter.dropout:g}")
         if not drawn:
-            return StateRow(
-                "random streams", "kept", "no dropout: a step draws no random numbers"
-            )
+            return "kept", "no dropout: a step draws no random numbers"
         detail = f"{', '.join(drawn)}: drawn from seed, step and rank"
         if self._same_layout:
-            return StateRow("random streams", "kept", detail)
-        return StateRow(
-            "random streams", "changed", f"{detail}, and another layout has other ranks"
-        )
+            return "kept", detail
+        return "changed", f"{detail}, and another layout has other ranks"
 
     @property
     def _same_layout(self) -> bool:
         then, now = self.manifest, self.plan
         return (then.engine, then.model, then.layout) == (now.engine, now.model, now.layout)
 
-    def _layout(self) -> StateRow:
+    def _layout(self) -> Part:
         then = layout_text(self.manifest.engine, self.manifest.model, self.manifest.layout)
         if self._same_layout:
-            return StateRow("layout", "kept", f"{then}: bitwise the uninterrupted run")
+            return "kept", f"{then}: bitwise the uninterrupted run"
         now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
-        detail = f"{then} then, {now} now: the same up to the rounding of sums"
-        return StateRow("layout", "changed", detail)
+        return "changed", f"{then} then, {now} now: the same up to the rounding of sums"
 
-    def _versions(self) -> StateRow:
+    def _versions(self) -> Part:
         then, now = (_packages(one) for one in (self.manifest.versions, environment_report()))
         changed = [
             f"{name} {then.get(name) or 'absent'} then, {now.get(name) or 'absent'} now"
@@ -178,22 +161,25 @@ class Pairing:
             if then.get(name) != now.get(name)
         ]
         if changed:
-            return StateRow("versions", "changed", "; ".join(changed))
-        return StateRow("versions", "kept", "the same packages as on this machine")
+            return "changed", "; ".join(changed)
+        return "kept", "the same packages as on this machine"
 
-    def _wandb(self) -> StateRow:
+    def _wandb(self) -> Part:
         wandb, run_id = self.recipe.logging.wandb, self.manifest.wandb_id
         if wandb is None or wandb.mode == "disabled":
-            return StateRow("W&B run", "kept", "the recipe logs to none")
+            return "kept", "the recipe logs to none"
         if run_id is None:
-            return StateRow(
-                "W&B run", "changed", "none was saved: the run directory's, or a new one"
-            )
-        return StateRow("W&B run", "kept", run_id)
+            return "changed", "none was saved: the run directory's, or a new one"
+        return "kept", run_id
 
     def _resume(self) -> Iterator[StateRow]:
         if self.recipe.checkpoint.resume == "never":
             yield StateRow("resume", "refused", "checkpoint.resume is never: set it to auto")
+
+
+def _unless(problems: Sequence[str], kept: str) -> Part:
+    """Refused because of these problems; without any, kept as stated."""
+    return ("refused", "; ".join(problems)) if problems else ("kept", kept)
 
 
 def compare(found: Located, assignment: Assignment) -> list[StateRow]:

@@ -5,7 +5,6 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -13,9 +12,6 @@ import torch.distributed as dist
 
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, EvalResult, StepResult
-from toolkit.engines.distributed import Ranks
-from toolkit.plan.cost.prediction import Prediction
-from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
@@ -32,6 +28,7 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
+from toolkit.train.start import Start
 
 TRACKER_GRACE_S = 15.0
 """How long the end of a run waits for each tracker; launchers give a stopping run 30 s."""
@@ -108,55 +105,49 @@ class Reporter:
                 tell(line)
 
 
-@dataclass(frozen=True)
-class Observed:
-    """The parts of a run that the observer reads."""
-
-    recipe: Recipe
-    plan: Plan
-    engine: Engine
-    ranks: Ranks
-    validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]]
-    """This rank's validation batches by the title of their source, with every sample split into
-    the given number of parts."""
-    checkpoints: RunCheckpoints
-    prediction: Prediction | None
-    """The plan's predictions."""
-    mark: Mark
-    """For long work."""
-
-
 class Observer:
-    """The hooks of the loop. `reporter` is None on every rank but 0."""
+    """The hooks of the loop."""
 
-    def __init__(self, run: Observed, reporter: Reporter | None) -> None:
-        self.run = run
+    def __init__(
+        self,
+        start: Start,
+        engine: Engine,
+        validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]],
+        checkpoints: RunCheckpoints,
+        reporter: Reporter | None,
+    ) -> None:
+        """`validation`: this rank's validation batches by the title of their source, with every
+        sample split into the given number of parts; `reporter` is None on every rank but 0."""
+        self.start = start
+        self.engine = engine
+        self.validation = validation
+        self.checkpoints = checkpoints
         self.reporter = reporter
         self._window = _Window()
         self._seconds: list[float] = []
         """Times of every step since this start with the planned sequence length."""
-        self._lengths = run.recipe.lengths
-        self._planned_length = run.recipe.trained_lengths[-1]
+        recipe, ranks = start.recipe, start.ranks
+        self._lengths = recipe.lengths
+        self._planned_length = recipe.trained_lengths[-1]
         self._validated_at = -1
         self._skipping = False
         """Whether the last step was skipped: the weights are those of an earlier step."""
         self._save_due = False
-        layout, rank = run.plan.layout, run.ranks.rank
-        if run.ranks.device.type == "cuda":  # building may take longer than training
-            torch.cuda.reset_peak_memory_stats(run.ranks.device)
+        if ranks.device.type == "cuda":  # building may take longer than training
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+        layout, directory = start.plan.layout, start.directory
         self._replicas = ReplicaCheck(
-            run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
+            engine, layout, ranks.rank, checkpoints.saved_at, self._distrust
         )
-        self._waits = RankWaits(run.checkpoints.directory, rank)
+        self._waits = RankWaits(directory, ranks.rank)
         self._samples: SampleLog | None = None
-        if run.recipe.logging.samples:
-            data_rank = run.plan.layout.data_rank(run.ranks.rank)
-            self._samples = SampleLog(run.checkpoints.directory, run.ranks.rank, data_rank)
+        if recipe.logging.samples:
+            self._samples = SampleLog(directory, ranks.rank, layout.data_rank(ranks.rank))
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
         length = self._lengths.stage_of(progress.step - 1).sequence_length
-        flops_per_token = self.run.plan.flops_per_token_at(length)
+        flops_per_token = self.start.plan.flops_per_token_at(length)
         self._window.add(report, self._lengths.step_tokens(length), flops_per_token)
         if length == self._planned_length:
             self._seconds.append(report.seconds)
@@ -167,7 +158,7 @@ class Observer:
             self.reporter.progress.advance(progress.step)
             if report.result.skipped is not None:
                 self.reporter.skipped(progress.step, report.result)
-        every = self.run.recipe.logging.every_steps
+        every = self.start.recipe.logging.every_steps
         if progress.step % every == 0 or progress.step == 1:
             metrics = self._metrics(progress, report)
             window = self._window
@@ -179,7 +170,7 @@ class Observer:
 
     def _compare_replicas(self, step: int) -> None:
         """Compare when due. Raises RunFailed when replicas differ."""
-        every = self.run.recipe.guard.replica_check_every_steps
+        every = self.start.recipe.guard.replica_check_every_steps
         if every is None or step % every != 0:
             return
         problem = self._replicas.check(step)
@@ -188,13 +179,13 @@ class Observer:
 
     def _distrust(self, agreed_step: int) -> str:
         """Set later checkpoints aside, also one that is still being written. Collective."""
-        self.run.checkpoints.tell(wait=True)
+        self.checkpoints.tell(wait=True)
         if self.reporter is None:
             return ""
-        return set_aside_after(self.run.checkpoints.store.folder, agreed_step)
+        return set_aside_after(self.checkpoints.store.folder, agreed_step)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
-        plan, result = self.run.plan, report.result
+        plan, result = self.start.plan, report.result
         step_time_s = self._window.seconds / self._window.steps
         tokens_per_s = self._window.tokens / self._window.seconds
         return Metrics(
@@ -215,28 +206,28 @@ class Observer:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             skipped=result.skipped is not None,
-            memory_gib=peak_memory_gib(self.run.ranks.device),
+            memory_gib=peak_memory_gib(self.start.ranks.device),
             metrics=result.metrics,
         )
 
     def evaluate(self, progress: Progress) -> None:
         """Validate when due during training."""
-        every = self.run.recipe.evaluation.every_steps
+        every = self.start.recipe.evaluation.every_steps
         if every and progress.step % every == 0:
             self.evaluate_now(progress)
 
     def evaluate_now(self, progress: Progress) -> None:
         """Validate, unless that was done at this step already."""
-        if not self.run.validation or self._validated_at == progress.step:
+        if not self.validation or self._validated_at == progress.step:
             return
         self._validated_at = progress.step
         started = time.perf_counter()
         results = {}
         parts = self._lengths.stage_of(max(progress.step - 1, 0)).parts
-        for name, batches in self.run.validation.items():
-            self.run.mark("building the validation batches")
-            watched = HeartbeatBatches(batches(parts), self.run.mark)
-            results[name] = self.run.engine.evaluate(watched)
+        for name, batches in self.validation.items():
+            self.start.phases.begin("building the validation batches")
+            watched = HeartbeatBatches(batches(parts), self.start.phases.begin)
+            results[name] = self.engine.evaluate(watched)
         if self.reporter is not None:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
 
@@ -247,33 +238,33 @@ class Observer:
         without new weights would evict good checkpoints, and reset the restart count of a run
         that is stuck.
         """
-        self.run.checkpoints.tell()
-        every = self.run.recipe.checkpoint.every_steps
+        self.checkpoints.tell()
+        every = self.start.recipe.checkpoint.every_steps
         self._save_due |= bool(every and progress.step % every == 0)
         if stopping or (self._save_due and not self._skipping):
             self._save_due = False
-            self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
+            self.checkpoints.save(self.engine, progress, self.start.phases.begin)
         elif every and not self._skipping:
-            self.run.checkpoints.prepare(self.run.engine)
+            self.checkpoints.prepare(self.engine)
         if stopping:
             self._finish_saving()
             self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
         """Save, unless this step is already saved, and wait for it."""
-        self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
+        self.checkpoints.save(self.engine, progress, self.start.phases.begin)
         self._finish_saving()
 
     def _finish_saving(self) -> None:
-        self.run.mark("waiting until the last save is written")
-        self.run.checkpoints.finish()
+        self.start.phases.begin("waiting until the last save is written")
+        self.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
         """Write the plan's prediction next to what was measured. Collective."""
-        prediction = self.run.prediction
+        prediction = self.start.assignment.prediction
         if prediction is None or not self._seconds:
             return  # resumed at the end: there was nothing left to train
-        device, counted = self.run.ranks.device, self._seconds[1:] or self._seconds
+        device, counted = self.start.ranks.device, self._seconds[1:] or self._seconds
         measured = Measured(
             step_time_s=statistics.median(counted),
             steps=len(counted),
@@ -343,9 +334,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
     """Peak allocated device memory of the fullest rank, in GiB; None on CPU. Collective."""
     if device.type != "cuda":
         return None
-    peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return float(peak)
+    return _most(device, torch.cuda.max_memory_allocated(device) / GIB)[0]
 
 
 def beyond_allocated(device: torch.device) -> dict[str, Any]:
@@ -357,9 +346,7 @@ def beyond_allocated(device: torch.device) -> dict[str, Any]:
     reserved = torch.cuda.max_memory_reserved(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    most = torch.tensor([reserved / GIB, outside / GIB, retries], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    reserved_gib, outside_gib, times = most.tolist()
+    reserved_gib, outside_gib, times = _most(device, reserved / GIB, outside / GIB, retries)
     return {"reserved_gib": reserved_gib, "outside_gib": outside_gib, "retries": int(times)}
 
 
@@ -367,7 +354,11 @@ def peak_process_gib(device: torch.device) -> float | None:
     """Peak resident memory of the largest process, in GiB; None on a GPU. Collective."""
     if device.type != "cpu":
         return None
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = torch.tensor(kib * 1024 / GIB, dtype=torch.float64)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return float(peak)
+    return _most(device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB)[0]
+
+
+def _most(device: torch.device, *values: float) -> list[float]:
+    """The largest of each value on any rank. Collective."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()

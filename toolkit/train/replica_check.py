@@ -72,17 +72,12 @@ class ReplicaCheck:
         digests = weight_digests(self.engine)
         alone = len(set(self.model_ranks)) == len(self.model_ranks)
         if alone or not digests:
-            said, self._said_nothing_to_compare = self._said_nothing_to_compare, True
-            return (
-                None
-                if said
-                else "guard.replica_check_every_steps: "
-                + (
-                    "every rank holds its own part of the model: there is nothing to compare"
-                    if alone
-                    else "the weights are sharded over the ranks: there is nothing to compare"
-                )
-            )
+            if self._said_nothing_to_compare:
+                return None
+            self._said_nothing_to_compare = True
+            sharded = "the weights are sharded over the ranks"
+            why = "every rank holds its own part of the model" if alone else sharded
+            return f"guard.replica_check_every_steps: {why}: there is nothing to compare"
         summaries = _gather(hash(tuple(digests.values())))
         pairs = set(zip(self.model_ranks, summaries, strict=True))
         if len(pairs) > len(set(self.model_ranks)):

@@ -1,7 +1,7 @@
 """The stages of a rank's work: data, checkpoint, reference, engine, resume, train, export."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun, train
-from toolkit.train.observer import Observed, Observer, Reporter
+from toolkit.train.observer import Observer, Reporter
 from toolkit.train.phases import BUILDING, CountedWeights
 from toolkit.train.reference import RunReference
 from toolkit.train.start import Start
@@ -63,9 +63,12 @@ def work(start: Start) -> None:
             _resume(start, checkpoints, engine, found)
         reporter = _watch(start, steps, checkpoints)
         samples = reference or data
-        observed = _observed(start, engine, samples.validation, checkpoints)
+        validation = {
+            name: _validation_batches(start, held_out)
+            for name, held_out in samples.validation.items()
+        }
         job = _training_run(start, engine, samples.train, data, steps)
-        _train(start, job, Observer(observed, reporter))
+        _train(start, job, Observer(start, engine, validation, checkpoints, reporter))
         _close(start, checkpoints, engine)
 
 
@@ -230,24 +233,6 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
     return reporter
 
 
-def _observed(
-    start: Start,
-    engine: Engine,
-    validation: Mapping[str, Samples],
-    checkpoints: RunCheckpoints,
-) -> Observed:
-    return Observed(
-        start.recipe,
-        start.plan,
-        engine,
-        start.ranks,
-        {name: _validation_batches(start, samples) for name, samples in validation.items()},
-        checkpoints,
-        start.assignment.prediction,
-        start.phases.begin,
-    )
-
-
 def _validation_batches(
     start: Start, validation: Samples
 ) -> Callable[[int], Sequence[MicroBatch]]:
@@ -293,7 +278,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
             train(job, progress, Watched(observer, start.watchdog), reduction)
         except (RunFailed, PeerFailed):
             # Raised on every rank: the save in flight is good.
-            observer.run.checkpoints.tell(wait=True)
+            observer.checkpoints.tell(wait=True)
             raise
         # A signal from here on has no effect: the rest is short. Saving comes first, so that a
         # kill loses no step.

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, cast, get_args
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.features.base import all_features
-from toolkit.layout import Layout, Placement, Precision
+from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.text.suggest import did_you_mean
@@ -121,20 +121,6 @@ class DeepSpeedRequest:
     """Values of the settings of `ABSENT`, which features decide."""
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A setting whose value the recipe decides."""
-
-    value: object
-    source: str
-    """The recipe key it comes from."""
-
-    @property
-    def needed(self) -> bool:
-        """Whether it must be written: an absent block also means no offload."""
-        return self.value not in (None, "none")
-
-
 def render(request: DeepSpeedRequest) -> dict[str, object]:
     """The complete DeepSpeed config of a run, ready for `deepspeed.initialize`.
 
@@ -156,10 +142,11 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     config = copy.deepcopy(dict(file.values))
     for name, value in request.extra.items():
         _put(config, f"{ZERO}.{name}", value)
-    for key, setting in owned.items():
-        needed = setting.needed and not same(ABSENT.get(key), setting.value)
+    for key, value in owned.items():
+        # An absent block also means no offload.
+        needed = value not in (None, "none") and not same(ABSENT.get(key), value)
         if needed or _get(config, key) is not None:
-            _put(config, key, setting.value)
+            _put(config, key, value)
     for key, value in {
         **DEFAULTS,
         **_loss_scaling(request),
@@ -191,17 +178,14 @@ def open_config(config: str) -> JsonFile:
     )
 
 
-def stage_of(file: JsonFile) -> Literal[0, 1, 2, 3] | None:
+def stage_of(file: JsonFile) -> Stage | None:
     """The ZeRO stage that a config states; None when it leaves it to the recipe.
 
     Raises RecipeError if it states an invalid stage.
     """
     stage = _stated(file, f"{ZERO}.stage")
-    if stage is None:
-        return None
-    for known in (0, 1, 2, 3):
-        if type(stage) is int and stage == known:
-            return known
+    if stage is None or (type(stage) is int and stage in get_args(Stage)):
+        return cast(Stage | None, stage)
     raise RecipeError([file.problem(f"{ZERO}.stage", stage, "0, 1, 2 or 3")])
 
 
@@ -244,15 +228,12 @@ def features_of(file: JsonFile) -> dict[str, int | bool]:
 
 def _device(file: JsonFile, block: str) -> Placement | None:
     device = _stated(file, f"{block}.device")
-    if device is None:
-        return None
-    for known in get_args(Placement):
-        if device == known:
-            return known  # type: ignore[no-any-return]
+    if device is None or device in get_args(Placement):
+        return cast(Placement | None, device)
     raise RecipeError([file.problem(f"{block}.device", device, "none, cpu or nvme")])
 
 
-def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
+def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     """Every setting that the recipe decides, by DeepSpeed's name for it."""
     layout, optimizer = request.layout, request.optimizer
     settings: dict[str, object] = {
@@ -278,7 +259,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         settings[f"{block}.device"] = device
         if folder is not None or device != "nvme":
             settings[f"{block}.nvme_path"] = folder
-    return {key: _Owned(value, OWNED[key]) for key, value in settings.items()}
+    return settings
 
 
 def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
@@ -292,8 +273,7 @@ def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
 def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     """Settings that follow from the layout if the file does not state them."""
     settings: dict[str, object] = {}
-    own = request.optimizer.kind.whole is not None
-    if not own and request.layout.offload_optimizer == "none":
+    if request.optimizer.kind.whole is None and request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
         stated: Any = _get(file.values, "optimizer.params") or {}
@@ -345,19 +325,18 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
 
 
 def _disagreements(
-    file: JsonFile, owned: Mapping[str, _Owned], required: Mapping[str, object]
+    file: JsonFile, owned: Mapping[str, object], required: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
     preset = file.path.parent == FOLDER  # of which some values are only defaults
-    for key, setting in owned.items():
+    for key, value in owned.items():
         found = None if preset and key in ABSENT else _stated(file, key)
-        if found is not None and setting.value is not None and not same(found, setting.value):
-            wanted = json.dumps(setting.value)
+        if found is not None and value is not None and not same(found, value):
             yield file.problem(
                 key,
                 found,
-                f'{wanted}, as the recipe says ({setting.source}), or "auto"',
-                f'write "auto" here, or change {setting.source} in the recipe',
+                f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"',
+                f'write "auto" here, or change {OWNED[key]} in the recipe',
             )
     for key, value in required.items():
         found = _stated(file, key)
@@ -388,7 +367,7 @@ def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Pr
         )
 
 
-def _unfilled(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Problem]:
+def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
     """`"auto"` for a setting that the recipe does not fill; DeepSpeed would silently drop
     it."""
     for key in file.lines:
