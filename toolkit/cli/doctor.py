@@ -10,12 +10,12 @@ import typer
 
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
+from toolkit.doctor.finding import Finding
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth
-    from toolkit.doctor.finding import Finding
 
 _ACROSS = (
     "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
