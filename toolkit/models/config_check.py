@@ -186,7 +186,7 @@ def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
     if not name:
         if inner is not None and rope.get("rope_type") != "proportional":
             key = "rope_parameters.partial_rotary_factor"
-            owners = [name for name, family in FAMILIES.items() if family.rotary_share]
+            owners = sorted(name for name, one in FAMILIES.items() if one.rotary_share)
             allowed = f"a key of {', '.join(owners)} alone, but for rope_type proportional"
             yield Problem(key, shown(inner), allowed, "remove it")
         return

@@ -1,14 +1,16 @@
-"""Types of the keys of a Hugging Face `config.json`, and the keys that all model families
-share.
+"""The keys of a Hugging Face `config.json`: which ones a model family has, and their types.
 
-The keys of a family are in its file in `families/`, with the defaults of the transformers
-config class of the same `model_type`. They are static, so that checking a recipe imports
-neither torch nor transformers; tests compare them with the real classes.
+Names and defaults are those of the transformers config class of the same `model_type`. They are
+in families/keys.json, so that checking a recipe imports neither torch nor transformers; a test
+compares the file with the real classes, and rewrites it if DMT_UPDATE_GOLDEN is set. A key's
+type follows from its name and default.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 LARGEST_SIZE = 2**31 - 1
@@ -82,6 +84,7 @@ TEXT = Kind("text", lambda v: isinstance(v, str))
 TEXTS = Kind("list of texts", lambda v: _all(v, TEXT))
 MAP = Kind("map", lambda v: isinstance(v, Mapping))
 DTYPE = _one_of("float32", "bfloat16", "float16")
+PROBLEM = _one_of("regression", "single_label_classification", "multi_label_classification")
 SWITCHES = Kind(
     "list of 0 and 1, one per layer",
     lambda v: isinstance(v, list) and all(_is_int(one) and one in (0, 1) for one in v),
@@ -118,44 +121,81 @@ class Key:
     """An empty list is equivalent to a missing key."""
 
 
-GENERIC: Mapping[str, Key] = {
-    "model_type": Key(TEXT),
-    "architectures": Key(TEXTS, nullable=True),
-    "transformers_version": Key(TEXT, nullable=True),
-    "dtype": Key(DTYPE, nullable=True),
+_KINDS: Mapping[str, Kind] = {
+    name: kind
+    for kind, *names in (
+        (ACTIVATION, "activation_function", "hidden_act", "hidden_activation"),
+        (COUNT, "chunk_size_feed_forward", "first_k_dense_replace", "max_window_layers"),
+        (COUNT, "num_mtp_layers"),
+        (DTYPE, "dtype", "torch_dtype"),
+        (FALSE, "add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"),
+        (FLOAT, "attn_scale", "router_aux_loss_coef", "router_jitter_noise"),
+        (LAYERS, "mlp_only_layers", "moe_layers"),
+        (LAYER_TYPES, "layer_types"),
+        (MAP, "id2label", "label2id", "task_specific_params"),
+        (MAP, "rope_parameters", "rope_scaling"),
+        (POSITIVE, "attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+        (POSITIVE, "logits_scaling", "rope_local_base_freq", "rope_theta", "rotary_emb_base"),
+        (POSITIVE_FLOAT, "attn_logit_softcapping", "final_logit_softcapping"),
+        (PROBLEM, "problem_type"),
+        (SWITCHES, "no_rope_layers"),
+        (TEXT, "_name_or_path", "cache_implementation", "model_type", "summary_activation"),
+        (TEXT, "summary_type", "transformers_version"),
+        (TEXTS, "architectures"),
+        (TOKEN, "bos_token_id", "pad_token_id"),
+        (TOKENS, "eos_token_id"),
+        (UNIT_FLOAT, "initializer_range", "partial_rotary_factor", "rotary_pct"),
+    )
+    for name in names
+}
+"""Types that do not follow from the default."""
+
+_NEVER_NULL = (
+    "attention_chunk_size", "attention_dropout", "first_k_dense_replace", "n_group",
+    "norm_topk_prob", "num_experts_per_tok", "rope_interleave", "topk_group", "v_head_dim",
+)  # fmt: skip
+"""Keys whose null the config classes accept, and the models do not."""
+
+
+def _kind(name: str, default: object) -> Kind:
+    if (kind := _KINDS.get(name)) is not None:
+        return kind
+    if name.endswith(("dropout", "pdrop")):
+        return DROPOUT
+    if isinstance(default, bool):
+        return FLAG
+    return POSITIVE_FLOAT if isinstance(default, float) else SIZE
+
+
+FILE = Path(__file__).parent / "families" / "keys.json"
+_CLASSES: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+_OF_EVERY_CONFIG = {
+    "model_type": None, "_name_or_path": None, "output_attentions": False,
     "torch_dtype": Key(DTYPE, nullable=True),
-    "output_hidden_states": Key(FLAG, False, nullable=True),
-    "output_attentions": Key(FLAG, False),
-    "return_dict": Key(FLAG, True, nullable=True),
-    "chunk_size_feed_forward": Key(COUNT, 0),
-    "is_encoder_decoder": Key(FALSE, False),
-    "id2label": Key(MAP, nullable=True),
-    "label2id": Key(MAP, nullable=True),
-    "problem_type": Key(
-        _one_of("regression", "single_label_classification", "multi_label_classification"),
-        nullable=True,
-    ),
-    "_name_or_path": Key(TEXT),
-    "use_cache": Key(FLAG, True),
-    "initializer_range": Key(UNIT_FLOAT, 0.02),
-    "pad_token_id": Key(TOKEN, nullable=True),
-    "bos_token_id": Key(TOKEN, nullable=True),
-    "eos_token_id": Key(TOKENS, nullable=True),
-    "tie_word_embeddings": Key(FLAG, False),
-}
-"""Keys that every family has; a family overrides a default where its own differs."""
-
-ROPE: Mapping[str, Key] = {
-    "rope_theta": Key(POSITIVE),
-    "rope_scaling": Key(MAP, nullable=True),
-    "rope_parameters": Key(MAP, nullable=True),
-}
-"""Keys of a family with rotary positions."""
+}  # fmt: skip
+"""Keys of published configs that no config class lists."""
+GENERIC = frozenset({*_CLASSES["base"]["defaults"], *_OF_EVERY_CONFIG, "use_cache"})
+"""Keys that every family has and that say nothing about the model's function."""
+ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": Key(MAP, nullable=True)}
+"""Other spellings of what is in `rope_parameters`."""
 
 
-def without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
-    """The keys of another family without those named."""
-    return {name: key for name, key in keys.items() if name not in names}
+def keys_of(model_type: str, **own: Any) -> Mapping[str, Key]:
+    """The keys of a family with this `model_type` in transformers.
+
+    `own`: keys of published configs that the config class does not list, with the default that
+    the model assumes, or as a `Key`; a `Key` may also replace that of the class.
+    """
+    table = _CLASSES[model_type]
+    nullable = {*table["nullable"]}.difference(_NEVER_NULL)
+    keys = {
+        name: Key(_kind(name, default), default, name in nullable)
+        for name, default in table["defaults"].items()
+    }
+    rope = ROPE if "rope_parameters" in keys else {}
+    for name, value in (_OF_EVERY_CONFIG | rope | own).items():
+        keys[name] = value if isinstance(value, Key) else Key(_kind(name, value), value)
+    return keys
 
 
 ROPE_VALUES: Mapping[str, Kind] = {

@@ -23,10 +23,7 @@ from toolkit.text.suggest import did_you_mean
 
 Task = Literal["pretrain", "sft", "lora", "dpo"]
 
-_KEPT = {"model_type", "initializer_range", "tie_word_embeddings"} | {
-    f"{name}_token_id" for name in ("pad", "bos", "eos")
-}
-_NOISE = set(GENERIC) - _KEPT
+_NOISE = GENERIC - {"model_type"}
 """Config keys that say nothing about the model's function."""
 _TOKENS_PER_PARAMETER = 20
 """The best use of a given amount of computation (Hoffmann et al. 2022, arXiv:2203.15556)."""

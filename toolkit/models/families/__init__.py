@@ -1,9 +1,9 @@
 """Model families: the interpretation of a Hugging Face config, for the planner and for
 megatron-core.
 
-One file per family; to add one, write it and list it here. Every other causal language model
-of transformers is `generic`. A `config` here is a dict for which `check_config` found no
-problem.
+A family with llama's layers is a row of `llama_like.py`; another has a file, listed here. Every
+other causal language model of transformers is `generic`. A `config` here is a dict for which
+`check_config` found no problem.
 """
 
 from collections.abc import Mapping
@@ -12,37 +12,23 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
+from toolkit.models.families.deepseek_experts import GLM4_MOE
 from toolkit.models.families.deepseek_v3 import DEEPSEEK_V3
-from toolkit.models.families.gemma2 import GEMMA2
-from toolkit.models.families.gemma3_text import GEMMA3_TEXT
 from toolkit.models.families.generic import generic, model_types
-from toolkit.models.families.glm4 import GLM4
-from toolkit.models.families.glm4_moe import GLM4_MOE
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.gpt_oss import GPT_OSS
-from toolkit.models.families.granite import GRANITE
-from toolkit.models.families.llama import LLAMA
 from toolkit.models.families.llama4_text import LLAMA4_TEXT
-from toolkit.models.families.mistral import MISTRAL
-from toolkit.models.families.mixtral import MIXTRAL
-from toolkit.models.families.olmo2 import OLMO2
-from toolkit.models.families.olmo3 import OLMO3
-from toolkit.models.families.phi3 import PHI3
-from toolkit.models.families.qwen2 import QWEN2
-from toolkit.models.families.qwen2_moe import QWEN2_MOE
-from toolkit.models.families.qwen3 import QWEN3
-from toolkit.models.families.qwen3_moe import QWEN3_MOE
+from toolkit.models.families.llama_like import LLAMA_LIKE
+from toolkit.models.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from toolkit.models.families.shape import shape
-from toolkit.models.families.smollm3 import SMOLLM3
 from toolkit.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GPT_OSS, GRANITE,
-        LLAMA, LLAMA4_TEXT, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3,
-        QWEN3_MOE, SMOLLM3,
+        *LLAMA_LIKE, DEEPSEEK_V3, GLM4_MOE, GPT2, GPT_NEOX, GPT_OSS, LLAMA4_TEXT, MIXTRAL,
+        QWEN2_MOE, QWEN3_MOE,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: supported by megatron-core, and planned without

@@ -148,6 +148,10 @@ class Instance:
     """Its expert in the whole layer; None for one outside the experts."""
 
 
+NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+"""A layer's norms in most families: megatron-core's names inside it, each with the
+checkpoint's."""
+
 STACKED_NAMES = ((r"\.experts\.(?:stack|\d+)\.(\w+)$", r".experts.\1"),)
 """`Family.published_names` where checkpoints hold a layer's experts in one tensor."""
 
@@ -188,10 +192,17 @@ class Family:
     """Names in published checkpoints that differ from transformers 5: pattern of the model's
     name → stored name."""
 
-    # The model's shape, see ModelSpec. A bias that is False here follows the config's keys.
+    # The model's shape, see ModelSpec. A bias that is False or None here follows the config's
+    # keys.
     rotary: bool = True
     """Rotary positions, which need an even head size; otherwise a learned table of
     positions."""
+    theta: float = 10_000.0
+    """The base of rotary positions where no key states it."""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """The map of rotary settings where no key states it."""
+    interleaved: bool = False
+    """Rotary positions turn pairs of neighbours."""
     rope_types: tuple[str, ...] = tuple(ROPE_NEEDS)
     """Rotary variants that transformers computes for it."""
     rope_bases: Mapping[str, float] = field(default_factory=dict)
@@ -199,11 +210,16 @@ class Family:
     gated_mlp: bool = True
     mlp_bias: bool = False
     qkv_bias: bool = False
-    attention_output_bias: bool = False
+    attention_output_bias: bool | None = None
     query_key_norm: bool = False
     fused_qkv: bool = False
+    fused_gate_up: bool = False
+    """Checkpoints hold the gate and up projection as one tensor."""
     layer_norm: bool = False
-    norms_per_layer: int = 2
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    """A layer's norms: megatron-core's names inside it, each with the checkpoint's."""
+    norms_over_width: bool = False
+    """See `MegatronModel.norms_over_width`."""
     wide_norms: bool = False
     """See `ModelSpec.wide_norms`."""
     sliding: Callable[[Settings], Sequence[int]] = all_layers

@@ -22,12 +22,13 @@ HF_ACTIVATIONS: Mapping[str, str] = {
 """transformers' name of an activation → silu, gelu (exact) or gelu_tanh (approximation)."""
 
 
-def transformer(spec: ModelSpec) -> dict[str, Any]:
-    """The TransformerConfig fields that follow from a model's shape alone; no dropout."""
+def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+    """The TransformerConfig fields that follow from a model's shape and from the keys that
+    several families have."""
     fields: dict[str, Any] = {
-        # megatron-core's own default is 0.1; a family whose config has dropout states it.
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
+        # megatron-core's own default is 0.1.
+        "attention_dropout": dropout(settings, "attention_dropout", "attn_pdrop"),
+        "hidden_dropout": dropout(settings, "hidden_dropout", "resid_pdrop"),
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
         "num_attention_heads": spec.heads,
@@ -35,10 +36,13 @@ def transformer(spec: ModelSpec) -> dict[str, Any]:
         "kv_channels": spec.head_dim,
         "ffn_hidden_size": spec.intermediate,
         "normalization": "LayerNorm" if spec.layer_norm else "RMSNorm",
+        "layernorm_epsilon": next(filter(None, map(settings.__getitem__, _EPSILONS))),
         "gated_linear_unit": spec.gated_mlp,
+        "activation_func": HF_ACTIVATIONS.get(activation(settings)),
         "add_bias_linear": spec.mlp_bias,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.query_key_norm,
+        **sliding_window(settings),
     }
     if spec.moe_layers:
         fields |= {
@@ -48,16 +52,40 @@ def transformer(spec: ModelSpec) -> dict[str, Any]:
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         }
+    if settings.family.interleaved:
+        fields["rotary_interleaved"] = True
+    if settings["no_rope_layer_interval"] is not None:
+        unturned = layers_without_rotary(settings)
+        fields["no_rope_freq"] = [int(layer in unturned) for layer in range(spec.layers)]
     return fields
 
 
-def gpt(spec: ModelSpec) -> dict[str, Any]:
-    """The GPTModel arguments that follow from a model's shape alone."""
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+
+
+def gpt(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+    """The GPTChunk arguments that follow from a model's shape and its positions."""
+    positions = {"position_embedding_type": "learned_absolute"}
     return {
         "vocab_size": spec.vocab,
         "max_sequence_length": spec.max_positions,
         "share_embeddings_and_output_weights": spec.tied_embeddings,
+        **(rotary(settings) if settings.family.rotary else positions),
     }
+
+
+def activation(settings: Settings) -> str:
+    """transformers' name of the MLP's activation."""
+    names = ("hidden_activation", "activation_function", "hidden_act")
+    return next(filter(None, map(settings.__getitem__, names)))
+
+
+def layers_without_rotary(settings: Settings) -> list[int]:
+    """Layers that the list marks with 0; without a list, the last of every interval."""
+    layers, stated = range(settings["num_hidden_layers"]), settings["no_rope_layers"]
+    if stated is not None:
+        return [layer for layer in layers if not stated[layer]]
+    return [layer for layer in layers if (layer + 1) % settings["no_rope_layer_interval"] == 0]
 
 
 def heads_of(spec: ModelSpec) -> Heads:
@@ -65,9 +93,10 @@ def heads_of(spec: ModelSpec) -> Heads:
     return Heads(spec.heads, spec.kv_heads, spec.head_dim)
 
 
-def dropout(settings: Settings, key: str) -> float:
-    """A dropout probability: 0 unless stated, regardless of transformers' default."""
-    return float(settings.stated.get(key, 0.0))  # type: ignore[arg-type]
+def dropout(settings: Settings, *keys: str) -> float:
+    """A dropout probability under one of these keys: 0 unless stated, regardless of
+    transformers' default."""
+    return float(next((settings.stated[key] for key in keys if key in settings.stated), 0.0))  # type: ignore[arg-type]
 
 
 def sliding_window(settings: Settings) -> dict[str, Any]:
@@ -83,6 +112,24 @@ def sliding_window(settings: Settings) -> dict[str, Any]:
     if len(sliding) < len(layers):
         fields["window_attn_skip_freq"] = [int(layer in sliding) for layer in layers]
     return fields
+
+
+def outer_tensors(
+    spec: ModelSpec, embedding: str, norm: str, positions: str = ""
+) -> list[TensorMap]:
+    """Embeddings, final norm and, where it is not tied, the output projection."""
+    hidden, vocab = spec.hidden, spec.vocab
+    words = "embedding.word_embeddings.weight"
+    tensors = [by_rows(words, f"{embedding}.weight", vocab, hidden, padded=True)]
+    if positions:
+        name = "embedding.position_embeddings.weight"
+        tensors.append(whole(name, f"{positions}.weight", spec.max_positions, hidden))
+    for part in ("weight", "bias") if spec.layer_norm else ("weight",):
+        tensors.append(whole(f"decoder.final_layernorm.{part}", f"{norm}.{part}", hidden))
+    if not spec.tied_embeddings:
+        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
+        tensors.append(head)
+    return tensors
 
 
 # --- rotary positions -------------------------------------------------------------------
@@ -107,60 +154,34 @@ def rope_type_of(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def outer_tensors(
-    spec: ModelSpec, embedding: str, norm: str, positions: str = ""
-) -> list[TensorMap]:
-    """Embeddings, final norm and, where it is not tied, the output projection."""
-    hidden, vocab = spec.hidden, spec.vocab
-    words = "embedding.word_embeddings.weight"
-    tensors = [by_rows(words, f"{embedding}.weight", vocab, hidden, padded=True)]
-    if positions:
-        name = "embedding.position_embeddings.weight"
-        tensors.append(whole(name, f"{positions}.weight", spec.max_positions, hidden))
-    for part in ("weight", "bias") if spec.layer_norm else ("weight",):
-        tensors.append(whole(f"decoder.final_layernorm.{part}", f"{norm}.{part}", hidden))
-    if not spec.tied_embeddings:
-        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
-        tensors.append(head)
-    return tensors
-
-
-def rotary(
-    settings: Settings,
-    theta: float = 10_000.0,
-    share: float = 1.0,
-    otherwise: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """GPTChunk arguments of rotary positions; `theta` and `share` are the family's defaults,
-    and `otherwise` the map of rotary settings.
+def rotary(settings: Settings) -> dict[str, Any]:
+    """GPTChunk arguments of rotary positions.
 
     `rope_parameters` is the complete map from which transformers computes the frequencies; it
     is omitted if every pair has the default frequencies, which are megatron-core's own.
+    `windowed_rope_parameters` is that of sliding layers, if they rotate differently.
     """
-    rope = rope_of(settings) or otherwise or {}
-    return _rotary(settings, rope, settings["rope_theta"] or theta, share)
-
-
-def layered_rotary(settings: Settings) -> dict[str, Any]:
-    """The same for a family whose sliding layers may rotate differently from the others."""
-    bases = settings.family.rope_bases
-    arguments = _rotary(
-        settings, rope_of(settings), settings["rope_theta"] or bases["full_attention"]
-    )
-    base = settings["rope_local_base_freq"] or bases["sliding_attention"]
-    windowed = _rotary(settings, rope_of(settings, "sliding_attention"), base)
-    if windowed != arguments and sliding_layers(settings):
-        plain = {"rope_type": "linear", "factor": 1.0, "rope_theta": windowed["rotary_base"]}
-        arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
+    family, bases = settings.family, settings.family.rope_bases
+    theta = settings["rope_theta"] or settings["rotary_emb_base"]
+    theta = theta or bases.get("full_attention", family.theta)
+    arguments = _rotary(settings, rope_of(settings) or family.rope, theta)
+    if bases and sliding_layers(settings):
+        base = settings["rope_local_base_freq"] or bases["sliding_attention"]
+        windowed = _rotary(settings, rope_of(settings, "sliding_attention"), base)
+        if windowed != arguments:
+            plain = {
+                "rope_type": "linear",
+                "factor": 1.0,
+                "rope_theta": windowed["rotary_base"],
+            }
+            arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
     return arguments
 
 
-def _rotary(
-    settings: Settings, rope: Mapping[str, Any], theta: float, share: float = 1.0
-) -> dict[str, Any]:
+def _rotary(settings: Settings, rope: Mapping[str, Any], theta: float) -> dict[str, Any]:
     rope_type = rope_type_of(rope)
     theta = rope.get("rope_theta", theta)
-    share = rope.get("partial_rotary_factor", share)
+    share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": theta,
@@ -191,11 +212,11 @@ def unsupported_biases(spec: ModelSpec) -> str | None:
     )
 
 
-def unsupported_activation(activation: str) -> str | None:
-    """Why the Megatron model cannot compute this activation; None when it can."""
-    if activation in HF_ACTIVATIONS:
+def unsupported_activation(settings: Settings) -> str | None:
+    """Why the Megatron model cannot compute the config's activation; None when it can."""
+    if (name := activation(settings)) in HF_ACTIVATIONS:
         return None
-    return f"the activation {activation} has no counterpart in the Megatron model"
+    return f"the activation {name} has no counterpart in the Megatron model"
 
 
 def first_reason(*reasons: str | None) -> str | None:

@@ -6,31 +6,17 @@ scores without the bias, normalised to a sum of 1 and scaled, weight their outpu
 passes through the shared experts as well. The first layers are dense.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config_keys import COUNT, FLAG, POSITIVE_FLOAT, SIZE, Key
-from toolkit.models.families import llama, mixtral
-from toolkit.models.families.base import MegatronModel, Settings
-from toolkit.models.families.tensors import TensorMap, by_columns, gated, whole
+from toolkit.models.config_keys import keys_of
+from toolkit.models.families import common, llama
+from toolkit.models.families.base import Family, MegatronModel, Settings
+from toolkit.models.families.mixtures import expert_tensors, mixture, shared_expert_tensors
+from toolkit.models.families.shape import counted, sizes
+from toolkit.models.families.tensors import TensorMap, whole
 from toolkit.models.spec import ModelSpec
-
-KEYS: Mapping[str, Key] = {
-    "moe_intermediate_size": Key(SIZE, 1408),
-    "num_experts_per_tok": Key(SIZE, 8),
-    "output_router_logits": Key(FLAG, False),
-    "n_shared_experts": Key(SIZE, 1),
-    "n_routed_experts": Key(SIZE, 128),
-    "routed_scaling_factor": Key(POSITIVE_FLOAT, 1.0),
-    "n_group": Key(SIZE, 1),
-    "topk_group": Key(SIZE, 1),
-    "first_k_dense_replace": Key(COUNT, 1),
-    "norm_topk_prob": Key(FLAG, True),
-    # Published checkpoints hold such layers; transformers leaves them out.
-    "num_mtp_layers": Key(COUNT, 1),
-}
-"""With glm4_moe's defaults."""
 
 ALIASES = {
     "num_local_experts": "n_routed_experts",
@@ -50,40 +36,20 @@ def _moe_layers(spec: ModelSpec, settings: Settings) -> frozenset[int]:
     return frozenset(range(settings["first_k_dense_replace"], spec.layers))
 
 
-def shared_expert_tensors(hidden: int, inner: int, name: str) -> list[TensorMap]:
-    """The experts of all tokens, one MLP that checkpoints call `name`."""
-    megatron = f"{llama.LAYER}.mlp.shared_experts"
-    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return [
-        gated(f"{megatron}.linear_fc1.weight", gate, up, inner, hidden),
-        by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner),
-    ]
-
-
-def with_experts(dense: MegatronModel, spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """A model without its MLPs, completed: dense ones in the first layers, experts above."""
+def model(
+    spec: ModelSpec, settings: Settings, attention: Sequence[TensorMap] | None = None
+) -> MegatronModel:
+    """A decoder with these experts as a megatron-core GPTModel; its attention is llama's unless
+    given."""
     layers = _moe_layers(spec, settings)
-    tensors = [*dense.tensors]
-    if len(layers) < spec.layers:
-        tensors += llama.mlp_tensors(spec)
-    if not layers:
-        return replace(dense, tensors=tuple(tensors))
     inner = settings["n_shared_experts"] * settings["moe_intermediate_size"]
-    tensors += mixtral.expert_tensors(spec)
     shared = f"{llama.HF_LAYER}.mlp.shared_experts"
-    tensors += shared_expert_tensors(spec.hidden, inner, shared)
+    experts = [*expert_tensors(spec), *shared_expert_tensors(spec.hidden, inner, shared)]
+    fields = _router(settings) | {"moe_shared_expert_intermediate_size": inner}
     router = f"{llama.HF_LAYER}.mlp.gate.e_score_correction_bias"
     bias = whole(f"{llama.LAYER}.mlp.router.expert_bias", router, spec.experts)
-    fields = _router(settings) | {"moe_shared_expert_intermediate_size": inner}
-    if len(layers) < spec.layers:
-        fields["moe_layer_freq"] = [int(i in layers) for i in range(spec.layers)]
-    return replace(
-        dense,
-        transformer={**dense.transformer, **fields},
-        tensors=tuple(tensors),
-        buffers=(bias,),
-        moe_layers=layers,
-    )
+    plain = mixture(spec, settings, layers, experts, fields, attention)
+    return replace(plain, buffers=(bias,) if layers else ())
 
 
 def _router(settings: Settings) -> dict[str, Any]:
@@ -122,3 +88,29 @@ def unsupported_router(spec: ModelSpec, settings: Settings) -> str | None:
             f"topk_group ({chosen} // {groups}), transformers by their best two"
         )
     return None
+
+
+def _shape_of_glm4_moe(settings: Settings) -> ModelSpec:
+    spec = replace(sizes(settings), query_key_norm=settings["use_qk_norm"])
+    return counted(settings, shape(spec, settings))
+
+
+def _unsupported_glm4_moe(spec: ModelSpec, settings: Settings) -> str | None:
+    """Why megatron-core cannot compute this glm4_moe; None when it can."""
+    return common.first_reason(
+        unsupported_router(spec, settings), llama.unsupported(spec, settings)
+    )
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    keys_of("glm4_moe", head_dim=None, partial_rotary_factor=0.5),
+    model,
+    _unsupported_glm4_moe,
+    aliases=ALIASES,
+    standard=STANDARD,
+    attention_output_bias=False,
+    shape=_shape_of_glm4_moe,
+)
+"""GLM-4.5: llama with positions that turn half of each head, optional query and key norms, and
+these experts. `attention_bias` is of query, key and value alone."""

@@ -5,53 +5,15 @@ heads again. A head has a part without positions, and one that is turned; of the
 share the latter.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config_keys import (
-    FLAG,
-    POSITIVE_FLOAT,
-    SIZE,
-    TOKEN,
-    TOKENS,
-    Key,
-    without,
-)
+from toolkit.models.config_keys import keys_of
 from toolkit.models.families import common, deepseek_experts, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.shape import counted, sizes
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, whole
 from toolkit.models.spec import ModelSpec
-
-KEYS: Mapping[str, Key] = {
-    **without(llama.KEYS, "mlp_bias"),
-    **deepseek_experts.KEYS,
-    "vocab_size": Key(SIZE, 129280),
-    "hidden_size": Key(SIZE, 7168),
-    "intermediate_size": Key(SIZE, 18432),
-    "moe_intermediate_size": Key(SIZE, 2048),
-    "num_hidden_layers": Key(SIZE, 61),
-    "num_attention_heads": Key(SIZE, 128),
-    "num_key_value_heads": Key(SIZE, 128, nullable=True),
-    "max_position_embeddings": Key(SIZE, 4096),
-    "bos_token_id": Key(TOKEN, 0, nullable=True),
-    "eos_token_id": Key(TOKENS, 1, nullable=True),
-    "n_routed_experts": Key(SIZE, 256),
-    "routed_scaling_factor": Key(POSITIVE_FLOAT, 2.5),
-    "n_group": Key(SIZE, 8),
-    "topk_group": Key(SIZE, 4),
-    "first_k_dense_replace": replace(deepseek_experts.KEYS["first_k_dense_replace"], default=3),
-    "q_lora_rank": Key(SIZE, 1536, nullable=True),
-    "kv_lora_rank": Key(SIZE, 512),
-    "qk_nope_head_dim": Key(SIZE, 128),
-    "qk_rope_head_dim": Key(SIZE, 64),
-    "v_head_dim": Key(SIZE, 128),
-    "rope_interleave": Key(FLAG, True),
-    # transformers computes and saves these two.
-    "head_dim": Key(SIZE),
-    "qk_head_dim": Key(SIZE),
-}
 
 _LATENT_EPS = 1e-6
 """Of the norms of the latent vectors, whatever `rms_norm_eps` is."""
@@ -77,7 +39,7 @@ def attention_tensors(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
     values = heads * settings["v_head_dim"]
     keys = heads * settings["qk_nope_head_dim"]
     theirs, ours = f"{llama.HF_LAYER}.self_attn", f"{llama.LAYER}.self_attention"
-    tensors = llama.layer_norms(spec, llama.NORMS)
+    tensors = llama.layer_norms(spec, settings)
     tensors += _query_tensors(spec, settings["q_lora_rank"], theirs, ours)
     down, up = f"{theirs}.kv_a_proj_with_mqa.weight", f"{theirs}.kv_b_proj.weight"
     return [
@@ -117,20 +79,10 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
         "qk_pos_emb_head_dim": settings["qk_rope_head_dim"],
         "v_head_dim": settings["v_head_dim"],
     }
-    rotary = {
-        "position_embedding_type": "rope",
-        "rotary_base": common.rope_of(settings).get(
-            "rope_theta", settings["rope_theta"] or 10_000.0
-        ),
-        "rotary_percent": 1.0,
-    }
-    fields |= {"rotary_base": rotary["rotary_base"], **_scaling(settings)}
-    dense = MegatronModel(
-        llama.decoder_transformer(spec, settings) | fields,
-        common.gpt(spec) | rotary,
-        (*llama.outer_tensors(spec), *attention_tensors(spec, settings)),
-    )
-    return deepseek_experts.with_experts(dense, spec, settings)
+    plain = deepseek_experts.model(spec, settings, attention_tensors(spec, settings))
+    gpt = {name: value for name, value in plain.gpt.items() if name != "rope_parameters"}
+    fields |= {"rotary_base": gpt["rotary_base"], **_scaling(settings)}
+    return replace(plain, transformer={**plain.transformer, **fields}, gpt=gpt)
 
 
 def _scaling(settings: Settings) -> dict[str, Any]:
@@ -182,13 +134,14 @@ alone, which a model without experts does not need"
         latent,
         unsupported_positions(settings),
         deepseek_experts.unsupported_router(spec, settings),
-        common.unsupported_activation(settings["hidden_act"]),
+        common.unsupported_activation(settings),
     )
 
 
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
-    KEYS,
+    # transformers computes and saves the sizes of heads; it reads pretraining_tp nowhere.
+    keys_of("deepseek_v3", head_dim=None, qk_head_dim=None),
     model,
     unsupported,
     aliases=deepseek_experts.ALIASES,

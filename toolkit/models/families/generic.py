@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ANY = Kind("what transformers accepts", lambda _: True)
-_PUBLISHED = ("torch_dtype", "use_cache", "model_type", "_name_or_path")
+_PUBLISHED = (
+    "torch_dtype", "use_cache", "model_type", "_name_or_path", "rope_parameters", *ROPE
+)  # fmt: skip
 """Keys of published configs that no config class lists."""
 
 
@@ -49,7 +51,7 @@ def generic(model_type: str) -> Family:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type]
-    keys = {name: Key(_ANY) for name in (*_PUBLISHED, *ROPE, *_read_keys(config))}
+    keys = {name: Key(_ANY) for name in (*_PUBLISHED, *_read_keys(config))}
     for field in fields(config):
         default = None if field.default is MISSING else field.default
         keys[field.name] = Key(_ANY, default)

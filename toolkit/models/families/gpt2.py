@@ -3,55 +3,11 @@
 Its checkpoints store matrices transposed ([in, out]) and query, key and value as one.
 """
 
-from collections.abc import Mapping
-
-from toolkit.models.config_keys import (
-    ACTIVATION,
-    DROPOUT,
-    FALSE,
-    FLAG,
-    GENERIC,
-    MAP,
-    POSITIVE_FLOAT,
-    SIZE,
-    TEXT,
-    TOKEN,
-    TOKENS,
-    Key,
-)
+from toolkit.models.config_keys import MAP, Key, keys_of
 from toolkit.models.families import common
 from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, fused_qkv, whole
 from toolkit.models.spec import ModelSpec
-
-KEYS: Mapping[str, Key] = {
-    **GENERIC,
-    "vocab_size": Key(SIZE, 50257),
-    "n_positions": Key(SIZE, 1024),
-    "n_ctx": Key(SIZE),  # in published configs; means n_positions
-    "n_embd": Key(SIZE, 768),
-    "n_layer": Key(SIZE, 12),
-    "n_head": Key(SIZE, 12),
-    "n_inner": Key(SIZE, nullable=True),
-    "activation_function": Key(ACTIVATION, "gelu_new"),
-    "resid_pdrop": Key(DROPOUT, 0.1),
-    "embd_pdrop": Key(DROPOUT, 0.1),
-    "attn_pdrop": Key(DROPOUT, 0.1),
-    "layer_norm_epsilon": Key(POSITIVE_FLOAT, 1e-5),
-    "summary_type": Key(TEXT, "cls_index"),
-    "summary_use_proj": Key(FLAG, True),
-    "summary_activation": Key(TEXT, nullable=True),
-    "summary_proj_to_labels": Key(FLAG, True),
-    "summary_first_dropout": Key(DROPOUT, 0.1),
-    "scale_attn_weights": Key(FLAG, True),
-    "bos_token_id": Key(TOKEN, 50256, nullable=True),
-    "eos_token_id": Key(TOKENS, 50256, nullable=True),
-    "scale_attn_by_inverse_layer_idx": Key(FLAG, False),
-    "reorder_and_upcast_attn": Key(FLAG, False),
-    "add_cross_attention": Key(FALSE, False),
-    "task_specific_params": Key(MAP, nullable=True),
-    "tie_word_embeddings": Key(FLAG, True),
-}
 
 _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "transformer.h.{layer}"
@@ -59,18 +15,12 @@ _HF_LAYER = "transformer.h.{layer}"
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """GPT-2 as a megatron-core GPTModel."""
-    transformer = common.transformer(spec) | {
-        "layernorm_epsilon": settings["layer_norm_epsilon"],
-        "activation_func": common.HF_ACTIVATIONS.get(settings["activation_function"]),
-        "attention_dropout": common.dropout(settings, "attn_pdrop"),
-        "hidden_dropout": common.dropout(settings, "resid_pdrop"),
-    }
+    transformer = common.transformer(spec, settings)
     if not settings["scale_attn_weights"]:
         transformer["softmax_scale"] = 1.0
-    gpt = common.gpt(spec) | {"position_embedding_type": "learned_absolute"}
-    names = "transformer.wte", "transformer.ln_f", "transformer.wpe"
-    outer = common.outer_tensors(spec, *names)
-    return MegatronModel(transformer, gpt, (*outer, *_layer_tensors(spec)))
+    outer = common.outer_tensors(spec, "transformer.wte", "transformer.ln_f", "transformer.wpe")
+    tensors = (*outer, *_layer_tensors(spec))
+    return MegatronModel(transformer, common.gpt(spec, settings), tensors)
 
 
 def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
@@ -112,13 +62,13 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
         scaled = "the Megatron model does not scale attention by the inverse layer number"
     if common.dropout(settings, "embd_pdrop") != common.dropout(settings, "resid_pdrop"):
         dropouts = "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
-    activation = common.unsupported_activation(settings["activation_function"])
-    return common.first_reason(scaled, dropouts, activation)
+    return common.first_reason(scaled, dropouts, common.unsupported_activation(settings))
 
 
 GPT2 = Family(
     "gpt2",
-    KEYS,
+    # n_ctx means n_positions.
+    keys_of("gpt2", n_ctx=None, task_specific_params=Key(MAP, nullable=True)),
     model,
     unsupported,
     aliases={

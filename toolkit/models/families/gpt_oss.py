@@ -5,23 +5,13 @@ experts compute (up + 1) · gate · sigmoid(1.702 · gate), gate and up clamped.
 the experts of a layer in one tensor, [in, out], gate and up projection in alternating columns.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit.models.config_keys import (
-    ACTIVATION,
-    FLAG,
-    FLOAT,
-    LAYER_TYPES,
-    POSITIVE_FLOAT,
-    SIZE,
-    TOKEN,
-    TOKENS,
-    Key,
-    without,
-)
-from toolkit.models.families import common, gemma2, llama, mixtral
+from toolkit.models.config_keys import SIZE, Key, keys_of
+from toolkit.models.families import common, llama
 from toolkit.models.families.base import STACKED_NAMES, Family, MegatronModel, Settings
+from toolkit.models.families.llama_like import even_layers
+from toolkit.models.families.mixtures import mixture, unsupported_normalised_router
 from toolkit.models.families.shape import counted
 from toolkit.models.families.tensors import (
     TensorMap,
@@ -32,35 +22,7 @@ from toolkit.models.families.tensors import (
 )
 from toolkit.models.spec import ModelSpec
 
-KEYS: Mapping[str, Key] = {
-    **without(llama.KEYS, "pretraining_tp", "mlp_bias"),
-    "num_hidden_layers": Key(SIZE, 36),
-    "num_local_experts": Key(SIZE, 128),
-    "vocab_size": Key(SIZE, 201088),
-    "hidden_size": Key(SIZE, 2880),
-    "intermediate_size": Key(SIZE, 2880),
-    "head_dim": Key(SIZE, 64),
-    "num_attention_heads": Key(SIZE, 64),
-    "num_key_value_heads": Key(SIZE, 8),
-    "sliding_window": Key(SIZE, 128),
-    "layer_types": Key(LAYER_TYPES, nullable=True),
-    "hidden_act": Key(ACTIVATION, "silu"),  # transformers reads it nowhere
-    "max_position_embeddings": Key(SIZE, 131072),
-    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
-    "num_experts_per_tok": Key(SIZE, 4),
-    "swiglu_alpha": Key(POSITIVE_FLOAT, 1.702),
-    "swiglu_limit": Key(POSITIVE_FLOAT, 7.0),
-    "router_aux_loss_coef": Key(FLOAT, 0.001),
-    "output_router_logits": Key(FLAG, False),
-    "attention_bias": Key(FLAG, True),
-    "bos_token_id": Key(TOKEN, nullable=True),
-    "eos_token_id": Key(TOKENS, nullable=True),
-    # In published configs; transformers reads them nowhere.
-    "initial_context_length": Key(SIZE),
-    "experts_per_token": Key(SIZE),
-}
-
-YARN = {
+_YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
 }  # fmt: skip
@@ -98,17 +60,9 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
         "glu_linear_offset": 1.0,
         "moe_router_pre_softmax": False,
     }
-    return MegatronModel(
-        llama.decoder_transformer(spec, settings) | fields,
-        common.gpt(spec) | common.rotary(settings, theta=150_000.0, otherwise=YARN),
-        (
-            *llama.outer_tensors(spec),
-            *llama.attention_tensors(spec),
-            sinks,
-            *expert_tensors(spec),
-        ),
-        moe_layers=frozenset(range(spec.layers)),
-    )
+    attention = [*llama.attention_tensors(spec, settings), sinks]
+    layers = frozenset(range(spec.layers))
+    return mixture(spec, settings, layers, expert_tensors(spec), fields, attention)
 
 
 def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
@@ -117,13 +71,19 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     if settings["swiglu_alpha"] != 1.702:
         alpha = "swiglu_alpha: that of the Megatron model's experts is 1.702"
     return common.first_reason(
-        alpha, mixtral.unsupported_normalised_router(spec), common.unsupported_biases(spec)
+        alpha, unsupported_normalised_router(spec), common.unsupported_biases(spec)
     )
 
 
 GPT_OSS = Family(
     "gpt_oss",
-    KEYS,
+    keys_of(
+        "gpt_oss",
+        sliding_window=Key(SIZE, 128),
+        # In published configs; transformers reads them nowhere.
+        initial_context_length=None,
+        experts_per_token=None,
+    ),
     model,
     unsupported,
     aliases={"num_experts": "num_local_experts"},
@@ -132,5 +92,7 @@ GPT_OSS = Family(
     stacked_experts=True,
     published_names=STACKED_NAMES,
     mlp_bias=True,
-    sliding=gemma2.even_layers,
+    theta=150_000.0,
+    rope=_YARN,
+    sliding=even_layers,
 )

@@ -6,21 +6,10 @@ others, queries grow with the position (arXiv:2501.19399). The sigmoid of an exp
 multiplies what goes into the expert, not what comes out.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit.models.config_keys import (
-    CHUNKED_TYPES,
-    FLAG,
-    FLOAT,
-    LAYERS,
-    POSITIVE_FLOAT,
-    SIZE,
-    SWITCHES,
-    Key,
-    without,
-)
-from toolkit.models.families import common, deepseek_experts, llama, smollm3
+from toolkit.models.config_keys import CHUNKED_TYPES, FLAG, SWITCHES, Key, keys_of
+from toolkit.models.families import common, llama
 from toolkit.models.families.base import (
     STACKED_NAMES,
     ChunkedLayers,
@@ -28,39 +17,10 @@ from toolkit.models.families.base import (
     MegatronModel,
     Settings,
 )
+from toolkit.models.families.mixtures import mixture, shared_expert_tensors
 from toolkit.models.families.shape import counted, sizes
 from toolkit.models.families.tensors import TensorMap, by_columns, gated, whole
 from toolkit.models.spec import ModelSpec
-
-KEYS: Mapping[str, Key] = {
-    **without(llama.KEYS, "pretraining_tp", "mlp_bias"),
-    "vocab_size": Key(SIZE, 202048),
-    "hidden_size": Key(SIZE, 5120),
-    "intermediate_size": Key(SIZE, 8192),
-    "intermediate_size_mlp": Key(SIZE, 16384),
-    "num_hidden_layers": Key(SIZE, 48),
-    "num_attention_heads": Key(SIZE, 40),
-    "num_key_value_heads": Key(SIZE, 8),
-    "head_dim": Key(SIZE, 128),
-    "max_position_embeddings": Key(SIZE, 131072),
-    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
-    "num_experts_per_tok": Key(SIZE, 1),
-    "num_local_experts": Key(SIZE, 16),
-    "moe_layers": Key(LAYERS, nullable=True),
-    "interleave_moe_layer_step": Key(SIZE, 1),
-    "use_qk_norm": Key(FLAG, True),
-    "output_router_logits": Key(FLAG, False),
-    "router_aux_loss_coef": Key(FLOAT, 0.001),
-    "router_jitter_noise": Key(FLOAT, 0.0),  # transformers reads it nowhere
-    "no_rope_layers": Key(SWITCHES, nullable=True, empty_is_default=True),
-    "no_rope_layer_interval": Key(SIZE, 4),
-    "attention_chunk_size": Key(SIZE, 8192),
-    "layer_types": Key(CHUNKED_TYPES, nullable=True),
-    "attn_temperature_tuning": Key(FLAG, True),
-    "floor_scale": Key(SIZE, 8192),
-    "attn_scale": Key(FLOAT, 0.1),
-    "for_llm_compressor": Key(FLAG),  # in published configs; transformers reads it nowhere
-}
 
 
 def layers_with_experts(settings: Settings) -> frozenset[int]:
@@ -73,7 +33,7 @@ def layers_with_experts(settings: Settings) -> frozenset[int]:
 def chunked_layers(settings: Settings) -> ChunkedLayers:
     """What the layers do with queries and keys."""
     layers = frozenset(range(settings["num_hidden_layers"]))
-    unturned = frozenset(smollm3.layers_without_rotary(settings))
+    unturned = frozenset(common.layers_without_rotary(settings))
     types = settings["layer_types"]
     chunked = layers - unturned
     if types is not None:
@@ -122,39 +82,25 @@ def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
         whole(f"{llama.LAYER}.mlp.router.weight", router, spec.experts, hidden),
         replace(fused, transposed=True),
         by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner, transposed=True),
-        *deepseek_experts.shared_expert_tensors(hidden, inner, f"{FEED_FORWARD}.shared_expert"),
+        *shared_expert_tensors(hidden, inner, f"{FEED_FORWARD}.shared_expert"),
     ]
 
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """Llama 4's text model as a megatron-core GPTModel."""
     spec = replace(spec, query_key_norm=False)  # which have no weights, and come later
-    experts = layers_with_experts(settings)
-    unturned = smollm3.layers_without_rotary(settings)
+    layers = layers_with_experts(settings)
     fields = {
-        "rotary_interleaved": True,
-        "no_rope_freq": [int(layer in unturned) for layer in range(spec.layers)],
+        "moe_layer_freq": [int(layer in layers) for layer in range(spec.layers)],
+        "moe_router_score_function": "sigmoid",
+        # It chooses by score, transformers by logit: in 16 bits large scores are equal.
+        "moe_router_dtype": "fp32",
+        "moe_apply_probs_on_input": True,
+        "moe_shared_expert_intermediate_size": spec.shared_intermediate,
     }
-    tensors = [*llama.outer_tensors(spec), *llama.attention_tensors(spec)]
-    if len(experts) < spec.layers:
-        tensors += llama.mlp_tensors(spec, FEED_FORWARD)
-    if experts:
-        tensors += expert_tensors(spec)
-        fields |= {
-            "moe_layer_freq": [int(layer in experts) for layer in range(spec.layers)],
-            "moe_router_score_function": "sigmoid",
-            # It chooses by score, transformers by logit: in 16 bits large scores are equal.
-            "moe_router_dtype": "fp32",
-            "moe_apply_probs_on_input": True,
-            "moe_shared_expert_intermediate_size": spec.shared_intermediate,
-        }
-    return MegatronModel(
-        llama.decoder_transformer(spec, settings) | fields,
-        common.gpt(spec) | common.rotary(settings, theta=500_000.0),
-        tuple(tensors),
-        moe_layers=experts,
-        chunked_layers=chunked_layers(settings),
-    )
+    experts = expert_tensors(spec)
+    plain = mixture(spec, settings, layers, experts, fields, mlp=FEED_FORWARD)
+    return replace(plain, chunked_layers=chunked_layers(settings))
 
 
 def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
@@ -171,10 +117,17 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
 
 LLAMA4_TEXT = Family(
     "llama4_text",
-    KEYS,
+    keys_of(
+        "llama4_text",
+        no_rope_layers=Key(SWITCHES, nullable=True, empty_is_default=True),
+        layer_types=Key(CHUNKED_TYPES, nullable=True),
+        for_llm_compressor=Key(FLAG),  # in published configs; transformers reads it nowhere
+    ),
     model,
     unsupported,
     aliases={"num_experts": "num_local_experts"},
+    theta=500_000.0,
+    interleaved=True,
     shape=shape,
     stacked_experts=True,
     published_names=STACKED_NAMES,

@@ -59,7 +59,7 @@ def sizes(settings: Settings) -> ModelSpec:
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     sliding = len(sliding_layers(settings))
     moe_layers = _moe_layers(settings)
-    bias = bool(settings["attention_bias"])
+    bias, own_bias = bool(settings["attention_bias"]), family.attention_output_bias
     return ModelSpec(
         family=family.model_type,
         layers=settings["num_hidden_layers"],
@@ -81,12 +81,12 @@ def sizes(settings: Settings) -> ModelSpec:
         gated_mlp=family.gated_mlp,
         learned_positions=not family.rotary,
         qkv_bias=family.qkv_bias or bias or bool(settings["qkv_bias"]),
-        attention_output_bias=family.attention_output_bias or bias,
+        attention_output_bias=bias if own_bias is None else own_bias,
         mlp_bias=family.mlp_bias or bool(settings["mlp_bias"]),
         query_key_norm=family.query_key_norm,
         fused_qkv=family.fused_qkv,
         layer_norm=family.layer_norm,
-        norms_per_layer=family.norms_per_layer,
+        norms_per_layer=len(family.norms),
         wide_norms=family.wide_norms,
         capped_logits=settings["final_logit_softcapping"] is not None,
         scores="capped" if settings["attn_logit_softcapping"] else "plain",
