@@ -169,7 +169,7 @@ def _kind(name: str, default: object) -> Kind:
 
 FILE = Path(__file__).parent / "families" / "keys.json"
 _CLASSES: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-_OF_EVERY_CONFIG = {
+_OF_EVERY_CONFIG: Mapping[str, Any] = {
     "model_type": None, "_name_or_path": None, "output_attentions": False,
     "torch_dtype": Key(DTYPE, nullable=True),
 }  # fmt: skip
@@ -193,7 +193,7 @@ def keys_of(model_type: str, **own: Any) -> Mapping[str, Key]:
         for name, default in table["defaults"].items()
     }
     rope = ROPE if "rope_parameters" in keys else {}
-    for name, value in (_OF_EVERY_CONFIG | rope | own).items():
+    for name, value in {**_OF_EVERY_CONFIG, **rope, **own}.items():
         keys[name] = value if isinstance(value, Key) else Key(_kind(name, value), value)
     return keys
 

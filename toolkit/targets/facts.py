@@ -164,7 +164,7 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
     with suppress(DmtError):  # only on the hub
         config = trained_config(recipe.model)
         spec = model_spec(config)
-        shape = {**common.transformer(spec), **common.gpt(spec)}
+        shape = {**common.transformer_sizes(spec), **common.gpt_sizes(spec)}
         if unsupported(config) is None:
             model = megatron_model(config)
             shape = {**model.transformer, **model.gpt}

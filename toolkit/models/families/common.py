@@ -22,13 +22,12 @@ HF_ACTIVATIONS: Mapping[str, str] = {
 """transformers' name of an activation → silu, gelu (exact) or gelu_tanh (approximation)."""
 
 
-def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
-    """The TransformerConfig fields that follow from a model's shape and from the keys that
-    several families have."""
+def transformer_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """The TransformerConfig fields that follow from a model's shape alone; no dropout."""
     fields: dict[str, Any] = {
         # megatron-core's own default is 0.1.
-        "attention_dropout": dropout(settings, "attention_dropout", "attn_pdrop"),
-        "hidden_dropout": dropout(settings, "hidden_dropout", "resid_pdrop"),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
         "num_attention_heads": spec.heads,
@@ -36,13 +35,10 @@ def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
         "kv_channels": spec.head_dim,
         "ffn_hidden_size": spec.intermediate,
         "normalization": "LayerNorm" if spec.layer_norm else "RMSNorm",
-        "layernorm_epsilon": next(filter(None, map(settings.__getitem__, _EPSILONS))),
         "gated_linear_unit": spec.gated_mlp,
-        "activation_func": HF_ACTIVATIONS.get(activation(settings)),
         "add_bias_linear": spec.mlp_bias,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.query_key_norm,
-        **sliding_window(settings),
     }
     if spec.moe_layers:
         fields |= {
@@ -52,6 +48,18 @@ def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         }
+    return fields
+
+
+def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+    """The same with those that follow from the keys and traits that several families have."""
+    fields = transformer_sizes(spec) | {
+        "attention_dropout": dropout(settings, "attention_dropout", "attn_pdrop"),
+        "hidden_dropout": dropout(settings, "hidden_dropout", "resid_pdrop"),
+        "layernorm_epsilon": _first_of(settings, *_EPSILONS),
+        "activation_func": HF_ACTIVATIONS.get(activation(settings)),
+        **sliding_window(settings),
+    }
     if settings.family.interleaved:
         fields["rotary_interleaved"] = True
     if settings["no_rope_layer_interval"] is not None:
@@ -63,21 +71,29 @@ def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 
-def gpt(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
-    """The GPTChunk arguments that follow from a model's shape and its positions."""
-    positions = {"position_embedding_type": "learned_absolute"}
+def gpt_sizes(spec: ModelSpec) -> dict[str, Any]:
+    """The GPTModel arguments that follow from a model's shape alone."""
     return {
         "vocab_size": spec.vocab,
         "max_sequence_length": spec.max_positions,
         "share_embeddings_and_output_weights": spec.tied_embeddings,
-        **(rotary(settings) if settings.family.rotary else positions),
     }
+
+
+def gpt(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+    """The GPTChunk arguments, positions included."""
+    positions = {"position_embedding_type": "learned_absolute"}
+    return gpt_sizes(spec) | (rotary(settings) if settings.family.rotary else positions)
 
 
 def activation(settings: Settings) -> str:
     """transformers' name of the MLP's activation."""
-    names = ("hidden_activation", "activation_function", "hidden_act")
-    return next(filter(None, map(settings.__getitem__, names)))
+    return str(_first_of(settings, "hidden_activation", "activation_function", "hidden_act"))
+
+
+def _first_of(settings: Settings, *keys: str) -> Any:
+    """The value of the first of these keys that the family has."""
+    return next(value for key in keys if (value := settings[key]) is not None)
 
 
 def layers_without_rotary(settings: Settings) -> list[int]:
