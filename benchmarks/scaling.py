@@ -108,7 +108,7 @@ def published_table() -> Iterator[str]:
             gradient_accumulation=one.batch // one.layout.dp,
             fused=fusing.whose(job, MEGATRON),
         )
-        theirs = evaluate(MEGATRON, workload_of(job, MEGATRON), layout, cluster)
+        theirs = evaluate(workload_of(job, MEGATRON), layout, cluster)
         ours = search(job, cluster).best
         yield _line(f"{one.name}, published", theirs, cluster, one.source)
         yield _line("chosen", ours, cluster, "this planner")

@@ -120,7 +120,7 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
                 recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
                 compile=compiling.parts(job, pair, zero), fused=fusing.whose(job, pair),
             )  # fmt: skip
-            one = evaluate(pair, workload, layout, cluster)
+            one = evaluate(workload, layout, cluster)
             if shortage(one, cluster) is None:
                 yield one
 
@@ -166,8 +166,7 @@ def test_every_legal_layout_is_counted_once() -> None:
     for partial in partial_layouts(job, chosen.fallback):
         for size in partial.micro_batches:
             fits = [
-                shortage(evaluate(partial.pair, partial.workload, layout, cluster), cluster)
-                is None
+                shortage(evaluate(partial.workload, layout, cluster), cluster) is None
                 for layout in (partial.split(size, *way) for way in partial.recomputes)
             ]
             count += len(fits)

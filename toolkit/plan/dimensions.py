@@ -142,38 +142,35 @@ def _has_experts(choice: Choice) -> bool:
 
 _STAGE, _IN_3 = "parallel.zero.stage", "set parallel.zero.stage to 3 (or auto)"
 
+
+def _degree(field: str, name: str, *, key: str | None = None, **more: Any) -> Dimension:
+    """A degree of parallelism, whose setting is called as it is in reasons."""
+    if key is None:
+        key = f"parallel.{name.replace(' ', '_')}"
+    word = f"{field}{{}}".format
+    return Dimension(
+        field, key, name, word, shown="{}", degree=True, parts=_is_above_one, **more
+    )
+
+
 DIMENSIONS: tuple[Dimension, ...] = (
-    Dimension(
+    _degree(
         "tp",
-        "parallel.tensor",
         "tensor",
-        "tp{}".format,
-        shown="{}",
-        degree=True,
         open=lambda choice: choice.support.largest("tensor") > 1,
         disruption=13,
-        parts=_is_above_one,
         usual=True,
     ),
-    Dimension(
+    _degree(
         "pp",
-        "parallel.pipeline",
         "pipeline",
-        "pp{}".format,
-        shown="{}",
-        degree=True,
         open=lambda choice: choice.support.largest("pipeline") > 1,
         disruption=14,
-        parts=_is_above_one,
         usual=True,
     ),
-    Dimension(
+    _degree(
         "vpp",
-        "parallel.virtual_pipeline",
         "virtual pipeline",
-        "vpp{}".format,
-        shown="{}",
-        degree=True,
         within="pp",
         open=lambda choice: choice.layout.pp > 1,
         needs=(
@@ -186,30 +183,15 @@ DIMENSIONS: tuple[Dimension, ...] = (
             ),
         ),
         disruption=12,
-        parts=_is_above_one,
         scaled=lambda value, small: smallest_factor(value) if small["pp"] > 1 else 1,
         usual=True,
     ),
-    Dimension(
-        "cp",
-        "",
-        "context",
-        "cp{}".format,
-        shown="{}",
-        degree=True,
-        parts=_is_above_one,
-        scaled=lambda _, __: 1,
-    ),
-    Dimension(
+    _degree("cp", "context", key="", scaled=lambda _, __: 1),
+    _degree(
         "ep",
-        "parallel.expert",
         "expert",
-        "ep{}".format,
-        shown="{}",
-        degree=True,
         open=lambda choice: choice.support.largest("expert") > 1 and _has_experts(choice),
         disruption=15,
-        parts=_is_above_one,
         scaled=lambda _, small: (
             small["ep"] if small["tp"] * small["dp"] % small["ep"] == 0 else 1
         ),

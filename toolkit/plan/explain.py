@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.plan.dimensions import (
     DIMENSION,
@@ -150,19 +151,19 @@ def _faster(found: Search, other: Candidate) -> str:
     return f"{1 - (other.step_s or 0.0) / (found.best.step_s or 1.0):.1%} faster"
 
 
-def answer(job: PlanRequest, found: Search) -> Search | None:
-    """The search for a changed job on the same cluster; None if the change is not possible."""
+def answer(job: PlanRequest, cluster: Cluster) -> Search | None:
+    """The search for a job; None if it is refused, or has no layout."""
     if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
         return None
     try:
-        return search(job, found.cluster)
+        return search(job, cluster)
     except PlanError:
         return None
 
 
 def stated(found: Search, values: Mapping[str, Any]) -> Candidate | None:
     """What the planner chooses for a recipe with these values; None if it cannot."""
-    answered = answer(found.job.stating(values), found)
+    answered = answer(found.job.stating(values), found.cluster)
     return None if answered is None else answered.best
 
 
@@ -191,8 +192,8 @@ def _other_pair(found: Search, pair: Pair) -> str:
         other = stated(found, {"parallel.engine": pair.engine, "parallel.model": pair.model})
     if other is None:
         return ""
-    if shortage(other, found.cluster):
-        return f"{pair} needs at least {_need(found, other)}"
+    if short := shortage(other, found.cluster):
+        return f"{pair} needs at least {short}"
     return f"{pair}, with {', '.join(_strategy(other.layout))}, {_slower(found, other)}"
 
 
@@ -216,8 +217,8 @@ def _cost(found: Search, dimension: Dimension, value: Any) -> str:
     if best is None:
         return ""
     name, only = dimension.named(value), alone(found, dimension, value)
-    if shortage(best, found.cluster):
-        return f"{name} needs at least {_need(found, best)}"
+    if short := shortage(best, found.cluster):
+        return f"{name} needs at least {short}"
     text = _compared(found, dimension, name, best, only)
     return f"{text} ({why})" if (why := _untried(found, best)) else text
 
@@ -248,8 +249,8 @@ def _compared(
     changes, slower = _changes(found, best, dimension), _slower(found, best)
     if only is None or only.layout == best.layout or not changes:
         return f"{name}{changes and f', with {changes},'} {slower}"
-    missing = shortage(only, found.cluster)
-    cost = f"needs {_need(found, only)}" if missing else _slower(found, only)
+    short = shortage(only, found.cluster)
+    cost = f"needs {short}" if short else _slower(found, only)
     if cost == slower:
         return f"{name} {slower}"
     return f"{name} alone {cost}, and with {changes} it {slower}"
@@ -296,16 +297,6 @@ def _best_by(
         if pair in (None, one.pair):
             best.setdefault(key(one), one)
     return best
-
-
-def _need(found: Search, other: Candidate) -> str:
-    """How much another layout needs of the resource that is too small."""
-    cluster, capacity = found.cluster, found.cluster.gpu.memory_gib
-    if capacity is not None and other.memory_gib > capacity:
-        return f"{other.memory_gib:.1f} of {capacity:g} GiB"
-    if other.host_gib > cluster.host_memory_gib:
-        return f"{other.host_gib:,.0f} of {cluster.host_memory_gib:,g} GiB on the host"
-    return f"{other.nvme_gib:,.0f} of {cluster.nvme_gib:,g} GiB on the disks"
 
 
 def _slower(found: Search, other: Candidate) -> str:

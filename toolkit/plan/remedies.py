@@ -6,17 +6,14 @@ from operator import attrgetter
 from typing import Any
 
 from toolkit.backend import ANY
-from toolkit.errors import PlanError
 from toolkit.features.base import excluding
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.dimensions import SETTABLE
-from toolkit.plan.explain import described
+from toolkit.plan.explain import answer, described
 from toolkit.plan.plan import Remedy
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import legality
-from toolkit.plan.rules import models as model_rules
-from toolkit.plan.search import TIE, Candidate, Search, search
+from toolkit.plan.search import ON_DISKS, TIE, Candidate, Search, shortage
 from toolkit.recipe.schema import AdapterSection, OptimizerSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -39,24 +36,10 @@ Changes = dict[str, Any]
 
 def over(found: Search) -> str:
     """How far the nearest layout is from fitting."""
-    one, cluster = found.nearest, found.cluster
-    capacity = cluster.gpu.memory_gib
-    if capacity is not None and one.memory_gib > capacity:
-        more = one.memory_gib - capacity
-        return (
-            f"the smallest layout needs {one.memory_gib:.1f} of {capacity:g} GiB per GPU, "
-            f"{more:.1f} GiB too much"
-        )
-    if one.host_gib > cluster.host_memory_gib:
-        more = one.host_gib - cluster.host_memory_gib
-        return (
-            f"the smallest layout needs {one.host_gib:,.0f} of {cluster.host_memory_gib:,g} "
-            f"GiB of host memory per node, {more:,.0f} GiB too much"
-        )
-    return (
-        f"the smallest layout needs {one.nvme_gib:,.0f} of {cluster.nvme_gib:,g} GiB of disk "
-        "per node"
-    )
+    short = shortage(found.nearest, found.cluster)
+    assert short is not None, "only where nothing fits"
+    needs = f"the smallest layout needs {short.needed} of {short.capacity} GiB {short.where}"
+    return needs if short.on == ON_DISKS else f"{needs}, {short.missing} GiB too much"
 
 
 def remedies(found: Search) -> list[Remedy]:
@@ -154,14 +137,10 @@ def _word(key: str, value: Any) -> str:
 
 def _changed(job: PlanRequest, changes: Changes) -> PlanRequest:
     """The request with other settings."""
-    for key, value in changes.items():
-        section, _, setting = key.partition(".")
-        if section == "adapter":
-            job = replace(job, adapter=AdapterSection(**value), freeze=())
-        else:
-            given = getattr(job, section).with_values({setting: value})
-            job = replace(job, **{section: given})
-    return job
+    stated = dict(changes)
+    if adapter := stated.pop("adapter", None):
+        job = replace(job, adapter=AdapterSection(**adapter), freeze=())
+    return job.stating(stated)
 
 
 def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:
@@ -190,10 +169,5 @@ def _sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
 
 def _fitting(job: PlanRequest, cluster: Cluster) -> Candidate | None:
     """The best layout; None if the request is refused, or nothing fits."""
-    if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
-        return None
-    try:
-        found = search(job, cluster)
-    except PlanError:
-        return None
-    return found.best if found.fits else None
+    found = answer(job, cluster)
+    return found.best if found and found.fits else None

@@ -145,16 +145,22 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
     return found
 
 
-def evaluate(pair: Pair, workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
+def evaluate(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     """Memory and speed of one layout, whether it fits or not."""
-    seconds = step_time(workload, layout, cluster).total_s
-    return _candidate(pair, workload, layout, cluster, seconds)
+    one = demand(workload, layout, cluster)
+    return one._replace(step_s=step_time(workload, layout, cluster).total_s)
 
 
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     """Memory of one layout, without its speed."""
-    pair = Pair(workload.engine, workload.model)
-    return _candidate(pair, workload, layout, cluster, None)
+    memory = device_memory(workload, layout, cluster)
+    needed = max(memory.total / GIB, building_gib(workload, layout))
+    host = disk = 0.0
+    if (layout.offload_optimizer, layout.offload_parameters) != ("none", "none"):
+        host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
+        disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
+    states = memory.model_states / GIB
+    return Candidate(workload.pair, layout, needed, states, host, disk, None)
 
 
 def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
@@ -163,15 +169,42 @@ def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memor
     return replace(memory, context=0.0) if cluster.gpu.memory_gib is None else memory
 
 
-def shortage(one: Candidate, cluster: Cluster) -> str | None:
+ON_DISKS = " on the disks"
+
+
+class Shortage(NamedTuple):
+    """A resource that a layout exceeds; sizes in GiB."""
+
+    needed: str
+    capacity: str
+    where: str
+    """`per GPU`."""
+    on: str
+    """The same in a comparison of layouts: ` on the host`; empty for a GPU."""
+    missing: str
+
+    @property
+    def reason(self) -> str:
+        """Why the layout is rejected."""
+        return f"more than {self.capacity} GiB {self.where}"
+
+    def __str__(self) -> str:
+        return f"{self.needed} of {self.capacity} GiB{self.on}"
+
+
+def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
     """The resource that a layout exceeds; None if it fits."""
     capacity = cluster.gpu.memory_gib
     if capacity is not None and one.memory_gib > capacity:
-        return f"more than {capacity:g} GiB per GPU"
-    if one.host_gib > cluster.host_memory_gib:
-        return f"more than {cluster.host_memory_gib:,g} GiB of host memory per node"
-    if one.nvme_gib > cluster.nvme_gib:
-        return f"more than {cluster.nvme_gib:,g} GiB of disk per node"
+        needed, missing = f"{one.memory_gib:.1f}", f"{one.memory_gib - capacity:.1f}"
+        return Shortage(needed, f"{capacity:g}", "per GPU", "", missing)
+    for size, capacity, where, on in (
+        (one.host_gib, cluster.host_memory_gib, "of host memory per node", " on the host"),
+        (one.nvme_gib, cluster.nvme_gib, "of disk per node", ON_DISKS),
+    ):
+        if size > capacity:
+            missing = f"{size - capacity:,.0f}"
+            return Shortage(f"{size:,.0f}", f"{capacity:,g}", where, on, missing)
     return None
 
 
@@ -224,9 +257,9 @@ def _fill(
     sizes, ways = partial.micro_batches, partial.recomputes
     known = _known(partial.workload, cluster)
     smallest = _measured(partial, sizes[0], ways[-1], cluster, known)
-    if reason := shortage(smallest, cluster):
+    if missing := shortage(smallest, cluster):
         too_large.append(smallest)
-        rejected[reason] += len(sizes) * len(ways)
+        rejected[missing.reason] += len(sizes) * len(ways)
         return
     least, reason = 0, ""  # the larger a micro batch, the more must be recomputed
     for done, size in enumerate(sizes):
@@ -236,7 +269,7 @@ def _fill(
             if not (missing := shortage(candidate, cluster)):
                 least = way
                 break
-            reason = missing
+            reason = missing.reason
         else:
             rejected[reason] += (len(sizes) - done) * len(ways)
             return
@@ -294,7 +327,7 @@ def _measured(
     """Memory of a partial layout with this micro batch and recompute."""
     layout = partial.split(size, *way)
     if (one := known.get(layout)) is None:
-        one = _candidate(partial.pair, partial.workload, layout, cluster, None)
+        one = demand(partial.workload, layout, cluster)
         known[layout] = one
     return one
 
@@ -314,20 +347,6 @@ def _known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
     """The layouts of a workload on a cluster that earlier searches evaluated: explanations
     search the same ones again."""
     return {}
-
-
-def _candidate(
-    pair: Pair, workload: Workload, layout: Layout, cluster: Cluster, step_s: float | None
-) -> Candidate:
-    memory = device_memory(workload, layout, cluster)
-    needed = max(memory.total / GIB, building_gib(workload, layout))
-    states = memory.model_states / GIB
-    if (layout.offload_optimizer, layout.offload_parameters) == ("none", "none"):
-        return Candidate(pair, layout, needed, states, 0.0, 0.0, step_s)
-    on_node = cluster.gpus_per_node
-    host = host_bytes(workload, layout, on_node) / GIB
-    disk = nvme_bytes(workload, layout, on_node) / GIB
-    return Candidate(pair, layout, needed, states, host, disk, step_s)
 
 
 def ranked(fitting: list[Candidate], cluster: Cluster) -> list[Candidate]:

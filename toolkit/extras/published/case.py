@@ -12,11 +12,11 @@ from math import ceil
 from typing import Any
 
 from toolkit.errors import PlanError
+from toolkit.extras.published.formulas import EstimatorQuery
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import default_cluster, link, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.formulas import EstimatorQuery
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
 from toolkit.plan.estimate import Setup

@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.extras.published.case import Case
+from toolkit.extras.published.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.hardware.catalogue import GPUS
-from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.estimate import estimate, result
 from toolkit.text.terminal import tell

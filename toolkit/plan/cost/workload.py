@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
@@ -99,6 +99,11 @@ class Workload:
         """Bytes of an activation element; fp8 layers pass bf16 to each other."""
         return FP32_BYTES if self.precision == "fp32" else 2
 
+    @cached_property
+    def pair(self) -> Pair:
+        """Engine and model implementation."""
+        return Pair(self.engine, self.model)
+
     @property
     def megatron_layers(self) -> bool:
         """Whether its modules are megatron-core's."""
@@ -134,43 +139,19 @@ def _in_layout(
 
 
 def planned_workload(
-    spec: ModelSpec,
-    training: TrainingSection,
-    pair: Pair,
-    *,
-    isolates: bool = False,
-    updates: OwnerUpdates | None = None,
-    overlap: bool = True,
-    keeps_sent: bool = False,
-    attention: Attention = "fused",
-    cudnn: bool = False,
-    reduce_bytes: float | None = None,
+    spec: ModelSpec, training: TrainingSection, pair: Pair, **fields: Any
 ) -> Workload:
-    """What a recipe trains, as this toolkit's engines run it.
-
-    Attention is torch's fused kernel (`cudnn`: that one) or `eager`; the other operators are
-    single ones, where no layout compiles them. Without `overlap`, gradients are reduced after
-    the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
-    mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
-    measured.
-    """
+    """What a recipe trains, as this toolkit's engines run it, with other `fields` of the
+    workload: operators are single ones, where no layout compiles them."""
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
     return Workload(
-        spec=spec,
-        sequence_length=training.sequence_length,
-        precision=training.precision,
-        engine=pair.engine,
+        spec,
+        training.sequence_length,
+        training.precision,
+        pair.engine,
         rows_per_sample=training.rows_per_sample,
         model=pair.model,
         fused_elementwise=False,
-        pipeline_overlap=overlap,
-        keeps_sent=keeps_sent,
-        reduce_overlap=overlap,
-        flash_version=1 if isolates else 2,
-        document_mask=isolates,
-        updates=updates,
-        attention=attention,
-        cudnn=cudnn,
-        reduce_bytes=reduce_bytes,
+        **fields,
     )
