@@ -28,7 +28,7 @@ import fsspec
 import psutil
 
 from tests.forked import SERVER, take_environment
-from tests.processes import wait_until
+from tests.processes import ROOT, wait_until
 
 REGISTER = "DMT_TEST_REGISTER"
 """Variable with a folder, in which each process that has it leaves a file: pid, start, RANK."""
@@ -202,8 +202,10 @@ def _read_variables() -> None:
     """
     fsspec.config.conf.clear()
     fsspec.config.set_conf_env(fsspec.config.conf)
-    if path := os.environ.get("PYTHONPATH"):
-        sys.path[1:1] = path.split(":")
+    paths = os.environ.get("PYTHONPATH", "").split(":")
+    new = [path for path in paths if path and path not in sys.path]
+    sys.path[1:1] = new
+    if {*new} - {str(ROOT)}:
         for name in [name for name in sys.modules if name.partition(".")[0] == "toolkit"]:
             del sys.modules[name]
 
