@@ -11,7 +11,7 @@ import pytest
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.track import rank_waits
-from toolkit.track.rank_waits import RankWaits, core_wait_s, drop_later_waits
+from toolkit.track.rank_waits import RankWaits, core_wait_s
 
 
 def compute(seconds: float) -> None:
@@ -48,7 +48,7 @@ def test_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = RankWaits(run, 0)
     for step in (10, 20, 30):
         waits.write(step, 10, 0.1)
-    drop_later_waits(run, 20)
+    jsonl.drop_later_steps_of_ranks(run.ranks, 20)
     lines = jsonl.read(tmp_path / "ranks/rank-0.jsonl")
     assert [line["step"] for line in lines] == [10, 20]
     assert lines[0]["core_wait_s"] is None, "not known is not zero"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.track.sample_log import SampleLog, drop_later_samples
+from toolkit.track.sample_log import SampleLog
 
 
 def test_later_steps_of_every_rank_go(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_later_steps_of_every_rank_go(tmp_path: Path) -> None:
         log = SampleLog(run, rank, data_rank=rank // 2)
         for step in range(1, 6):
             log.write(step, [10 * step + rank // 2])
-    drop_later_samples(run, 3)
+    jsonl.drop_later_steps_of_ranks(run.samples, 3)
     for rank in range(4):
         lines = jsonl.read(run.samples / f"rank-{rank}.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
@@ -22,5 +22,5 @@ def test_later_steps_of_every_rank_go(tmp_path: Path) -> None:
 
 
 def test_without_a_log_there_is_nothing_to_drop(tmp_path: Path) -> None:
-    drop_later_samples(RunDirectory(tmp_path), 3)
+    jsonl.drop_later_steps_of_ranks(RunDirectory(tmp_path).samples, 3)
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,16 @@
 """Bars in the commands' terminal output."""
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from rich.text import Text
 
 from toolkit.cli.console import Console
 from toolkit.plan.estimate import Estimate, memory_parts
 from toolkit.plan.search import Room
+from toolkit.system.handlers import handling
 from toolkit.text.units import GIB, seconds, size
 
 BAR_WIDTH = 24
@@ -42,6 +45,19 @@ def memory_lines(found: Estimate) -> Iterator[Text]:
     for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
         if taken:
             yield Text(f"    {place} of each node: {taken:,.0f} GiB")
+
+
+@contextmanager
+def count_progress(total: int, kind: str = "") -> Iterator[Callable[..., None]]:
+    """How many of `total` are done, on standard error where that is a terminal; call the result
+    with what rich's `Progress.update` takes. SIGTERM cleans up as Ctrl-C does."""
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn(f"{kind}{{task.description}}")
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with handling([signal.SIGTERM], signal.default_int_handler), bar:
+        yield partial(bar.update, bar.add_task("", total=total))
 
 
 @contextmanager

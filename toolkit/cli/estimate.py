@@ -51,21 +51,15 @@ def estimate(
         )
     if cases is not None and cluster is not None:
         raise PlanError("--cluster: every case of --cases names its own", fix="leave it out")
-    if cases is not None and out is not None:
+    if recipe is None:
         option("estimate --cases")(cases, out, overrides)
-    elif recipe is not None:
-        _estimate_recipe(recipe, overrides, cluster, as_json)
-
-
-def _estimate_recipe(
-    path: Path, overrides: list[str], cluster: str | None, as_json: bool
-) -> None:
+        return
     where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_on(path, overrides, where), None, where, explained=False)
-    recipe, plan = assignment.recipe, assignment.plan
-    found = estimate_plan(recipe, plan, where)
-    data = {"id": recipe.name} | machine_output(found)
-    output(as_json, lambda: data, lambda: _lines(recipe.name, plan, found))
+    assignment = decide(load_on(recipe, overrides, where), None, where, explained=False)
+    name, plan = assignment.recipe.name, assignment.plan
+    found = estimate_plan(assignment.recipe, plan, where)
+    data = {"id": name} | machine_output(found)
+    output(as_json, lambda: data, lambda: _lines(name, plan, found))
 
 
 def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:

@@ -18,9 +18,14 @@ from toolkit.launchers.job import job_of
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
 from toolkit.recipe.schema import Recipe
-from toolkit.run import assignment as assignments
 from toolkit.run.announce import show_plan, show_run_directory
-from toolkit.run.assignment import Assignment
+from toolkit.run.assignment import (
+    Assignment,
+    check_local_files,
+    decide,
+    decide_for_fewer,
+    write,
+)
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.targets import preflight
@@ -75,7 +80,7 @@ def launch(
     overrides = [*overrides, *change]
     where = None if cluster is None else find_cluster(cluster)
     loaded = load_on(recipe, overrides, where)
-    assignment = assignments.decide(loaded, run_dir, where)
+    assignment = decide(loaded, run_dir, where)
     spec = _spec(assignment, where)
     show_plan(assignment.recipe, assignment.plan)
     name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
@@ -85,7 +90,7 @@ def launch(
     if dry_run:
         tell(spec.printable(), sys.stdout)
         return
-    assignments.check_local_files(assignment.recipe, recipe, overrides)
+    check_local_files(assignment.recipe, recipe, overrides)
     _request(change, assignment)
     if oversees:
         places = stated_in(recipe, overrides)
@@ -112,7 +117,7 @@ def _oversee(
 ) -> int:
     """Write the run directory, start the ranks, and supervise them to the end."""
     assignment.prepare(tell)
-    run = assignments.write(assignment, ["dmt", *sys.argv[1:]], places)
+    run = write(assignment, ["dmt", *sys.argv[1:]], places)
     show_run_directory(run)
     events = EventLog(run.events)
     events.write("launch", time=time.time() - process_age_s())
@@ -157,7 +162,7 @@ def _still_possible(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     if len(names) < planned:
         tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
-        assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
+        assignment = decide_for_fewer(recipe, assignment.run_dir, where, len(names))
         show_plan(assignment.recipe, assignment.plan)
-        assignments.write(assignment, ["dmt", *sys.argv[1:]])
+        write(assignment, ["dmt", *sys.argv[1:]])
     return assignment

@@ -1,7 +1,5 @@
 """`dmt rehearse --gpu`, `dmt plan --check-memory`: ranks at their true size, without GPUs."""
 
-import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.cli.bars import bars
-from toolkit.cli.console import Console
+from toolkit.cli.bars import bars, count_progress
 from toolkit.cli.options import load_on
 from toolkit.cli.output import Line, output
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
@@ -28,7 +24,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
-from toolkit.system.handlers import handling
 from toolkit.text.units import GIB, byte_size, seconds, size
 
 CheckMemory = Annotated[
@@ -99,16 +94,13 @@ def dress_rehearsal(
 def rehearsing(
     names: Sequence[str], kind: str = ""
 ) -> Iterator[tuple[Path, Callable[[int], None]]]:
-    """A scratch folder, and a bar of what is rehearsed on standard error where that is a
-    terminal; call the result with how many are done. SIGTERM cleans up as Ctrl-C does."""
-    console = Console(file=sys.stderr)
-    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn(f"{kind}{{task.description}}")
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    """A scratch folder, and a bar of what is rehearsed; call the result with how many are
+    done."""
     scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    with handling([signal.SIGTERM], signal.default_int_handler), scratch as folder, bar:
+    with count_progress(len(names), kind) as update, scratch as folder:
         shown = [*names, "done"]
-        task = bar.add_task(shown[0], total=len(names))
-        yield Path(folder), lambda n: bar.update(task, completed=n, description=shown[n])
+        update(description=shown[0])
+        yield Path(folder), lambda n: update(completed=n, description=shown[n])
 
 
 def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:

@@ -1,24 +1,21 @@
 """`dmt doctor --selftest`, `--gpu-selftest`: progress output and table."""
 
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from toolkit.cli.console import Console
+from toolkit.cli.bars import count_progress
 from toolkit.cli.output import Hanging, output
 from toolkit.doctor.calibrate import check_known, check_out, this_machine
 from toolkit.doctor.selftest import plan, report
 from toolkit.doctor.selftest.apart import in_processes
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.errors import EXIT_FAILED
-from toolkit.system.handlers import handling
 from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
@@ -61,24 +58,19 @@ def try_machine(test: SelfTest) -> None:
 
 def _run(steps: Sequence[plan.Step], place: Workplace, jobs: int) -> list[Check]:
     """Every step; a line on standard error about each check, and a bar on a terminal."""
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     checks = []
     apart = [step for step in steps if not step.measures] if jobs > 1 else []
-    # SIGTERM cleans up as Ctrl-C does.
-    with handling([signal.SIGTERM], signal.default_int_handler), bar:
-        task = bar.add_task("", total=len(steps))
+    with count_progress(len(steps)) as update:
 
         def found() -> Iterator[Check]:
             for step, of_step in in_processes(apart, place, jobs):
                 yield from of_step
-                bar.update(task, description=step.title, advance=1)
+                update(description=step.title, advance=1)
             for step in steps:
                 if step not in apart:
-                    bar.update(task, description=step.title)
+                    update(description=step.title)
                     yield from plan.run([step], place)
-                    bar.advance(task)
+                    update(advance=1)
 
         for check in found():
             checks.append(check)

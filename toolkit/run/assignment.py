@@ -34,7 +34,6 @@ from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.environment import json_text
 from toolkit.run.recorded import PLAN, checked
 from toolkit.system.compilers import missing_for_torch_compile
 from toolkit.system.untrusted import read_json
@@ -148,7 +147,7 @@ def write(
         assignment.engine_config,
     )
     if places is not None:
-        jsonl.write_atomically(run.stated_in, json_text(jsonl.plain(places)))
+        jsonl.write_atomically(run.stated_in, jsonl.document(places))
     return run
 
 

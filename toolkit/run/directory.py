@@ -14,7 +14,7 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.changes import ON_REQUEST, changes, is_within, may_change, shown
-from toolkit.run.environment import environment_report, json_text
+from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.system.untrusted import read_bytes
@@ -110,11 +110,10 @@ class RunDirectory:
         before = (
             run.command.read_text("utf-8", "backslashreplace") if run.command.exists() else ""
         )
-        files = {run.plan: json_text(jsonl.plain(plan))}
+        files = {run.plan: jsonl.document(plan)}
         if engine_config:
-            text = json_text(jsonl.plain(engine_config))
-            files[run.engine_config(plan["engine"])] = text
-        files[run.environment] = json_text(jsonl.plain(environment_report()))
+            files[run.engine_config(plan["engine"])] = jsonl.document(engine_config)
+        files[run.environment] = jsonl.document(environment_report())
         files[run.command] = before + _quoted(command) + "\n"
         # Last: a directory with a recipe is a complete one.
         files[run.recipe] = redact(dump_recipe(recipe))

@@ -1,9 +1,7 @@
 """What a run ran with: versions only, no environment variables and no host name."""
 
-import json
 import platform
 import subprocess
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -39,11 +37,6 @@ def environment_report() -> dict[str, Any]:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
-
-
-def json_text(value: Mapping[str, Any]) -> str:
-    """Return indented JSON ending in a newline; keys keep their order."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _version(package: str) -> str | None:

@@ -47,6 +47,12 @@ def _plain(value: Any, redact: Callable[[str], str]) -> Any:
     return value
 
 
+def document(value: Mapping[str, Any]) -> str:
+    """A file with one object: indented JSON that ends in a newline, without secrets."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n"
+
+
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line with a single write, so that writers do not cut each other's lines."""
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n"
@@ -127,6 +133,12 @@ def drop_later_steps(path: Path, step: int) -> int:
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
     write_atomically(path, "".join(lines))
     return len(records) - len(kept)
+
+
+def drop_later_steps_of_ranks(folder: Path, step: int) -> None:
+    """The same in the files of all ranks, also of those that no longer exist."""
+    for path in folder.glob("rank-*.jsonl"):
+        drop_later_steps(path, step)
 
 
 def _step(record: Mapping[str, Any]) -> float:

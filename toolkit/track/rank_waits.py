@@ -48,9 +48,3 @@ def core_wait_s() -> float | None:
         return int(_SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
-
-
-def drop_later_waits(run: RunDirectory, step: int) -> None:
-    """Remove repeated steps after a resume at `step`, also for ranks that no longer exist."""
-    for path in run.ranks.glob("rank-*.jsonl"):
-        jsonl.drop_later_steps(path, step)

@@ -21,9 +21,3 @@ class SampleLog:
     def write(self, step: int, samples: Sequence[int]) -> None:
         """Append the indices, in the training data, of what this step trained on."""
         jsonl.append(self.path, {"step": step, "data_rank": self.data_rank, "samples": samples})
-
-
-def drop_later_samples(run: RunDirectory, step: int) -> None:
-    """Remove repeated steps after a resume at `step`, also for ranks that no longer exist."""
-    for path in run.samples.glob("rank-*.jsonl"):
-        jsonl.drop_later_steps(path, step)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, EvalResult, StepResult
 from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
@@ -20,8 +21,8 @@ from toolkit.text.terminal import lost_output, tell
 from toolkit.text.units import GIB
 from toolkit.track.metrics import Metrics, MetricsLog, mfu
 from toolkit.track.progress import ProgressReport
-from toolkit.track.rank_waits import RankWaits, drop_later_waits
-from toolkit.track.sample_log import SampleLog, drop_later_samples
+from toolkit.track.rank_waits import RankWaits
+from toolkit.track.sample_log import SampleLog
 from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import wanted
 from toolkit.train.checkpoints import RunCheckpoints
@@ -47,8 +48,8 @@ class Reporter:
     ) -> None:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
-        drop_later_samples(run, start)
-        drop_later_waits(run, start)
+        for folder in (run.samples, run.ranks):
+            jsonl.drop_later_steps_of_ranks(folder, start)
         self.progress = progress
         self._lost: set[str] = set()
         """Outputs that cannot be written any more, as events say."""
