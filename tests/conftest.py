@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests import needs
+from tests.dmt import Dmt, Printed
 from toolkit.engines.deepspeed.ops import build, preflight, put_ninja_on_path
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -48,6 +49,21 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         for title, text in report.sections
     ]
     return report
+
+
+@pytest.fixture
+def dmt(capsys: pytest.CaptureFixture[str]) -> Dmt:
+    """Runs `dmt` with words, asserts its exit code and returns what it printed."""
+    from toolkit.cli.main import main
+
+    def run(*words: object, code: int = 0) -> Printed:
+        capsys.readouterr()
+        ended = main([*map(str, words)])
+        printed = Printed(*capsys.readouterr())
+        assert ended == code, printed
+        return printed
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,12 @@
 """Every sized recipe: valid, the published shape, and sensible numbers."""
 
-import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import main
+from tests.dmt import Dmt
 from toolkit.hardware.catalogue import gpu
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
@@ -95,11 +94,10 @@ def text(path: Path) -> str:
     return "".join(Path(file).read_text() for file in files)
 
 
-def test_every_yaml_is_a_run_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_yaml_is_a_run_by_itself(dmt: Dmt) -> None:
     """As in `dmt check recipes/**/*.yaml`: what only others extend ends in .yml."""
     files = sorted(map(str, RECIPES.rglob("*.yaml")))
-    assert main(["check", *files]) == 0
-    assert capsys.readouterr().out.count("\n") == len(files) > len(SIZED)
+    assert dmt("check", *files).out.count("\n") == len(files) > len(SIZED)
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
@@ -152,9 +150,7 @@ def test_learning_rate_falls_and_warm_up_is_shorter_than_the_run(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_dmt_plan_says_that_it_fits_its_cluster(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dmt_plan_says_that_it_fits_its_cluster(path: Path, dmt: Dmt) -> None:
     recipe = load(path)
     memory = gpu(recipe.cluster.gpu).memory_gib
     assert memory is not None
@@ -166,8 +162,7 @@ def test_dmt_plan_says_that_it_fits_its_cluster(
         least = 0.025  # scores go through memory
     if recipe.adapter is not None:
         least *= 2 / 3  # no products for gradients of frozen weights
-    assert main(["plan", str(path), "--json", "--top", "1"]) == 0
-    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    (plan,) = dmt("plan", path, "--json", "--top", "1").json["plans"]
     assert plan["fits"]
     assert 0.1 * memory < plan["memory_gib"]["total"] <= memory
     assert plan["layout"]["offload_optimizer"] == "none"
@@ -192,9 +187,8 @@ def test_chats_train_the_base_and_preferences_what_has_a_template(size: str) -> 
 
 
 @pytest.mark.parametrize("path", [path for path in SIZED if named(path)[1] != "pretrain"])
-def test_dmt_render(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", str(path), "--set", "parallel.engine=deepspeed"]) == 0
-    json.loads(capsys.readouterr().out)
+def test_dmt_render(path: Path, dmt: Dmt) -> None:
+    assert dmt("render", path, "--set", "parallel.engine=deepspeed").json
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)

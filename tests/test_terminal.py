@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from tests.dmt import Dmt
 from tests.recipe.good import GOOD
 from toolkit.cli.console import Console
-from toolkit.cli.main import main
 from toolkit.errors import Problem
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
@@ -55,30 +55,22 @@ RECIPES = {
 @pytest.mark.parametrize(("text", "more"), RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("verb", ["check", "plan"])
 def test_a_recipe_cannot_steer_the_terminal(
-    verb: str,
-    text: str,
-    more: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    verb: str, text: str, more: list[str], tmp_path: Path, dmt: Dmt
 ) -> None:
     path = tmp_path / f"{EVIL}.yaml"
     path.write_text(text)
-    assert main([verb, str(path), *more]) == 2
-    captured = capsys.readouterr()
+    captured = dmt(verb, path, *more, code=2)
     assert clean(captured.out + captured.err)
     if "--set" not in more:
         assert SHOWN in captured.out + captured.err, "the file's name"
 
 
-def test_a_good_recipe_in_an_evil_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_good_recipe_in_an_evil_place(tmp_path: Path, dmt: Dmt) -> None:
     folder = tmp_path / EVIL
     folder.mkdir()
     (folder / "good.yaml").write_text(GOOD)
     for command in (["check"], ["launch", "--dry-run", "--run-dir", str(folder / "run")]):
-        assert main([*command, str(folder / "good.yaml")]) == 0
-        captured = capsys.readouterr()
+        captured = dmt(*command, folder / "good.yaml")
         assert clean(captured.out + captured.err)
         assert SHOWN in captured.out
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.processes import HANG_S, ROOT
 from tests.recipe.good import GOOD
 from toolkit import __version__
-from toolkit.cli.main import VERBS, Verb, main
+from toolkit.cli.main import VERBS, Verb
 from toolkit.errors import BackendUnavailable, Stopped
 from toolkit.models.families import model_spec
 from toolkit.text.units import human
@@ -27,13 +28,10 @@ def good(tmp_path: Path) -> Path:
     return path
 
 
-def test_good_and_bad_together(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_good_and_bad_together(good: Path, tmp_path: Path, dmt: Dmt) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(GOOD.replace("seed: 1", "seed: x"))
-    assert main(["check", str(good), str(bad)]) == 2
-    captured = capsys.readouterr()
+    captured = dmt("check", good, bad, code=2)
     assert captured.out.count("\n") == 1
     for part in ("good", "parameters", "51.2k tokens in 100 steps", "batch 8 × 64", "2 × cpu"):
         assert part in captured.out
@@ -41,12 +39,9 @@ def test_good_and_bad_together(
     assert f"\n  {bad}:{line}  training.seed\n" in captured.err
 
 
-def test_json_is_alone_on_standard_output(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_alone_on_standard_output(good: Path, tmp_path: Path, dmt: Dmt) -> None:
     missing = tmp_path / "missing.yaml"
-    assert main(["check", "--json", str(good), str(missing)]) == 2
-    captured = capsys.readouterr()
+    captured = dmt("check", "--json", good, missing, code=2)
     fine, bad = json.loads(captured.out)["recipes"]
     assert fine == {"file": str(good), "ok": True, "problems": [], "note": None}
     assert (bad["file"], bad["ok"]) == (str(missing), False)
@@ -54,11 +49,10 @@ def test_json_is_alone_on_standard_output(
     assert captured.err == ""
 
 
-def test_overrides(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(good), "--set", "training.steps=50"]) == 0
-    assert "in 50 steps" in capsys.readouterr().out
-    assert main(["check", str(good), "--set", "training.steps=x"]) == 2
-    assert "  --set  training.steps\n" in capsys.readouterr().err
+def test_overrides(good: Path, dmt: Dmt) -> None:
+    assert "in 50 steps" in dmt("check", good, "--set", "training.steps=50").out
+    printed = dmt("check", good, "--set", "training.steps=x", code=2).err
+    assert "  --set  training.steps\n" in printed
 
 
 @pytest.fixture
@@ -85,16 +79,10 @@ def zero_config(tmp_path: Path) -> Callable[[str], Path]:
     ],
 )
 def test_mistakes_of_an_own_deepspeed_file(
-    zero_config: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    key: str,
-    line: int,
-    fix: str,
+    zero_config: Callable[[str], Path], dmt: Dmt, text: str, key: str, line: int, fix: str
 ) -> None:
     recipe = zero_config(text)
-    assert main(["check", "--json", str(recipe)]) == (2 if key else 0)
-    (verdict,) = json.loads(capsys.readouterr().out)["recipes"]
+    (verdict,) = dmt("check", "--json", recipe, code=2 if key else 0).json["recipes"]
     if not key:
         assert verdict["ok"]
         return
@@ -105,12 +93,11 @@ def test_mistakes_of_an_own_deepspeed_file(
 
 
 def test_stage_of_an_own_file_must_be_legal(
-    zero_config: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    zero_config: Callable[[str], Path], dmt: Dmt
 ) -> None:
     recipe = zero_config('{"zero_optimization": {"stage": 2}}')
     offload = ["--set", "parallel.zero.offload_parameters=cpu"]
-    assert main(["check", "--json", str(recipe), *offload]) == 2
-    (problem,) = json.loads(capsys.readouterr().out)["recipes"][0]["problems"]
+    (problem,) = dmt("check", "--json", recipe, *offload, code=2).json["recipes"][0]["problems"]
     assert (problem["key"], problem["file"]) == ("parallel.zero.offload_parameters", "--set")
     assert problem["found"] == "cpu with stage: 2"
 
@@ -119,13 +106,12 @@ def test_stage_of_an_own_file_must_be_legal(
     ("config", "fix"), [("absent.json", ""), ("zero2_ofload", "did you mean `zero2_offload`?")]
 )
 def test_own_file_that_is_not_there(
-    tmp_path: Path, good: Path, capsys: pytest.CaptureFixture[str], config: str, fix: str
+    tmp_path: Path, good: Path, dmt: Dmt, config: str, fix: str
 ) -> None:
     text = GOOD.replace("stage: auto", f"stage: auto\n    config: {config}")
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(text)
-    assert main(["check", "--json", str(wrong), str(good)]) == 2
-    (verdict, other) = json.loads(capsys.readouterr().out)["recipes"]
+    (verdict, other) = dmt("check", "--json", wrong, good, code=2).json["recipes"]
     (problem,) = verdict["problems"]
     assert other["ok"]
     assert fix in problem["fix"]
@@ -145,30 +131,27 @@ def without_config(tmp_path: Path, hub: str) -> Path:
 
 
 def test_shape_only_on_the_hub_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("the network was used"))
     path = without_config(tmp_path, "nobody/nothing")
-    assert main(["check", str(path)]) == 0
-    shown, note = capsys.readouterr().out.splitlines()
+    shown, note = dmt("check", path).out.splitlines()
     assert "nobody/nothing, 51.2k tokens" in shown
     assert "not planned: model.hub: 'nobody/nothing'" in note
-    assert main(["check", "--json", str(path)]) == 0
-    assert "not planned" in json.loads(capsys.readouterr().out)["recipes"][0]["note"]
+    assert "not planned" in dmt("check", "--json", path).json["recipes"][0]["note"]
 
 
-def test_shape_in_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shape_in_a_folder_is_read(tmp_path: Path, dmt: Dmt) -> None:
     path = without_config(tmp_path, "./weights")
-    assert main(["check", "--json", str(path)]) == 2
-    (problem,) = json.loads(capsys.readouterr().out)["recipes"][0]["problems"]
+    (problem,) = dmt("check", "--json", path, code=2).json["recipes"][0]["problems"]
     assert (problem["key"], problem["file"]) == ("model.hub", str(path))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/config.json").write_text('{"model_type": "llama"}')
-    assert main(["check", str(path)]) == 0
     parameters = human(model_spec({"model_type": "llama"}).parameters.total)
-    assert f"weights, {parameters} parameters, 51.2k tokens" in capsys.readouterr().out
+    shown = dmt("check", path).out
+    assert f"weights, {parameters} parameters, 51.2k tokens" in shown
 
 
 def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:
@@ -186,14 +169,11 @@ def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60  # 0.4 s on an idle machine, minutes with torch
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"dmt {__version__}\n"
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_version_and_help(dmt: Dmt) -> None:
+    assert dmt("--version").out == f"dmt {__version__}\n"
+    shown = dmt("--help").out
     assert all(name in shown for name in VERBS)
-    assert main(["check", "--help"]) == 0
-    assert "--set" in capsys.readouterr().out
+    assert "--set" in dmt("check", "--help").out
 
 
 @pytest.mark.parametrize(
@@ -210,14 +190,13 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_completion(
     words: str, offered: set[str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    dmt: Dmt
 ) -> None:  # fmt: skip
     """What the shell gets; a verb's own options although verbs are imported late."""
     monkeypatch.setenv("_DMT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
-    main([])
-    assert set(capsys.readouterr().out.split()) == offered
+    assert set(dmt().out.split()) == offered
 
 
 def test_completion_in_bash(tmp_path: Path) -> None:
@@ -237,11 +216,9 @@ def test_completion_in_bash(tmp_path: Path) -> None:
     assert done.stdout == "complete -o default -F _dmt_completion dmt\nverify\n", done.stderr
 
 
-def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chek"]) == 2
-    assert "check" in capsys.readouterr().err
-    assert main(["check", "--sett", "a=b"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_wrong_usage(dmt: Dmt) -> None:
+    assert "check" in dmt("chek", code=2).err
+    assert "Traceback" not in dmt("check", "--sett", "a=b", code=2).err
 
 
 def _unavailable() -> None:
@@ -265,16 +242,11 @@ def _interrupted() -> None:
     ],
 )
 def test_exit_codes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    function: str,
-    code: int,
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, dmt: Dmt, function: str, code: int, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "a_verb", sys.modules[__name__])
     monkeypatch.setitem(VERBS, "try", Verb(f"a_verb:{function}", "Try it."))
-    assert main(["try"]) == code
-    captured = capsys.readouterr()
+    captured = dmt("try", code=code)
     assert message in captured.err
     assert "Traceback" not in captured.err
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.dmt import Dmt
 from tests.models.configs import config_of
 from tests.models.converting import assert_same_model
 from tests.models.in_megatron import save_random_model
-from toolkit.cli.main import main
 
 
 @pytest.fixture
@@ -22,10 +22,7 @@ def qwen2(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_both_directions_verified(
-    qwen2: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    qwen2: Path, tmp_path: Path, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, visible = subprocess.run, []
 
@@ -36,52 +33,39 @@ def test_both_directions_verified(
     monkeypatch.setattr(subprocess, "run", watched)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
-    capsys.readouterr()
-    assert main(["convert", str(qwen2), megatron, "--verify", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = dmt("convert", qwen2, megatron, "--verify", "--json").json
     assert said["direction"] == "huggingface to megatron"
     assert 0 <= said["verify"]["max_abs_difference"] <= said["verify"]["bound"] < 1e-3
     assert visible == [""], "both sides compute on the CPU, also where there is a GPU"
-    assert main(["convert", megatron, back]) == 0
-    out, err = capsys.readouterr()
+    out, err = dmt("convert", megatron, back)
     assert "megatron to huggingface: qwen2" in out and "GB/s" in out
     assert "note: 27 rows of padding beyond vocab_size (101) are left out" in err
     assert_same_model(Path(back), qwen2)
 
 
 @pytest.mark.slow
-def test_verify_names_a_wrong_result(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_a_wrong_result(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None:
     """What a bug in the way back would look like: two tensors exchanged."""
     megatron = tmp_path / "megatron"
-    assert main(["convert", str(qwen2), str(megatron)]) == 0
+    dmt("convert", qwen2, megatron)
     tensors = load_file(qwen2 / "model.safetensors")
     names = json.loads((megatron / "hf" / "tensors.json").read_text())
     gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
     names[gate], names[up] = up, gate
     (megatron / "hf" / "tensors.json").write_text(json.dumps(names))
-    capsys.readouterr()
-    assert main(["convert", str(megatron), str(tmp_path / "back"), "--verify"]) == 4
-    error = capsys.readouterr().err
+    error = dmt("convert", megatron, tmp_path / "back", "--verify", code=4).err
     assert "its logits differ" in error and "Traceback" not in error
     wrong = load_file(tmp_path / "back" / "model.safetensors")
     assert (wrong[gate] == tensors[up]).all()
 
 
-def test_dry_run_writes_nothing(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert main(["convert", str(qwen2), str(tmp_path / "out"), "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_dry_run_writes_nothing(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None:
+    out = dmt("convert", qwen2, tmp_path / "out", "--dry-run").out
     assert "huggingface to megatron: qwen2" in out and f"would write {tmp_path}/out" in out
     assert [f.name for f in tmp_path.iterdir()] == ["hf"]
 
 
-def test_mistakes_are_one_message(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_message(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     for arguments, words in (
@@ -93,41 +77,34 @@ def test_mistakes_are_one_message(
         ([str(qwen2), str(tmp_path / "out"), "--vocab-multiple", "0"], "vocab-multiple"),
         ([str(qwen2), str(tmp_path / "out"), "--config", "x.json"], "leave --config out"),
     ):
-        capsys.readouterr()
-        assert main(["convert", *arguments]) == 2
-        error = capsys.readouterr().err
+        error = dmt("convert", *arguments, code=2).err
         assert words in error and "Traceback" not in error
 
 
-def test_truncated_weights(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_weights(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None:
     tensors = load_file(qwen2 / "model.safetensors")
     del tensors["model.layers.2.mlp.down_proj.weight"]
     save_file(tensors, qwen2 / "model.safetensors")
-    assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
-    assert "no tensor model.layers.2.mlp.down_proj.weight" in capsys.readouterr().err
+    printed = dmt("convert", qwen2, tmp_path / "out", code=2).err
+    assert "no tensor model.layers.2.mlp.down_proj.weight" in printed
     whole = (qwen2 / "model.safetensors").read_bytes()
     (qwen2 / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in dmt("convert", qwen2, tmp_path / "out", code=2).err
     assert not (tmp_path / "out").exists()
 
 
-def test_example_in_the_help_is_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "--help"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+def test_example_in_the_help_is_a_folder(dmt: Dmt) -> None:
+    words = " ".join(dmt("convert", "--help").out.split())
     assert "dmt convert ./" in words and ".DST.partial-" in words
 
 
 def test_error_speaks_of_the_folder_and_not_of_a_recipe(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    qwen2: Path, tmp_path: Path, dmt: Dmt
 ) -> None:
     tensors = load_file(qwen2 / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, qwen2 / "model.safetensors")
     for _ in range(2):
-        assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
+        error = dmt("convert", qwen2, tmp_path / "out", code=2).err
         assert str(qwen2) in error and "model.hub" not in error and "model.config" not in error
         (qwen2 / "model.safetensors").unlink(missing_ok=True)

@@ -1,12 +1,11 @@
 """`dmt estimate` as a user and as a program reads it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.cli.main import main
+from tests.dmt import Dmt
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA_8B = str(RECIPES / "llama/llama-3.1-8b-pretrain.yaml")
@@ -14,11 +13,10 @@ LLAMA_405B = str(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")
 TINY = str(RECIPES / "tiny/llama-bytes.yaml")
 
 
-def test_memory_and_time_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_time_by_part(dmt: Dmt) -> None:
     fixed = ("engine=deepspeed", "model=hf", "zero.stage=2", "recompute=full")
     changes = [word for text in fixed for word in ("--set", f"parallel.{text}")]
-    assert main(["estimate", LLAMA_8B, *changes]) == 0
-    shown = capsys.readouterr().out
+    shown = dmt("estimate", LLAMA_8B, *changes).out
     assert shown.startswith("llama-3.1-8b-pretrain  deepspeed, hf\n  dp 256 · tp 1 · pp 1")
     assert "\n  memory per GPU  " in shown and " of 79.1 GiB: fits\n" in shown
     assert "\n    weights                14.96 GiB  █████\n" in shown
@@ -27,36 +25,33 @@ def test_memory_and_time_by_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n    matmul " in shown
 
 
-def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_so(dmt: Dmt) -> None:
     """Without recompute, the first of 16 stages keeps 16 micro batches of 8 wide layers."""
-    assert main(["estimate", LLAMA_405B, "--set", "parallel.recompute=none"]) == 0
-    assert ": does not fit, pipeline stage " in capsys.readouterr().out
+    printed = dmt("estimate", LLAMA_405B, "--set", "parallel.recompute=none").out
+    assert ": does not fit, pipeline stage " in printed
 
 
-def test_offload_is_counted_on_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offload_is_counted_on_the_node(dmt: Dmt) -> None:
     offload = ["--set", "parallel.zero.offload_optimizer=cpu"]
-    assert main(["estimate", LLAMA_8B, "--set", "parallel.engine=deepspeed", *offload]) == 0
-    assert "\n    host of each node: " in capsys.readouterr().out
+    printed = dmt("estimate", LLAMA_8B, "--set", "parallel.engine=deepspeed", *offload).out
+    assert "\n    host of each node: " in printed
 
 
-def test_an_unmeasured_cpu_is_nominal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", TINY]) == 0
-    shown = capsys.readouterr().out
+def test_an_unmeasured_cpu_is_nominal(dmt: Dmt) -> None:
+    shown = dmt("estimate", TINY).out
     assert "\n  memory per process  " in shown
     assert "CUDA" not in shown
     assert "of a nominal CPU: `dmt doctor --calibrate`" in shown
 
 
-def test_a_measured_cpu_has_its_own_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measured_cpu_has_its_own_speed(tmp_path: Path, dmt: Dmt) -> None:
     """Half of the speed of everything, twice the time of everything but the host's."""
     times = []
     for name, flops, memory in (("fast", 0.2, 20), ("slow", 0.1, 10)):
         file = tmp_path / f"{name}.yaml"
         speeds = f"tflops: {{fp32: {flops}}}, memory_gigabytes_per_s: {memory}"
         file.write_text(f"nodes: 1\ngpus_per_node: 2\ngpu: cpu\nmeasured: {{{speeds}}}\n")
-        found = machine(capsys, TINY, "--cluster", str(file))
+        found = machine(dmt, TINY, "--cluster", str(file))
         assert found["basis"] == "calibrated"
         times.append(found["time_parts_s"])
     for part in ("matmul", "attention", "elementwise", "optimizer"):
@@ -64,21 +59,20 @@ def test_a_measured_cpu_has_its_own_speed(
     assert times[1]["overhead"] == times[0]["overhead"]
 
 
-def test_cluster_in_place_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    large = machine(capsys, LLAMA_8B, "--cluster", "64x8xh100-80gb")
-    small = machine(capsys, LLAMA_8B, "--cluster", "16x8xh100-80gb")
+def test_cluster_in_place_of_the_recipes(dmt: Dmt) -> None:
+    large = machine(dmt, LLAMA_8B, "--cluster", "64x8xh100-80gb")
+    small = machine(dmt, LLAMA_8B, "--cluster", "16x8xh100-80gb")
     assert large["step_time_s"] < small["step_time_s"]
     assert large["basis"] == "data sheet"
 
 
-def machine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["estimate", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def machine(dmt: Dmt, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = dmt("estimate", *arguments, "--json").json
     return found
 
 
-def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    found = machine(capsys, LLAMA_405B)
+def test_json_adds_up(dmt: Dmt) -> None:
+    found = machine(dmt, LLAMA_405B)
     memory = found["memory_gib"]
     assert found["id"] == "llama-3.1-405b-pretrain"
     assert sum(found["memory_parts_gib"].values()) == pytest.approx(memory["total"])
@@ -97,27 +91,22 @@ def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         (("--cases", "cases.json"), "needs either a recipe or --cases with --out"),
     ],
 )
-def test_mistakes_are_explained(
-    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", *arguments]) == 2
-    error = capsys.readouterr().err
+def test_mistakes_are_explained(arguments: tuple[str, ...], complaint: str, dmt: Dmt) -> None:
+    error = dmt("estimate", *arguments, code=2).err
     assert complaint in error and "fix: " in error
 
 
-def test_what_cannot_be_built_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
     """As `dmt plan` says of it: megatron-core builds all of a rank before DeepSpeed shards."""
     sets = ["engine=deepspeed", "model=megatron", "tensor=1", "zero.stage=3"]
     words = [word for one in sets for word in ("--set", f"parallel.{one}")]
     llama = str(RECIPES / "llama/llama-3.1-70b-pretrain.yaml")
     for command, code in (("estimate", 0), ("plan", 2)):
-        assert main([command, llama, *words, "--set", "cluster.nodes=16"]) == code
-        shown = capsys.readouterr().out
+        shown = dmt(command, llama, *words, "--set", "cluster.nodes=16", code=code).out
         assert "131.4 of 79.1 GiB: does not fit" in shown
         assert "131.4 GiB while the model is built" in shown
 
 
-def test_a_share_of_the_memory_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_of_the_memory_is_the_limit(dmt: Dmt) -> None:
     llama = str(RECIPES / "llama/llama-3.1-8b-pretrain.yaml")
-    assert main(["estimate", llama, "--set", "cluster.memory_fraction=0.5"]) == 0
-    assert "of 39.55 GiB" in capsys.readouterr().out
+    assert "of 39.55 GiB" in dmt("estimate", llama, "--set", "cluster.memory_fraction=0.5").out

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.processes import ROOT
-from toolkit.cli.main import main
 from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.registry import Registry
 
@@ -34,11 +34,10 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_missing_is_one_error(
     arguments: list[str], what: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == EXIT_UNAVAILABLE
-    captured = capsys.readouterr()
+    captured = dmt(*arguments, code=EXIT_UNAVAILABLE)
     assert captured.out == "" and not [*tmp_path.iterdir()]
     first, fix = captured.err.splitlines()
     assert first == f"dmt: {what}: this installation of DMT has no toolkit/extras"
@@ -46,6 +45,7 @@ def test_what_is_missing_is_one_error(
 
 
 @pytest.mark.usefixtures("without_extras")
-def test_everything_else_works(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", TINY]) == main(["estimate", TINY]) == main(["check", TINY]) == 0
-    assert main(["--help"]) == 0 and "watch" in capsys.readouterr().out
+def test_everything_else_works(dmt: Dmt) -> None:
+    for verb in ("plan", "estimate", "check"):
+        dmt(verb, TINY)
+    assert "watch" in dmt("--help").out

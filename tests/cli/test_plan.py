@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import main
+from tests.dmt import Dmt
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -19,18 +19,17 @@ TINY = str(RECIPES / "tiny/llama-bytes.yaml")
 MIXTRAL = str(RECIPES / "tiny/mixtral-bytes.yaml")
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = EXIT_DONE) -> str:
-    assert main(["plan", *arguments]) == code
-    return capsys.readouterr().out
+def shown(dmt: Dmt, *arguments: str, code: int = EXIT_DONE) -> str:
+    return dmt("plan", *arguments, code=code).out
 
 
 def changed(*settings: str) -> list[str]:
     return [word for one in settings for word in ("--set", one)]
 
 
-def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_answer(dmt: Dmt) -> None:
     fixed = ("parallel.engine=deepspeed", "parallel.model=hf", "training.micro_batch_size=1")
-    out = shown(capsys, LLAMA_8B, *changed(*fixed, "kernels.compile=none"))
+    out = shown(dmt, LLAMA_8B, *changed(*fixed, "kernels.compile=none"))
     layout, memory, step, table, why, ledger = out.split("\n\n")
     assert layout == (
         """\
@@ -68,25 +67,25 @@ llama-3.1-8b-pretrain  8.03B parameters
     assert ledger.startswith("  compared with one process in fp32\n  exact             initial")
 
 
-def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    *tables, _, _ = shown(capsys, LLAMA_405B).split("\n\n")
+def test_tables_fit_80_columns(dmt: Dmt) -> None:
+    *tables, _, _ = shown(dmt, LLAMA_405B).split("\n\n")
     assert len(tables) == 4
     assert max(len(line) for table in tables for line in table.splitlines()) <= 80
 
 
 def test_long_lines_are_wrapped_for_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    out = re.sub(r"\x1b\[[0-9;]*m", "", shown(capsys, LLAMA_405B))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", shown(dmt, LLAMA_405B))
     assert max(map(len, out.splitlines())) <= 80
     monkeypatch.delenv("FORCE_COLOR")
-    assert re.sub(r"\s+", " ", out) == re.sub(r"\s+", " ", shown(capsys, LLAMA_405B))
+    assert re.sub(r"\s+", " ", out) == re.sub(r"\s+", " ", shown(dmt, LLAMA_405B))
 
 
-def test_degrees_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, LLAMA_405B)
+def test_degrees_of_a_pipeline(dmt: Dmt) -> None:
+    out = shown(dmt, LLAMA_405B)
     assert "\n  tensor           8\n  pipeline         16\n  virtual pipeline 4\n" in out
     assert "\n  sequence         split inside the tensor group\n" in out
     assert "\n  ZeRO stage       1 (distributed optimizer)\n" in out
@@ -105,9 +104,9 @@ def _printed(text: str) -> tuple[str, float]:
     return name, float(number.replace(",", "")) * _UNITS["".join(unit) or "B"]
 
 
-def test_explain_lists_every_alternative(capsys: pytest.CaptureFixture[str]) -> None:
-    brief = shown(capsys, LLAMA_70B, *EIGHT_NODES).split("\n\n")[4]
-    whole = shown(capsys, LLAMA_70B, *EIGHT_NODES, "--explain")
+def test_explain_lists_every_alternative(dmt: Dmt) -> None:
+    brief = shown(dmt, LLAMA_70B, *EIGHT_NODES).split("\n\n")[4]
+    whole = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--explain")
     full = whole.split("\n\n")[4]
     assert len(full.splitlines()) > 2 * len(brief.splitlines())
     ((degree, listed),) = re.findall(r"- tensor (\d+): auto\n((?:      .*\n)+)", full)
@@ -122,49 +121,47 @@ def test_explain_lists_every_alternative(capsys: pytest.CaptureFixture[str]) -> 
     assert len(formulas) > 25
 
 
-def test_explain_says_what_a_fixed_setting_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=1"), "--explain")
+def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:
+    out = shown(dmt, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=1"), "--explain")
     assert re.search(r"parallel\.tensor is 1: a step would be \d+\.\d% shorter with", out)
 
 
-def test_top_is_how_many_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_is_how_many_are_shown(dmt: Dmt) -> None:
     for top in (1, 3):
-        out = json.loads(shown(capsys, LLAMA_70B, *EIGHT_NODES, "--json", "--top", str(top)))
+        out = json.loads(shown(dmt, LLAMA_70B, *EIGHT_NODES, "--json", "--top", str(top)))
         assert len(out["plans"]) == top
-    table = shown(capsys, LLAMA_70B, *EIGHT_NODES, "--top", "2").split("\n\n")[3]
+    table = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--top", "2").split("\n\n")[3]
     assert len([line for line in table.splitlines() if "/" in line]) == 3
 
 
-def test_clusters_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clusters_beside_each_other(tmp_path: Path, dmt: Dmt) -> None:
     priced = tmp_path / "mine.yaml"
     priced.write_text(
         "{name: mine, nodes: 8, gpus_per_node: 8, gpu: h100-80gb, price_per_gpu_hour: 2}"
     )
-    out = shown(capsys, LLAMA_70B, *EIGHT_NODES, "--cluster", str(priced))
+    out = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--cluster", str(priced))
     header, usual, mine = (line.split() for line in out.splitlines())
     assert header == ["cluster", "layout", "GiB", "step", "tok/s/GPU", "MFU", "run", "cost"]
     assert (usual[0], mine[0]) == ("8x8xh100-80gb", "mine")
     assert usual[-1] == "-" and float(mine[-1].replace(",", "")) > 1e6
     assert usual[1:-1] == mine[1:-1]
-    alone = json.loads(shown(capsys, LLAMA_70B, "--cluster", str(priced), "--json"))
+    alone = json.loads(shown(dmt, LLAMA_70B, "--cluster", str(priced), "--json"))
     run = alone["run"]
     assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
     assert run["gpu_hours"] == pytest.approx(run["days"] * 24 * 64)
 
 
-def test_recipes_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, LLAMA_8B, LLAMA_70B)
+def test_recipes_beside_each_other(dmt: Dmt) -> None:
+    out = shown(dmt, LLAMA_8B, LLAMA_70B)
     names = ["recipe", "llama-3.1-8b-pretrain", "llama-3.1-70b-pretrain"]
     assert [line.split()[0] for line in out.splitlines()] == names
-    both = json.loads(shown(capsys, LLAMA_8B, LLAMA_70B, "--json"))["comparison"]
+    both = json.loads(shown(dmt, LLAMA_8B, LLAMA_70B, "--json"))["comparison"]
     assert [one["recipe"] for one in both] == names[1:]
 
 
-def test_what_does_not_fit_says_how_far_off_and_what_would(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_fit_says_how_far_off_and_what_would(dmt: Dmt) -> None:
     tight = ["--cluster", "1x8xh100-80gb", *changed("parallel.engine=megatron")]
-    out = shown(capsys, LLAMA_70B, *tight, code=EXIT_USER_ERROR)
+    out = shown(dmt, LLAMA_70B, *tight, code=EXIT_USER_ERROR)
     far = re.search(r"needs (\d+\.\d) of 79.1 GiB per GPU, (\d+\.\d) GiB too much", out)
     assert far is not None
     assert float(far[1]) - 79.1 == pytest.approx(float(far[2]), abs=0.11)
@@ -173,7 +170,7 @@ def test_what_does_not_fit_says_how_far_off_and_what_would(
     )
     assert re.search(r"\n  \d+ GPUs are needed +\d+\.\d GiB .*\n    --set cluster.nodes=", out)
     assert len(out.splitlines()) < 30 and "why" not in out
-    found = json.loads(shown(capsys, LLAMA_70B, *tight, "--json", code=EXIT_USER_ERROR))
+    found = json.loads(shown(dmt, LLAMA_70B, *tight, "--json", code=EXIT_USER_ERROR))
     assert not found["plans"][0]["fits"]
     assert len(found["remedies"]) == 2
     assert sum(found["rejected"].values()) == found["considered"]
@@ -191,38 +188,33 @@ def test_what_does_not_fit_says_how_far_off_and_what_would(
     ],
 )
 def test_the_tiny_mixture_of_experts_by_engine(
-    settings: list[str], pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    settings: list[str], pair: tuple[str, str], dmt: Dmt
 ) -> None:
-    assert main(["check", MIXTRAL, *changed(*settings)]) == 0
-    capsys.readouterr()
-    plan, *_ = json.loads(shown(capsys, MIXTRAL, "--json", *changed(*settings)))["plans"]
+    dmt("check", MIXTRAL, *changed(*settings))
+    plan, *_ = json.loads(shown(dmt, MIXTRAL, "--json", *changed(*settings)))["plans"]
     assert (plan["engine"], plan["model"]) == pair
     assert plan["layout"]["ep"] == (2 if pair[0] == "megatron" else 1)
 
 
-def test_launch_says_what_is_exact_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", TINY, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().err.splitlines()
+def test_launch_says_what_is_exact_before_it_starts(tmp_path: Path, dmt: Dmt) -> None:
+    told = dmt("launch", TINY, "--dry-run", "--run-dir", tmp_path / "run").err.splitlines()
     exact, approximated, refused = told[-3:]
     assert exact.startswith("exact: initial weights, data order, packed documents")
     assert approximated == "approximated: order of sums"
     assert refused.startswith("not possible here: ")
 
 
-def test_offload_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_offload_on_a_cpu(dmt: Dmt) -> None:
     settings = ("parallel.zero.stage=3", "parallel.zero.offload_optimizer=cpu")
-    out = shown(capsys, TINY, *changed(*settings))
+    out = shown(dmt, TINY, *changed(*settings))
     assert "\n  offload          optimizer to cpu\n" in out
     assert "\n  ranks            2 = 1 node × 2 cpu\n" in out
     assert "\n  memory per process  " in out
     assert "(nominal CPU speeds)" in out
 
 
-def test_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", LLAMA_8B, "--json"]) == 0
-    captured = capsys.readouterr()
+def test_json_is_the_contract(dmt: Dmt) -> None:
+    captured = dmt("plan", LLAMA_8B, "--json")
     output = json.loads(captured.out)
     assert captured.err == ""
     assert output["considered"] > 1000
@@ -258,36 +250,29 @@ def test_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_more_nodes_can_be_planned_but_not_launched_from_here(
-    launcher: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str, said: str, tmp_path: Path, dmt: Dmt
 ) -> None:
     run_dir = tmp_path / "run"
-    assert main(["check", LLAMA_8B, "--set", f"launch.launcher={launcher}"]) == 0
+    dmt("check", LLAMA_8B, "--set", f"launch.launcher={launcher}")
     arguments = ["launch", LLAMA_8B, "--launcher", launcher, "--run-dir", str(run_dir)]
-    assert main(arguments) == 2
-    message = capsys.readouterr().err
+    message = dmt(*arguments, code=2).err
     assert said in message
     assert "cluster.nodes is 32\n  fix: " in message
     assert not run_dir.exists()
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example(dmt: Dmt) -> None:
     for command in ("plan recipes/gpt2/gpt2-124m", "check recipes/*/*.yaml"):
-        assert main([command.split()[0], "--help"]) == 0
-        assert f"Example: dmt {command}" in capsys.readouterr().out
+        assert f"Example: dmt {command}" in dmt(command.split()[0], "--help").out
 
 
-def test_another_cluster_is_checked_as_the_recipes_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_another_cluster_is_checked_as_the_recipes_own(dmt: Dmt) -> None:
     fp16 = ["--set", "training.precision=fp16", "--set", "cluster.gpu=h100-80gb"]
-    assert main(["plan", TINY, "--cluster", "2xcpu", *fp16]) == 2
-    assert "found    fp16 on cpu" in capsys.readouterr().err
+    assert "found    fp16 on cpu" in dmt("plan", TINY, "--cluster", "2xcpu", *fp16, code=2).err
     tensor = ["--set", "parallel.engine=megatron", "--set", "parallel.tensor=4"]
-    assert main(["plan", TINY, "--cluster", "4xcpu", *tensor]) == 0
-    assert "tensor 4" in " ".join(capsys.readouterr().out.split())
+    assert "tensor 4" in " ".join(dmt("plan", TINY, "--cluster", "4xcpu", *tensor).out.split())
 
 
-def test_the_former_option_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", TINY, "--plot", "plan.svg"]) == EXIT_USER_ERROR
-    captured = capsys.readouterr()
+def test_the_former_option_names_the_new_one(dmt: Dmt) -> None:
+    captured = dmt("plan", TINY, "--plot", "plan.svg", code=EXIT_USER_ERROR)
     assert captured.out == "" and "fix: --html FILE" in captured.err

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
-from toolkit.cli.main import main
 from toolkit.report.goodput import PARTS
 
 
@@ -24,9 +24,8 @@ def run(tmp_path: Path) -> Path:
     return write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
 
 
-def test_the_whole_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--text"]) == 0
-    page = capsys.readouterr().out
+def test_the_whole_page(run: Path, dmt: Dmt) -> None:
+    page = dmt("report", run, "--text").out
     assert page == (
         f"""\
 {run}
@@ -56,25 +55,20 @@ warning: plan.json: missing
 warning: environment.json: missing
 """
     )
-    main(["report", str(run)])
-    assert capsys.readouterr().out == page
+    assert dmt("report", run).out == page
 
 
-def test_a_run_that_waits_for_its_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_waits_for_its_data(tmp_path: Path, dmt: Dmt) -> None:
     lines = [line | {"data_wait_s": 0.5} for line in metrics(20, 2.0)]
-    main(["report", str(write(tmp_path, KILLED_AND_RESTARTED, lines))])
-    page = capsys.readouterr().out
+    page = dmt("report", write(tmp_path, KILLED_AND_RESTARTED, lines)).out
     assert "data         25% of the step time was spent waiting for batches: the run is" in page
     quick = [line | {"data_wait_s": 0.1} for line in lines]
-    main(["report", str(write(tmp_path, KILLED_AND_RESTARTED, quick))])
-    assert "bound by its data" not in capsys.readouterr().out
+    printed = dmt("report", write(tmp_path, KILLED_AND_RESTARTED, quick)).out
+    assert "bound by its data" not in printed
 
 
-def test_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_for_programs(run: Path, dmt: Dmt) -> None:
+    found = dmt("report", run, "--json").json
     assert list(found["time_s"]) == list(PARTS)
     assert sum(found["time_s"].values()) == pytest.approx(found["total_s"]) == 85
     assert found["goodput"] == pytest.approx(38 / 85)
@@ -85,41 +79,35 @@ def test_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits_a_terminal(
-    run: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, width: int, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
-    main(["report", str(run)])
-    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", dmt("report", run).out)
     path, *lines = out.split("\n  ended", 1)[1].splitlines()
     assert max(map(len, lines)) <= width, path
 
 
-def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on(tmp_path: Path, dmt: Dmt) -> None:
     write(tmp_path, KILLED_AND_RESTARTED[:3], metrics(12, 2.0))
-    assert main(["report", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = dmt("report", tmp_path).out
     assert "ended        not yet: it is running" in out
     assert "steps        12 done" in out
     assert "goodput  61.5% of 39.0 s\n" in out  # 24 of 35 + 2 × 2
 
 
-def test_what_older_runs_lack_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_older_runs_lack_is_said(tmp_path: Path, dmt: Dmt) -> None:
     older = [event(0, "start", step=0), event(21, "end", step=10, exit_code=0)]
     write(tmp_path, older, metrics(10, 2.0))
-    assert main(["report", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = dmt("report", tmp_path).out
     assert "goodput  95.2% of 21.0 s, without start-up\n" in out
     assert "    start-up and restarts not recorded\n" in out
     assert "checkpoints  none written" in out
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_just_begun(tmp_path: Path, dmt: Dmt) -> None:
     write(tmp_path, [event(0, "launch")], [])
-    assert main(["report", str(tmp_path)]) == 0
-    assert "nothing to divide yet" in capsys.readouterr().out
+    assert "nothing to divide yet" in dmt("report", tmp_path).out
 
 
 @pytest.mark.parametrize(
@@ -129,23 +117,16 @@ def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture
         (["nowhere", "--text", "--json"], "--text, --json and --html: one form at a time"),
     ],
 )
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(arguments: list[str], message: str, dmt: Dmt) -> None:
+    assert message in dmt("report", *arguments, code=2).err
 
 
-def test_steps_without_a_line_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_without_a_line_are_named(tmp_path: Path, dmt: Dmt) -> None:
     run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
     (run / "recipe.yaml").write_text("logging: {every_steps: 1}\n")
-    main(["report", str(run), "--json"])
-    assert not any("no line" in one for one in json.loads(capsys.readouterr().out)["missing"])
+    assert not any("no line" in one for one in dmt("report", run, "--json").json["missing"])
     write(tmp_path, KILLED_AND_RESTARTED, [*metrics(20, 2.0)[:5], *metrics(20, 2.0)[11:15]])
-    main(["report", str(run), "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = dmt("report", run, "--json").json
     assert found["missing"][-2:] == [
         "metrics.jsonl: no line between step 5 and step 12",
         "metrics.jsonl: no line between step 15 and step 20",

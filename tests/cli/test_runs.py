@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics, write_run
 from toolkit.cli.extras import OPTIONS
-from toolkit.cli.main import main
 
 RECIPE = """\
 name: one
@@ -34,13 +34,12 @@ def age(run: Path, seconds: float) -> Path:
     return run
 
 
-def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["runs", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["runs"]
+def listed(folder: Path, dmt: Dmt) -> dict[str, Any]:
+    found = dmt("runs", folder, "--json").json["runs"]
     return {Path(one["run"]).name: one for one in found}
 
 
-def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states(tmp_path: Path, dmt: Dmt) -> None:
     going = KILLED_AND_RESTARTED[:3]
     write(tmp_path / "going", going, metrics(12, 2.0))
     age(write(tmp_path / "done", KILLED_AND_RESTARTED, metrics(20, 2.0)), 60)
@@ -52,7 +51,7 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locked = age(write(tmp_path / "locked", going, metrics(12, 2.0)), 7500)
     with (locked / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = listed(tmp_path, capsys)
+        found = listed(tmp_path, dmt)
         assert [*found] == ["going", "done", "stopped", "failed", "killed", "locked"]
         states = {name: one["state"] for name, one in found.items()}
     assert states == {
@@ -64,27 +63,24 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["killed"]["why"] == "no end recorded, and silent for 2.1 h: killed?"
     assert (found["done"]["step"], found["done"]["loss"]) == (20, 4.8)
     assert found["locked"]["age_s"] == pytest.approx(7500, abs=60)
-    assert listed(tmp_path, capsys)["locked"]["state"] == "failed", "its lock is free now"
-    assert main(["runs", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    assert listed(tmp_path, dmt)["locked"]["state"] == "failed", "its lock is free now"
+    out = dmt("runs", tmp_path).out
     assert "\x1b" not in out and "no memory\\x1b[2J" in out
     assert f"{tmp_path}/done" in out and "4.8000" in out
 
 
 def test_the_last_run_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.chdir(tmp_path)
     age(write(Path("runs/old"), KILLED_AND_RESTARTED, metrics(20, 2.0)), 60)
     write(Path("runs/new"), KILLED_AND_RESTARTED[:3], metrics(12, 2.0))
-    assert main(["report"]) == 0
-    assert capsys.readouterr().out.startswith("runs/new\n")
+    assert dmt("report").out.startswith("runs/new\n")
     monkeypatch.chdir(tmp_path / "runs/old")
-    assert main(["report"]) == 2
-    assert "no run in runs: no folder there has an events.jsonl" in capsys.readouterr().err
+    assert "no run in runs: no folder there has an events.jsonl" in dmt("report", code=2).err
 
 
-def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs(tmp_path: Path, dmt: Dmt) -> None:
     lines = [line | {"tokens_per_s": 100.0} for line in metrics(10, 2.0)]
     first = write(tmp_path / "first", KILLED_AND_RESTARTED, lines)
     other = write(tmp_path / "other", KILLED_AND_RESTARTED, [])
@@ -98,8 +94,7 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
     text = "".join(json.dumps(line) + "\n" for line in changed)
     (other / "metrics.jsonl").write_text(text + "not JSON\n" + '{"step": 9, "lo')
-    assert main(["compare", str(first), str(other), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = dmt("compare", first, other, "--json").json
     assert found["settings"] == {
         "data.train.1.weight": [0.5, 0.7], "adapter": [None, {"rank": 8}],
     }  # fmt: skip
@@ -110,8 +105,7 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "metrics.jsonl: 1 of 9 lines cannot be read (the first: line 9); left out",
         "metrics.jsonl: its last line is cut short, or is being written",
     ]
-    assert main(["compare", str(first), str(other), str(first)]) == 0
-    out = capsys.readouterr().out
+    out = dmt("compare", first, other, first).out
     assert "differs first at step 3, by more than rounding at step 5: 4.9995 instead of" in out
     assert "equal to the last bit at all 10 steps logged in both" in out
     assert "10.0% faster (median tokens/s), loss 4.9200 instead of 4.9200 at step 8" in out
@@ -120,7 +114,7 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "adapter              nothing  {rank: 8}  nothing" in out
 
 
-def test_why_a_run_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_run_is_slower(tmp_path: Path, dmt: Dmt) -> None:
     waits = {"first": 0.1, "other": 0.9}
     for name, each in waits.items():
         lines = [
@@ -129,23 +123,20 @@ def test_why_a_run_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         events = [event(0, "launch"), event(10 + 50 * each, "start", step=0), event(90, "save")]
         run = write(tmp_path / name, events, lines)
         (run / "plan.json").write_text(json.dumps({"predicted": {"step_time_s": 1 + each}}))
-    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "other")]) == 0
-    out = capsys.readouterr().out
+    out = dmt("compare", tmp_path / "first", tmp_path / "other").out
     assert "88.9% slower" in out
     assert "  - waiting for data took 45% of the step time, not 5%" in out
     assert "  - its plan predicts 1.90 s per step, not 1.10 s" in out
     assert "  - start-up took 55.0 s, not 15.0 s" in out
 
 
-def test_nan_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_is_a_difference(tmp_path: Path, dmt: Dmt) -> None:
     lines = [line | {"loss": "NaN"} if line["step"] > 2 else line for line in metrics(4, 2.0)]
     healthy = write(tmp_path / "healthy", KILLED_AND_RESTARTED, metrics(4, 2.0))
     sick = write(tmp_path / "sick", KILLED_AND_RESTARTED, lines)
-    assert main(["compare", str(healthy), str(sick), str(sick)]) == 0
-    out = capsys.readouterr().out
+    out = dmt("compare", healthy, sick, sick).out
     assert out.count("differs first at step 3: nan instead of 4.97") == 2
-    assert main(["compare", str(sick), str(sick)]) == 0
-    assert "equal to the last bit at all 4 steps" in capsys.readouterr().out
+    assert "equal to the last bit at all 4 steps" in dmt("compare", sick, sick).out
 
 
 PREDICTION = event(
@@ -205,11 +196,7 @@ def _replace(name: str, text: str | bytes | None) -> Callable[[Path], None]:
     ],
 )
 def test_damaged_files_are_listed(
-    tmp_path: Path,
-    name: str,
-    content: str | bytes | None,
-    warning: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, name: str, content: str | bytes | None, warning: str, dmt: Dmt
 ) -> None:
     run = write(tmp_path / "run", [*KILLED_AND_RESTARTED, PREDICTION], metrics(20, 2.0))
     _replace(name, content)(run)
@@ -219,22 +206,19 @@ def test_damaged_files_are_listed(
         options.append(["report", "--html", page])
     for verb, *more in options:
         arguments = [verb, str(run), *([str(run)] if verb == "compare" else []), *more]
-        assert main(arguments) == 0
-        shown = capsys.readouterr().out
+        shown = dmt(*arguments).out
         if "--html" in more:
             shown = Path(page).read_text()
         assert warning in shown, arguments
-    assert main(["runs", str(tmp_path)]) == 0
-    assert name not in ("events.jsonl",) or warning in capsys.readouterr().out
+    assert name not in ("events.jsonl",) or warning in dmt("runs", tmp_path).out
 
 
 @pytest.mark.parametrize("verb", ["report", "runs", "compare", "watch"])
-def test_a_name_that_is_too_long(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_too_long(verb: str, dmt: Dmt) -> None:
     if verb == "watch":
         pytest.importorskip("toolkit.extras.page")
     name = "x" * 300
-    assert main([verb, name, name][: 3 if verb == "compare" else 2]) == 2
-    said = capsys.readouterr().err
+    said = dmt(*[verb, name, name][: 3 if verb == "compare" else 2], code=2).err
     assert name in said and ("File name too long" in said or "no run in" in said)
 
 
@@ -246,8 +230,5 @@ def test_a_name_that_is_too_long(verb: str, capsys: pytest.CaptureFixture[str]) 
         (["runs", "nowhere"], "no run in nowhere"),
     ],
 )
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(arguments: list[str], message: str, dmt: Dmt) -> None:
+    assert message in dmt(*arguments, code=2).err

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.dmt import Dmt
 from tests.models.configs import CONFIGS, config_of
 from tests.models.every_type import tiny, tried
-from toolkit.cli.main import main
 from toolkit.layout import Layout, Pair, Recompute
 from toolkit.models import huggingface as hf
 from toolkit.models.config_check import check_config
@@ -113,7 +113,7 @@ def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, wor
     assert words in f"{problem.found} {problem.allowed} {problem.fix}"
 
 
-def test_check_names_file_line_and_suggestion(tmp_path: Path, capsys):
+def test_check_names_file_line_and_suggestion(tmp_path: Path, dmt: Dmt):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "name: own\nmodel:\n  config:\n    model_type: cohere2\n    hidden_sise: 64\n"
@@ -121,8 +121,7 @@ def test_check_names_file_line_and_suggestion(tmp_path: Path, capsys):
         "training: {steps: 1, sequence_length: 16, global_batch_size: 1}\n"
         "optimizer: {learning_rate: 1.0e-3}\ncluster: {gpus_per_node: 1, gpu: cpu}\n"
     )
-    assert main(["check", str(recipe)]) == 2
-    error = capsys.readouterr().err
+    error = dmt("check", recipe, code=2).err
     assert re.search(r"recipe\.yaml:5.*hidden_sise.*`hidden_size`", error, re.DOTALL)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from tests.dmt import Dmt
 from tests.recipe.good import GOOD
 from toolkit.cli.check import judge
-from toolkit.cli.main import main
 
 
 @dataclass(frozen=True)
@@ -946,10 +946,9 @@ EXTRA = {
 """A second replacement that a mistake needs to be one."""
 
 
-def problems_of(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict]:
+def problems_of(path: Path, dmt: Dmt, *options: str) -> list[dict]:
     """Problems from `dmt check --json`, which must exit with 2 and show no traceback."""
-    assert main(["check", "--json", str(path), *options]) == 2
-    captured = capsys.readouterr()
+    captured = dmt("check", "--json", path, *options, code=2)
     assert "Traceback" not in captured.out + captured.err
     (recipe,) = json.loads(captured.out)["recipes"]
     assert recipe["file"] == str(path)
@@ -957,11 +956,10 @@ def problems_of(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     return list(recipe["problems"])
 
 
-def test_good_recipe_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_recipe_is_good(tmp_path: Path, dmt: Dmt) -> None:
     path = tmp_path / "good.yaml"
     path.write_text(GOOD)
-    assert main(["check", str(path)]) == 0
-    captured = capsys.readouterr()
+    captured = dmt("check", path)
     assert captured.out.startswith("✓ good  ")
     assert captured.err == ""
 
@@ -972,10 +970,7 @@ def test_many_kinds() -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_one_clear_problem(
-    mistake: Mistake,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    mistake: Mistake, request: pytest.FixtureRequest, tmp_path: Path, dmt: Dmt
 ) -> None:
     assert GOOD.count(mistake.old) >= 1
     text = GOOD.replace(mistake.old, mistake.new, 1)
@@ -984,7 +979,7 @@ def test_one_clear_problem(
         text = text.replace(*EXTRA[case], 1)
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    found = [one for one in problems_of(path, capsys) if not _absent(one, mistake.key)]
+    found = [one for one in problems_of(path, dmt) if not _absent(one, mistake.key)]
     assert len(found) == 1, found
     (problem,) = found
     assert problem["key"] == mistake.key

@@ -14,6 +14,7 @@ from typing import get_args
 import huggingface_hub
 import pytest
 
+from tests.dmt import Dmt
 from toolkit.cli.main import main
 from toolkit.data.amount import count_samples
 from toolkit.data.tokenizers import byte_tokenizer
@@ -50,26 +51,20 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[str, Recipe]:
+def written(tmp_path: Path, dmt: Dmt, *arguments: str) -> tuple[str, Recipe]:
     """What `dmt init` writes, saved, checked and planned as a user would."""
-    assert main(["init", *arguments]) == 0
-    printed = capsys.readouterr()
+    printed = dmt("init", *arguments)
     file = tmp_path / "recipe.yaml"
     file.write_text(printed.out)
-    assert main(["check", str(file)]) == 0
-    assert main(["plan", str(file)]) == 2 * ("DOES NOT FIT" in printed.out)
-    capsys.readouterr()
+    dmt("check", file)
+    dmt("plan", file, code=2 * ("DOES NOT FIT" in printed.out))
     return printed.out, load_recipe(file)
 
 
 @pytest.mark.parametrize(("size", "task"), SHIPPED)
-def test_every_shipped_size(
-    size: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_shipped_size(size: str, task: str, tmp_path: Path, dmt: Dmt) -> None:
     """The shipped recipe's own numbers on another cluster, and no layout."""
-    text, recipe = written(tmp_path, capsys, size, "--task", task, "--cluster", "8x8xh100-80gb")
+    text, recipe = written(tmp_path, dmt, size, "--task", task, "--cluster", "8x8xh100-80gb")
     shipped = load_recipe(shipped_sizes()[size][task])
     assert recipe.parallel == ParallelSection()
     assert recipe.cluster.world_size == 64
@@ -143,15 +138,14 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shipped_recipes_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     """From anywhere; a file of the same name is the user's."""
     monkeypatch.chdir(tmp_path)
-    assert main(["recipes"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    listed = [line.split()[0] for line in dmt("recipes").out.splitlines()]
     shipped = [file for tasks in shipped_sizes().values() for file in tasks.values()]
     assert len(listed) == len(set(listed)) == len(shipped)
-    assert main(["check", listed[0], "llama-sft"]) == 0
+    dmt("check", listed[0], "llama-sft")
     Path("mine.yaml").write_text(
         "extends: [recipes:base/sft.yml, recipes:llama/llama-3.1-8b.yml]\nname: mine\n"
     )
@@ -160,47 +154,40 @@ def test_shipped_recipes_by_name(
     Path("short.yaml").write_text("extends: recipes:llama/llama-3.1-8b-sft\nname: mine\n")
     assert load_recipe(Path("short.yaml")).model == mine.model
     Path("gpt2-124m-pretrain").write_text("name: mine\n")
-    assert main(["check", "gpt2-124m-pretrain"]) == 2
-    capsys.readouterr()
-    assert main(["plan", "llama-3.1-8b-pretrian"]) == 2
-    assert "did you mean the shipped recipe `llama-3.1-8b-pretrain`?" in capsys.readouterr().err
+    dmt("check", "gpt2-124m-pretrain", code=2)
+    printed = dmt("plan", "llama-3.1-8b-pretrian", code=2).err
+    assert "did you mean the shipped recipe `llama-3.1-8b-pretrain`?" in printed
 
 
 def test_a_file_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     """The same recipe as on standard output; a recipe that is there is never overwritten."""
     monkeypatch.chdir(tmp_path)
     arguments = ["init", "gpt2-124m", "--cluster", "2xcpu"]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert main([*arguments, "--out", "mine.yaml"]) == 0
-    out, err = capsys.readouterr()
+    printed = dmt(*arguments).out
+    out, err = dmt(*arguments, "--out", "mine.yaml")
     assert out == "" and err == "wrote mine.yaml; next: dmt check mine.yaml\n"
     text = Path("mine.yaml").read_text()
     assert text == printed
-    assert main(["check", "mine.yaml"]) == 0
+    dmt("check", "mine.yaml")
     Path("mine.yaml").write_text("edited")
     for file, said in (("mine.yaml", "File exists"), ("no/where.yaml", "No such file")):
-        assert main([*arguments, "--out", file]) == 2
-        err = capsys.readouterr().err
+        err = dmt(*arguments, "--out", file, code=2).err
         assert f"--out: cannot write {file}: {said}" in err and "Traceback" not in err
     assert Path("mine.yaml").read_text() == "edited"
 
 
 def test_help_says_where_the_shipped_sizes_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["init", "--help"]) == 0
-    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    shown = re.sub(r"[\s│]+", " ", dmt("init", "--help").out)
     assert "a shipped size (see `dmt recipes`)" in shown or "(see dmt recipes)" in shown
 
 
-def test_comments_are_the_plans_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, recipe = written(tmp_path, capsys, "llama-3.1-8b", "--cluster", "4x8xh100-80gb")
+def test_comments_are_the_plans_numbers(tmp_path: Path, dmt: Dmt) -> None:
+    text, recipe = written(tmp_path, dmt, "llama-3.1-8b", "--cluster", "4x8xh100-80gb")
     plan = plan_recipe(recipe)
     found = estimate_plan(recipe, plan)
     step_s = found.time.total_s
@@ -216,11 +203,9 @@ def test_comments_are_the_plans_numbers(
         assert f"  {key}: auto".ljust(34) + f"# now {value}\n" in text
 
 
-def test_a_folder_gets_usual_numbers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_gets_usual_numbers(folder: Path, tmp_path: Path, dmt: Dmt) -> None:
     """GPT-3's batch and learning rate for its size, 20 tokens per parameter."""
-    text, recipe = written(tmp_path, capsys, str(folder), "--cluster", "8xa100-80gb")
+    text, recipe = written(tmp_path, dmt, str(folder), "--cluster", "8xa100-80gb")
     assert recipe.name == "tinyllama-pretrain"
     assert recipe.model.hub == str(folder) and recipe.model.init == "random"
     assert recipe.model.config is not None
@@ -245,14 +230,14 @@ def test_a_folder_gets_usual_numbers(
 )
 def test_post_training_of_a_folder(
     task: str, objective: str, kind: str, learning_rate: float, folder: Path,
-    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, dmt: Dmt
 ) -> None:  # fmt: skip
     """The numbers of `recipes/base/`, with the tokenizer's own template if it has one."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").touch()
     arguments = [str(folder), "--cluster", "8xa100-80gb", "--task", task]
-    _, recipe = written(tmp_path, capsys, *arguments)
+    _, recipe = written(tmp_path, dmt, *arguments)
     assert (recipe.name, recipe.model.init) == (f"tinyllama-{task}", "pretrained")
     assert (recipe.training.objective, recipe.data.train.kind) == (objective, kind)
     assert recipe.optimizer.learning_rate == learning_rate
@@ -262,7 +247,7 @@ def test_post_training_of_a_folder(
     assert (recipe.dpo is not None) == (task == "dpo")
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(folder)
-    _, recipe = written(tmp_path, capsys, *arguments)
+    _, recipe = written(tmp_path, dmt, *arguments)
     assert recipe.data.chat_template is None
 
 
@@ -271,23 +256,21 @@ def test_post_training_of_a_folder(
     [("3x8xv100-32gb", "fp16", 528), ("2xcpu", "fp32", 512), ("8xh100-80gb", "bf16", 512)],
 )
 def test_what_the_cluster_decides(
-    cluster: str, precision: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: str, precision: str, batch: int, tmp_path: Path, dmt: Dmt
 ) -> None:
     """Precision that the device has, and a batch that its ranks can share."""
-    text, recipe = written(tmp_path, capsys, "gpt2-124m", "--cluster", cluster)
+    text, recipe = written(tmp_path, dmt, "gpt2-124m", "--cluster", cluster)
     assert (recipe.training.precision, recipe.training.global_batch_size) == (precision, batch)
     assert ("nominal CPU" in text) == (cluster == "2xcpu")
 
 
-def test_a_cluster_file_with_a_price(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_file_with_a_price(tmp_path: Path, dmt: Dmt) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text(
         "nodes: 2\ngpus_per_node: 8\ngpu: {like: h100-80gb, name: ours, memory_gib: 96}\n"
         "price_per_gpu_hour: 2\n"
     )
-    text, recipe = written(tmp_path, capsys, "llama-3.2-1b", "--cluster", str(file))
+    text, recipe = written(tmp_path, dmt, "llama-3.2-1b", "--cluster", str(file))
     assert recipe.cluster.gpu == "h100-80gb"
     assert " of 96 GiB per GPU" in text
     assert f"add `--cluster {file}`" in text
@@ -298,13 +281,13 @@ def test_a_cluster_file_with_a_price(
     assert " at the cluster's price" in text
 
 
-def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = written(tmp_path, capsys, "llama-3.1-405b", "--cluster", "1xv100-32gb")
+def test_what_cannot_fit_is_said(tmp_path: Path, dmt: Dmt) -> None:
+    text, _ = written(tmp_path, dmt, "llama-3.1-405b", "--cluster", "1xv100-32gb")
     assert "# Planned: DOES NOT FIT (see `dmt plan`): " in text
 
 
-def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = written(tmp_path, capsys, "llama-3.1-8b", "--cluster", "1xh100-80gb")
+def test_offload_is_named(tmp_path: Path, dmt: Dmt) -> None:
+    text, _ = written(tmp_path, dmt, "llama-3.1-8b", "--cluster", "1xh100-80gb")
     zero = next(line for line in text.splitlines() if line.startswith("  zero: "))
     assert zero.endswith("optimizer on cpu")
 
@@ -323,28 +306,23 @@ ROWS["lora"] = ROWS["sft"]
 @pytest.mark.parametrize("model", ["llama-bytes", "qwen3-0.6b"])
 @pytest.mark.parametrize("rows", [40, 4000])
 def test_data_decides_batch_length_and_warm_up(
-    model: str, task: Task, rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str,
+    task: Task,
+    rows: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    dmt: Dmt,
 ) -> None:
     """What is written passes `dmt check`, which counts samples, or the data is too little."""
     data, file = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
     data.write_text(f"{json.dumps(ROWS[task])}\n" * rows)
-    words = [
-        model,
-        "--cluster",
-        "1x2xcpu",
-        "--task",
-        task,
-        "--data",
-        str(data),
-        "--out",
-        str(file),
-    ]
+    words = [model, "--cluster=1x2xcpu", f"--task={task}", f"--data={data}", f"--out={file}"]
     code = main(["init", *words])
     err = capsys.readouterr().err
     if code == 2:
         assert rows == 40 and "GPUs need one each" in err, err
         return
-    assert main(["check", str(file)]) == 0
+    dmt("check", file)
     recipe = load_recipe(file)
     assert recipe.training.epochs == 1 and recipe.training.global_batch_size % 2 == 0
     assert recipe.data.train.places == (str(data),)  # type: ignore[union-attr]
@@ -355,8 +333,7 @@ def test_data_decides_batch_length_and_warm_up(
         shipped, tenth = shipped_warmup(model, task), math.ceil(0.1 * steps)
         assert recipe.schedule.warmup(steps) == (shipped if 0 < shipped < tenth else tenth)
         large = samples + 2 - samples % 2
-        assert main(["check", str(file), "--set", f"training.global_batch_size={large}"]) == 2
-        said = capsys.readouterr().err
+        said = dmt("check", file, "--set", f"training.global_batch_size={large}", code=2).err
         assert f"{large}, with training data of {samples} samples" in said
 
 
@@ -365,7 +342,7 @@ def shipped_warmup(model: str, task: Task) -> int:
 
 
 def test_a_batch_and_a_warm_up_that_the_data_does_not_allow_are_found_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dmt: Dmt
 ) -> None:
     """44 samples against 128, then 20 warm-up steps of 1: each would have ended a launch."""
     data = tmp_path / "rows.jsonl"
@@ -377,18 +354,16 @@ def test_a_batch_and_a_warm_up_that_the_data_does_not_allow_are_found_at_once(
         "evaluation.every_steps": "null",
     }  # fmt: skip
     words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    assert main(["check", "llama-dpo", *words]) == 2
-    err = capsys.readouterr().err
+    err = dmt("check", "llama-dpo", *words, code=2).err
     assert "2 problems" in err and "set it to 44" in err, err
     assert "20 of 1 steps" in err
 
 
-def test_data_of_another_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_of_another_task(tmp_path: Path, dmt: Dmt) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(ROWS["dpo"]))
     words = ["llama-bytes", "--cluster", "1x2xcpu", "--task", "sft", "--data", str(data)]
-    assert main(["init", *words]) == 2
-    assert "--task dpo, or name a file with chat data" in capsys.readouterr().err
+    assert "--task dpo, or name a file with chat data" in dmt("init", *words, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -409,27 +384,20 @@ def test_data_of_another_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),
     ],
 )
-def test_mistakes_are_one_error(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", *arguments]) == 2
-    printed = capsys.readouterr()
+def test_mistakes_are_one_error(arguments: list[str], expected: str, dmt: Dmt) -> None:
+    printed = dmt("init", *arguments, code=2)
     assert expected in printed.err
     assert printed.out == "" and "Traceback" not in printed.err
 
 
-def test_weights_without_their_tokenizer(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_without_their_tokenizer(folder: Path, dmt: Dmt) -> None:
     """Bytes are right for a new model only."""
-    assert main(["init", str(folder), "--cluster", "2xcpu", "--task", "sft"]) == 2
-    printed = capsys.readouterr()
+    printed = dmt("init", folder, "--cluster", "2xcpu", "--task", "sft", code=2)
     assert "holds no tokenizer" in printed.err and printed.out == ""
 
 
-def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", str(tmp_path), "--cluster", "8xh100-80gb"]) == 2
-    assert "config.json" in capsys.readouterr().err
+def test_a_folder_without_a_config(tmp_path: Path, dmt: Dmt) -> None:
+    assert "config.json" in dmt("init", tmp_path, "--cluster", "8xh100-80gb", code=2).err
 
 
 def test_a_hub_id_from_the_local_cache(tmp_path: Path) -> None:
@@ -453,17 +421,14 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["My Model (v2)", "ünï", "..."])
-def test_any_folder_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_folder_name(name: str, tmp_path: Path, dmt: Dmt) -> None:
     made = tmp_path / name
     made.mkdir()
     (made / "config.json").write_text(json.dumps(CONFIG))
-    _, recipe = written(tmp_path, capsys, str(made), "--cluster", "2xcpu")
+    _, recipe = written(tmp_path, dmt, str(made), "--cluster", "2xcpu")
     assert recipe.name.endswith("-pretrain")
 
 
-def test_a_model_that_no_recipe_can_have(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_no_recipe_can_have(folder: Path, dmt: Dmt) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1}))
-    assert main(["init", str(folder), "--cluster", "2xcpu"]) == 2
-    assert "training.sequence_length" in capsys.readouterr().err
+    assert "training.sequence_length" in dmt("init", folder, "--cluster", "2xcpu", code=2).err

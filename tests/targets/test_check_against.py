@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.processes import ROOT
 from tests.targets.conftest import TINY
-from toolkit.cli.main import main
 from toolkit.errors import PlanError
 from toolkit.run.assignment import assign
 
@@ -19,21 +19,17 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_what_agrees_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(TINY), "--against", str(ROOT / "ds_configs/zero2.json")]) == 0
-    out = capsys.readouterr().out
+def test_what_agrees_exits_0(dmt: Dmt) -> None:
+    out = dmt("check", TINY, "--against", ROOT / "ds_configs/zero2.json").out
     assert "0 disagree" in out
     assert "recipe fills it" in out
     assert "DMT does not read this file" in out
 
 
-def test_what_disagrees_exits_2_and_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_disagrees_exits_2_and_says_what_to_do(tmp_path: Path, dmt: Dmt) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{\n "gradient_clipping": 0.25,\n "zero_optimization": {"stage": 3}\n}')
-    assert main(["check", str(TINY), "--against", str(file)]) == 2
-    captured = capsys.readouterr()
+    captured = dmt("check", TINY, "--against", file, code=2)
     assert captured.err == ""
     out = captured.out
     assert f"{file}:2  optimizer.clip_grad_norm  0.25, the recipe 1 ({TINY}:" in out
@@ -43,12 +39,11 @@ def test_what_disagrees_exits_2_and_says_what_to_do(
     assert max(map(len, table)) <= 80
 
 
-def test_several_places_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_places_and_json(tmp_path: Path, dmt: Dmt) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precison: bf16\n")
     command = ["check", "--json", str(TINY), "--against", str(file), "--against", "env"]
-    assert main(command) == 2
-    captured = capsys.readouterr()
+    captured = dmt(*command, code=2)
     assert captured.err == ""
     (checked,) = json.loads(captured.out)["recipes"]
     assert checked["ok"] is False
@@ -63,71 +58,69 @@ def test_several_places_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (env["source"], env["agrees"]) == ("env", True)
 
 
-def test_an_override_counts(tmp_path: Path) -> None:
+def test_an_override_counts(tmp_path: Path, dmt: Dmt) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"gradient_clipping": 0.25}')
     command = ["check", str(TINY), "--against", str(file), "--set"]
-    assert main([*command, "optimizer.clip_grad_norm=0.25"]) == 0
+    dmt(*command, "optimizer.clip_grad_norm=0.25")
 
 
-def test_a_file_of_no_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_no_kind(tmp_path: Path, dmt: Dmt) -> None:
     (tmp_path / "notes.txt").write_text("nothing here")
-    assert main(["check", str(TINY), "--against", str(tmp_path / "notes.txt")]) == 2
-    assert f"{tmp_path}/notes.txt  --against" in capsys.readouterr().err
+    printed = dmt("check", TINY, "--against", tmp_path / "notes.txt", code=2).err
+    assert f"{tmp_path}/notes.txt  --against" in printed
 
 
-def test_the_recipes_own_file_shows_both_sides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipes_own_file_shows_both_sides(tmp_path: Path, dmt: Dmt) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 99}')
     named = ["--set", f"parallel.zero.config={file}"]
-    assert main(["check", str(TINY), *named, "--against", str(file)]) == 2
-    captured = capsys.readouterr()
+    captured = dmt("check", TINY, *named, "--against", file, code=2)
     assert "train_batch_size\n      found    99" in captured.err
     row = next(line for line in captured.out.splitlines() if "global_batch_size" in line)
     assert row.split()[1:] == ["16", "refused"]
 
 
 def test_a_secret_is_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     secret = "0123456789abcdef0123456789abcdef01234567"
     monkeypatch.setenv("WANDB_API_KEY", secret)
     monkeypatch.setenv("WANDB_PROJECT", secret)
-    main(["check", str(TINY), "--against", "env"])
-    main(["check", str(TINY), "--against", "env", "--json"])
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"wandb": {"project": secret}, "train_batch_size": 16}))
-    main(["check", str(TINY), "--against", str(file)])
-    main(["launch", str(TINY), "--dry-run"])
-    captured = capsys.readouterr()
-    assert "WANDB_PROJECT" in captured.out
-    assert "--set logging.wandb.project=" in captured.out
-    assert secret not in captured.out + captured.err
+    printed = [
+        dmt("check", TINY, "--against", "env", code=2),
+        dmt("check", TINY, "--against", "env", "--json", code=2),
+        dmt("check", TINY, "--against", file, code=2),
+        dmt("launch", TINY, "--dry-run"),
+    ]
+    assert "WANDB_PROJECT" in printed[0].out
+    assert "--set logging.wandb.project=" in printed[0].out
+    assert not any(secret in out + err for out, err in printed)
 
 
 def test_launch_names_a_stray_accelerate_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """axolotl#394, at `dmt launch`."""
     folder = tmp_path / "hf" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text("distributed_type: FSDP\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    assert main(["launch", str(TINY), "--dry-run"]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dmt: ")]
+    lines = [
+        line
+        for line in dmt("launch", TINY, "--dry-run").err.splitlines()
+        if line.startswith("dmt: ")
+    ]
     assert len(lines) == 1
     assert "distributed_type=FSDP (parallel.engine is deepspeed)" in lines[0]
 
 
-def test_launch_refuses_what_would_hang(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_refuses_what_would_hang(dmt: Dmt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
     command = ["launch", str(TINY), "--launcher", "torchrun", "--dry-run"]
-    assert main(command) == 2
-    captured = capsys.readouterr()
+    captured = dmt(*command, code=2)
     assert "PET_NNODES=2 (cluster.nodes is 1)" in captured.err
     assert captured.out == ""
 

@@ -1,12 +1,11 @@
 """`dmt plan --mtbf` as a user and as a program reads it."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import main
+from tests.dmt import Dmt
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LLAMA_405B = str(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")
@@ -14,13 +13,12 @@ TINY = str(RECIPES / "tiny/llama-bytes.yaml")
 SECTION = "  failures: how often to save, and what is left for training\n"
 
 
-def section(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out.partition(SECTION)[2]
+def section(dmt: Dmt, *arguments: str) -> str:
+    return dmt("plan", *arguments).out.partition(SECTION)[2]
 
 
-def test_the_table_and_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
-    table, rest = section(capsys, LLAMA_405B, "--mtbf", "50000").split("\n\n")
+def test_the_table_and_what_it_assumes(dmt: Dmt) -> None:
+    table, rest = section(dmt, LLAMA_405B, "--mtbf", "50000").split("\n\n")
     header, *lines = (line.split() for line in table.splitlines())
     assert " ".join(header) == (
         "GPUs job MTBF save every steps goodput saving replay restart if sync"
@@ -50,16 +48,15 @@ def test_the_table_and_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
         assert any(text in line for line in stated), text
 
 
-def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_80_columns(dmt: Dmt) -> None:
     for recipe in (LLAMA_405B, TINY):
-        table = section(capsys, recipe, "--mtbf", "50000").split("\n\n")[0]
+        table = section(dmt, recipe, "--mtbf", "50000").split("\n\n")[0]
         assert max(map(len, table.splitlines())) < 80
 
 
-def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_programs(dmt: Dmt) -> None:
     options = ("--mtbf", "50000", "--checkpoint-gbps", "0.5", "--restart-minutes", "3")
-    assert main(["plan", LLAMA_405B, *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["goodput"]
+    found = dmt("plan", LLAMA_405B, *options, "--json").json["goodput"]
     assert found["assumptions"] == {
         "mtbf_hours": 50_000, "checkpoint_gbps": 0.5, "restart_minutes": 3,
     }  # fmt: skip
@@ -73,22 +70,19 @@ def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert own["restart_s"] == pytest.approx(3 * 60 + bytes_per_node / 0.5e9)
 
 
-def test_without_the_option_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert section(capsys, TINY) == ""
-    assert main(["plan", TINY, "--json"]) == 0
-    assert "goodput" not in json.loads(capsys.readouterr().out)
+def test_without_the_option_nothing_is_said(dmt: Dmt) -> None:
+    assert section(dmt, TINY) == ""
+    assert "goodput" not in dmt("plan", TINY, "--json").json
 
 
-def test_a_recipe_that_saves_at_its_end_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_saves_at_its_end_only(dmt: Dmt) -> None:
     setting = "checkpoint.every_steps=null"
-    out = section(capsys, LLAMA_405B, "--mtbf", "50000", "--set", setting)
+    out = section(dmt, LLAMA_405B, "--mtbf", "50000", "--set", setting)
     assert "every_steps is not set, so a failure undoes everything; 9" in out
 
 
-def test_a_run_that_is_over_before_it_should_save(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = section(capsys, TINY, "--mtbf", "50000")
+def test_a_run_that_is_over_before_it_should_save(dmt: Dmt) -> None:
+    out = section(dmt, TINY, "--mtbf", "50000")
     (advice,) = re.findall(r"this recipe on .*", out)
     assert re.search(r"the whole run \(.*\) is shorter than the best interval$", advice)
     assert "every_steps" not in advice
@@ -108,16 +102,12 @@ def test_a_run_that_is_over_before_it_should_save(
         (["--mtbf", "5", "--restart-minutes", "inf"], "--restart-minutes is inf"),
     ],
 )
-def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", TINY, *options]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(options: list[str], message: str, dmt: Dmt) -> None:
+    assert message in dmt("plan", TINY, *options, code=2).err
 
 
 @pytest.mark.parametrize("mtbf", ["0.001", "1e9"])
 @pytest.mark.parametrize(("gbps", "minutes"), [("0.001", "1e5"), ("1e6", "0")])
-def test_bounds_are_within_reach(
-    mtbf: str, gbps: str, minutes: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bounds_are_within_reach(mtbf: str, gbps: str, minutes: str, dmt: Dmt) -> None:
     options = ["--mtbf", mtbf, "--checkpoint-gbps", gbps, "--restart-minutes", minutes]
-    assert main(["plan", TINY, *options]) == 0
-    assert "nan" not in capsys.readouterr().out
+    assert "nan" not in dmt("plan", TINY, *options).out

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.dmt import Dmt
 from tests.processes import ROOT
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
 from tests.report.logs import write_run as write
@@ -241,19 +242,17 @@ def test_several_runs(tmp_path: Path) -> None:
     assert data_of(first)["comparison"] is None
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, dmt: Dmt) -> None:
     run = write(tmp_path / "run", KILLED_AND_RESTARTED, metrics(20, 2.0))
     out = tmp_path / "out.html"
-    assert main(["report", str(run), str(run), "--html", str(out)]) == 0
-    assert f"report {out}" in capsys.readouterr().err
+    assert f"report {out}" in dmt("report", run, run, "--html", out).err
     assert out.read_text().startswith("<!doctype html>")
     for arguments, message in (
         ([str(run), "--html", str(tmp_path / "no/out.html")], "cannot be written"),
         ([str(run), "--html", str(out), "--json"], "one form at a time"),
         ([str(run), str(run)], "2 runs: the text is of one"),
     ):
-        assert main(["report", *arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert message in dmt("report", *arguments, code=2).err
 
 
 NAMES = st.sampled_from(
@@ -321,15 +320,12 @@ def test_foreign_values_are_no_tracebacks(
     assert main(["runs", str(run), "--json"]) == 0
 
 
-def test_a_page_replaces_nothing_but_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_replaces_nothing_but_a_page(tmp_path: Path, dmt: Dmt) -> None:
     run = write(tmp_path / "run", KILLED_AND_RESTARTED, metrics(20, 2.0))
     page = tmp_path / "page.html"
     for _ in range(2):
-        assert main(["report", str(run), "--html", str(page)]) == 0
+        dmt("report", run, "--html", page)
     events = (run / "events.jsonl").read_bytes()
     for path in (run / "events.jsonl", tmp_path, Path("/"), Path(), Path("no/such.html")):
-        assert main(["report", str(run), "--html", str(path)]) == 2
-        assert f"--html: {path} " in capsys.readouterr().err
+        assert f"--html: {path} " in dmt("report", run, "--html", path, code=2).err
     assert (run / "events.jsonl").read_bytes() == events

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import main
+from tests.dmt import Dmt
 
 CASES = [
     {
@@ -23,11 +23,11 @@ CASES = [
 ]
 
 
-def test_cases_become_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_become_results(tmp_path: Path, dmt: Dmt) -> None:
     cases, out = tmp_path / "cases.json", tmp_path / "results.json"
     cases.write_text(json.dumps(CASES))
-    assert main(["estimate", "--cases", str(cases), "--out", str(out)]) == 0
-    assert capsys.readouterr().err == f"1 of 2 cases answered in {out}\n"
+    printed = dmt("estimate", "--cases", cases, "--out", out).err
+    assert printed == f"1 of 2 cases answered in {out}\n"
     counted, unknown = json.loads(out.read_text())
     assert counted["id"] == "counted" and counted["unsupported"] is None
     # ZeRO's figure 1: 16.6 GB.
@@ -53,14 +53,13 @@ def test_mistakes_are_explained(
     complaint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    dmt: Dmt,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = {"cases.json": CASES, "map.json": {"id": 1}, "odd.json": [{"id": "no model"}]}
     for name, content in files.items():
         Path(name).write_text(json.dumps(content))
     Path("text.json").write_text("not JSON")
-    assert main(["estimate", *arguments]) == 2
-    error = capsys.readouterr().err
+    error = dmt("estimate", *arguments, code=2).err
     assert complaint in error and "fix: " in error
     assert not Path("x").exists()
