@@ -85,8 +85,7 @@ def test_a_loop_of_ones_own_under_zero_2(finetune: Project, worker_losses: list[
     rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
     assert run(rendered, finetune.folder).code == 0
     start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
-    ended = run([*start, *changes], finetune.folder)
-    assert ended.code == 0, ended.err
+    ended = run([*start, *changes], finetune.folder, code=0)
     assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
 
 
@@ -123,8 +122,7 @@ def test_every_rendered_file_starts(
     rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
     assert run(rendered, finetune.folder).code == 0
     start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
-    ended = run([*start, *changes], finetune.folder)
-    assert ended.code == 0, ended.err
+    ended = run([*start, *changes], finetune.folder, code=0)
     assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-4)
 
 
@@ -135,14 +133,12 @@ def test_one_process_needs_no_launcher(
     script: Path, engine: str, finetune: Project, worker_losses: list[float]
 ) -> None:
     changes = settings(CHANGES[engine] | {"cluster.gpus_per_node": 1})
-    ended = run(tool("python", script, finetune.recipe, *changes), finetune.folder)
-    assert ended.code == 0, ended.err
+    ended = run(tool("python", script, finetune.recipe, *changes), finetune.folder, code=0)
     assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
 
 
 def test_a_mistake_is_one_error(finetune: Project) -> None:
-    ended = run(tool("python", LOOP, finetune.recipe), finetune.folder)
-    assert ended.code == 2
+    ended = run(tool("python", LOOP, finetune.recipe), finetune.folder, code=2)
     assert "2 process(es) each, the launcher started 1" in ended.err
     assert "Traceback" not in ended.err
 
@@ -150,7 +146,8 @@ def test_a_mistake_is_one_error(finetune: Project) -> None:
 @pytest.mark.soak
 def test_random_weights_are_not_fine_tuned(finetune: Project) -> None:
     for script in (LOOP, TRAINER):
-        ended = run(tool("python", script, finetune.folder / "recipe.yaml"), finetune.folder)
-        assert ended.code == 2
+        ended = run(
+            tool("python", script, finetune.folder / "recipe.yaml"), finetune.folder, code=2
+        )
         assert "trains from random weights; this script fine-tunes" in ended.err
         assert "Traceback" not in ended.err

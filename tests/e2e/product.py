@@ -159,8 +159,9 @@ class Command:
         """Press Ctrl-C: SIGINT to the process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def end(self) -> Ended:
-        """Wait for the end; assert that no process of this command outlives it.
+    def end(self, code: int | None = None) -> Ended:
+        """Wait for the end; assert its exit code, if one is given, and that no process of this
+        command outlives it.
 
         A service that looks for its parent every now and then has a moment to notice.
         """
@@ -170,7 +171,9 @@ class Command:
         while (left := self.alive()) and time.monotonic() < moment:
             time.sleep(0.1)
         assert not left, f"left behind: {left}"
-        return Ended(self.process.returncode, out, err)
+        ended = Ended(self.process.returncode, out, err)
+        assert code in (None, ended.code), err
+        return ended
 
     def kill(self) -> None:
         """Kill whatever is left of it."""
@@ -205,10 +208,11 @@ def run(
     env: Mapping[str, str] | None = None,
     *,
     cold: bool = False,
+    code: int | None = None,
 ) -> Ended:
-    """Run a command to its end."""
+    """Run a command to its end; `code`: see `Command.end`."""
     with started(argv, folder, env, cold=cold) as command:
-        return command.end()
+        return command.end(code)
 
 
 def _clean_environment() -> dict[str, str]:

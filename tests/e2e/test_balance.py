@@ -74,8 +74,7 @@ def test_the_busiest_expert_of_the_last_of_80_steps(
     skewed(tmp_path)
     (tmp_path / "r.yaml").write_text(RECIPE)
     changes = settings({"model.config": config, "model.balance": balance})
-    ended = run(dmt("launch", "r.yaml", "--run-dir", "run", *changes), tmp_path)
-    assert ended.code == 0, ended.err
+    run(dmt("launch", "r.yaml", "--run-dir", "run", *changes), tmp_path, code=0)
     steps = jsonl.read(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 80
     assert least <= mean(step["busiest_expert"] for step in steps[-20:]) <= most

@@ -24,8 +24,7 @@ def test_a_stray_accelerate_file_switches_nothing_on(
     start = tool("accelerate", "launch", "--config_file", file, ROOT / "launch/train.py")
     changes = settings({"training.steps": 2, "checkpoint.export": "false"})
     argv = [*start, str(project.recipe), "--run-dir", "stray", *changes]
-    ended = run(argv, project.folder)
-    assert ended.code == 0, ended.err
+    ended = run(argv, project.folder, code=0)
     (line,) = [line for line in ended.err.splitlines() if line.startswith("dmt: ")]
     assert "ACCELERATE_USE_FSDP=true (parallel.engine is ddp)" in line
     assert "ACCELERATE_MIXED_PRECISION=fp16 (training.precision is fp32)" in line

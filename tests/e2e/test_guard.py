@@ -74,8 +74,9 @@ def test_a_run_that_skips_every_step_stops(project: Project):
         "guard.max_skips_in_a_row": 3,
         "checkpoint.every_steps": 1,
     }
-    ended = run(project.command("diverged", changes, "--max-restarts", "2"), project.folder)
-    assert ended.code == 4, ended.err
+    ended = run(
+        project.command("diverged", changes, "--max-restarts", "2"), project.folder, code=4
+    )
     run_dir = project.folder / "diverged"
     last = steps_logged(run_dir)
     assert f"error: steps {last - 2} to {last} were all skipped: " in ended.err
@@ -96,7 +97,6 @@ def test_nothing_to_compare_is_said_once(project: Project):
         "checkpoint.export": False,
     }
     ended = project.launch("sharded", changes)
-    assert ended.code == 0, ended.err
     assert ended.err.count("warning: guard.replica_check_every_steps: the weights are sh") == 1
     (warning,) = events(project.folder / "sharded", "warning")
     assert warning["step"] == 1

@@ -16,8 +16,7 @@ ONE_RANK = {"cluster.gpus_per_node": 1, "checkpoint.export": False, "checkpoint.
 
 
 def report(run_dir: Path) -> dict[str, Any]:
-    ended = run(dmt("report", run_dir, "--json"), run_dir.parent)
-    assert ended.code == 0, ended.err
+    ended = run(dmt("report", run_dir, "--json"), run_dir.parent, code=0)
     found: dict[str, Any] = json.loads(ended.out)
     spent = [part for part in found["time_s"].values() if part is not None]
     assert all(part >= 0 for part in spent)
@@ -60,11 +59,11 @@ def test_a_run_that_was_killed_and_started_again(project: Project) -> None:
     kill = {"DMT_FAILPOINTS": "step=kill@rank0,hit9"}
     # Step 5 is saved when it is killed.
     settings = {**ONE_RANK, "checkpoint.asynchronous": False}
-    assert project.launch(run_dir.name, settings, env=kill).code != 0
+    assert project.launch(run_dir.name, settings, env=kill, code=None).code != 0
     killed = report(run_dir)
     assert killed["ending"]["state"] in ("open", "failed")
     assert (killed["steps"], killed["saves"]["last_step"]) == (8, 5)
-    assert project.launch(run_dir.name, settings).code == 0
+    project.launch(run_dir.name, settings)
     again = report(run_dir)
     assert again["ending"]["state"] == "finished"
     trained = records(run_dir / "metrics.jsonl")[-1]["consumed_tokens"]

@@ -62,8 +62,7 @@ def stop_at(project: Project, run_dir: str, first: int, last: int, changes) -> N
 
 
 def test_every_sample_once_an_epoch(project: Project) -> None:
-    ended = project.launch("unbroken", SETTINGS)
-    assert ended.code == 0, ended.err
+    project.launch("unbroken", SETTINGS)
     expected = samples_in_order(project, "unbroken")
     assert len(expected) == STEPS * GLOBAL_BATCH
     per_epoch = max(expected) + 1
@@ -79,8 +78,7 @@ def test_every_sample_once_an_epoch(project: Project) -> None:
     stops = [0, *(step for step, _ in parts)]
     for (first, last), (_, changes) in zip(pairwise(stops), parts, strict=True):
         stop_at(project, "broken", first, last, {"checkpoint.keep": 1} | changes)
-    ended = project.launch("broken", SETTINGS | layout(1, 8, "ddp"))
-    assert ended.code == 0, ended.err
+    project.launch("broken", SETTINGS | layout(1, 8, "ddp"))
 
     found = samples_in_order(project, "broken")
     assert found == expected

@@ -83,8 +83,7 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     changes = {"training.steps": 3, "cluster.gpus_per_node": 1}
     argv = shlex.join(map(str, project.command(run_dir.name, changes)))
     with started(["bash", "-c", f"{argv} 2>/dev/full >&-"], project.folder) as command:
-        ended = command.end()
-    assert ended.code == 0
+        command.end(code=0)
     assert checkpoints(run_dir) == [3]
     (warning,) = [e for e in events(run_dir, "warning") if e["source"] == "output"]
     assert warning["message"] == "standard error: No space left on device"
@@ -106,8 +105,7 @@ def test_a_signal_before_the_first_step(
     with started(argv, project.folder, cold=True) as command:
         command.wait_for(lambda: len(command.ranks()) == 2, "both workers")
         stop(command)
-        ended = command.end()
-    assert ended.code == 75
+        ended = command.end(code=75)
     assert "Traceback" not in ended.err
     assert checkpoints(run_dir) == []
 
@@ -118,8 +116,7 @@ def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
     with started(project.command("late", {"training.steps": 3}), project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) == 3, "the last step")
         command.interrupt()
-        ended = command.end()
-    assert ended.code == 0, ended.err
+        command.end(code=0)
     assert checkpoints(run_dir) == [3]
     assert (run_dir / "export" / "tokenizer.json").exists()
 
@@ -139,8 +136,7 @@ def test_the_third_ctrl_c_ends_a_save_that_hangs(project: Project):
             time.sleep(0.2)
             assert command.process.poll() is None
             command.interrupt()
-        ended = command.end()
-    assert ended.code == 4
+        ended = command.end(code=4)
     assert ended.err.count("error: ended by the third Ctrl-C") == 1
     assert "Traceback" not in ended.err
     assert events(run_dir, "end")[-1]["error"].startswith("ended by the third Ctrl-C")

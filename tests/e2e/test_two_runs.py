@@ -29,7 +29,7 @@ def test_two_launches_half_a_second_apart(project: Project, ddp_run: Path) -> No
                 goes_on, refused = second, first
             told = refused.end()
             goes_on.wait_for(lambda: steps_logged(run_dir) >= 20, "twenty steps")
-            third = project.launch(run_dir.name, {"training.steps": 100_000})
+            third = project.launch(run_dir.name, {"training.steps": 100_000}, code=2)
             goes_on.interrupt()
             ended = goes_on.end()
     for refusal, prefix in ((told, "error"), (third, "dmt")):

@@ -47,7 +47,7 @@ def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> N
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_seen_before_anything_is_started(project: Project, change, message, fix):
-    ended = project.launch("never", change)
+    ended = project.launch("never", change, code=2)
     assert_one_message(ended, message, fix)
     assert not (project.folder / "never").exists()
 
@@ -58,14 +58,14 @@ def test_seen_by_both_workers(project: Project, tmp_path: Path):
     short.write_text("a")
     source = f"{{kind: text, files: [{short}]}}"
     change = {"data.validation": source, "data.validation_fraction": 0.0}
-    ended = project.launch(str(tmp_path / "run"), change)
+    ended = project.launch(str(tmp_path / "run"), change, code=2)
     assert_one_message(ended, "the validation data of `short.md` has", "use more data")
     (end,) = events(tmp_path / "run", "end")
     assert (end["exit_code"], end["rank"]) == (2, 0)
 
 
 def test_a_run_for_gpus_without_one(project: Project):
-    ended = project.launch("no-gpu", {"cluster.gpu": "h100-80gb"})
+    ended = project.launch("no-gpu", {"cluster.gpu": "h100-80gb"}, code=3)
     assert_one_message(ended, "torch finds no GPU", "--set cluster.gpu=cpu", code=3)
 
 

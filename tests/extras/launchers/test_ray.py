@@ -26,8 +26,7 @@ def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     with started(argv, project.folder) as command:
         command.wait_for(lambda: len(checkpoints(run_dir)) >= 1, "a checkpoint")
         command.ranks()[1].kill()
-        ended = command.end()
-    assert ended.code == 0, ended.err
+        ended = command.end(code=0)
     found, expected = curve(run_dir), curve(ddp_run)
     assert sorted(found) == list(range(1, 121))
     assert {step: found[step] for step in expected} == {
@@ -54,7 +53,8 @@ def test_sigterm_saves_and_stops(project: Project):
 
 def test_a_mistake_is_told_once_and_not_tried_again(own_project: Project):
     changes = {"data.train.files": "[data/none-*.txt]"}
-    ended = own_project.launch("ray", changes, "--launcher", "ray", "--max-restarts", "2")
-    assert ended.code == 2, ended.err
+    ended = own_project.launch(
+        "ray", changes, "--launcher", "ray", "--max-restarts", "2", code=2
+    )
     assert ended.err.count("fix      correct the path") == 1
     assert "Traceback" not in ended.err
