@@ -13,6 +13,7 @@ from toolkit.targets.compare import Report, SettingComparison
 _MOST_NAMES = 30
 """Settings of the other place alone: more are only counted."""
 
+_OUTCOMES = {"agrees": "agree", "auto": "recipe fills it", "open": "open"}
 _COLOURS = {"agrees": "green", "disagrees": "red", "auto": "green", "open": "yellow"}
 
 
@@ -44,8 +45,10 @@ def lines(report: Report) -> Iterator[Line]:
     for name in source.unknown:
         hint = f": {name.hint}" if name.hint else ""
         yield Text(f"  unknown  {name.name} ({name.place}){hint}", "red")
-    if source.only_there:
-        yield _only_there(source.only_there)
+    if names := source.only_there:
+        more = len(names) - _MOST_NAMES
+        shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        yield Text(f"  only there ({len(names)}): {shown}", "dim")
     for sentence in source.who:
         yield Text(f"  {sentence}", "dim")
 
@@ -57,19 +60,12 @@ def _table(report: Report) -> Table:
         table.add_column(name, overflow="fold")
     rank = ("disagrees", "open", "auto", "agrees")
     for row in sorted(report.compared, key=lambda row: rank.index(row.verdict)):
-        outcome = Text(_outcome(row), _COLOURS[row.verdict])
-        if row.verdict == "agrees":
-            names = Text.assemble(f"{row.key}  ", (row.name, "dim"))
-            table.add_row(names, row.recipe, outcome)
-        else:
-            names = Text.assemble(f"{row.key}\n  ", (row.name, "dim"))
-            table.add_row(names, f"{row.recipe or '?'}\n{row.other}", outcome)
+        outcome = Text(_OUTCOMES.get(row.verdict, row.winner), _COLOURS[row.verdict])
+        agrees = row.verdict == "agrees"
+        names = Text.assemble(row.key, "  " if agrees else "\n  ", (row.name, "dim"))
+        values = row.recipe if agrees else f"{row.recipe or '?'}\n{row.other}"
+        table.add_row(names, values, outcome)
     return table
-
-
-def _outcome(row: SettingComparison) -> str:
-    words = {"agrees": "agree", "auto": "recipe fills it", "open": "open"}
-    return words.get(row.verdict, row.winner)
 
 
 def _todo(row: SettingComparison) -> Text:
@@ -82,9 +78,3 @@ def _todo(row: SettingComparison) -> Text:
     text.append(f"\n      {'fix' if row.verdict == 'disagrees' else 'open'}  ")
     text.append(row.advice, "green" if row.verdict == "disagrees" else "yellow")
     return text
-
-
-def _only_there(names: list[str]) -> Text:
-    more = len(names) - _MOST_NAMES
-    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-    return Text(f"  only there ({len(names)}): {shown}", "dim")

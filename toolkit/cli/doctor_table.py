@@ -67,12 +67,10 @@ def rates(found: "Bandwidth") -> list[str]:
     return [*_RATES.lines(found.rates), note]
 
 
-def _of_peak(rate: "Rate") -> tuple[str, str]:
-    """The peak in GB/s, and the share of it that was reached."""
+def _of_peak(rate: "Rate") -> str:
+    """The share of the peak that was reached."""
     peak = rate.peak_bytes_per_s
-    if peak is None:
-        return "-", "-"
-    return f"{peak / 1e9:.3g}", f"{rate.bus_bytes_per_s / peak:.0%}"
+    return "-" if peak is None else f"{rate.bus_bytes_per_s / peak:.0%}"
 
 
 _RATES = Table["Rate"](
@@ -82,7 +80,9 @@ _RATES = Table["Rate"](
         "time": lambda rate: seconds(rate.seconds),
         "algorithm GB/s": lambda rate: f"{rate.algorithm_bytes_per_s / 1e9:.3g}",
         "bus GB/s": lambda rate: f"{rate.bus_bytes_per_s / 1e9:.3g}",
-        "peak GB/s": lambda rate: _of_peak(rate)[0],
-        "share": lambda rate: _of_peak(rate)[1],
+        "peak GB/s": lambda rate: (
+            "-" if rate.peak_bytes_per_s is None else f"{rate.peak_bytes_per_s / 1e9:.3g}"
+        ),
+        "share": _of_peak,
     }
 )

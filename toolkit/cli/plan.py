@@ -239,14 +239,11 @@ def _lines(planned: Planned, top: int, explain: bool, goodput: Any) -> Iterator[
         () if goodput is None else goodput.lines(planned),
     ]
     yield Text.assemble((recipe.name, "bold"), size)
-    yield from map(_row, layout_facts(plan, recipe.cluster, planned.cluster.gpu))
+    for label, value in layout_facts(plan, recipe.cluster, planned.cluster.gpu):
+        yield Text.assemble((f"  {label:<17}", "dim"), value)
     for section in filter(None, sections):
         yield ""
         yield from section
-
-
-def _row(row: tuple[str, str]) -> Text:
-    return Text.assemble((f"  {row[0]:<17}", "dim"), row[1])
 
 
 def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
@@ -260,7 +257,9 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     yield from _dimension_rows(layout, kernels=False)
     title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
     yield "ZeRO stage", f"{layout.zero_stage} ({title})" if title else str(layout.zero_stage)
-    yield "offload", _offload(plan)
+    places = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_parameters}
+    away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
+    yield "offload", ", ".join(away) or "none"
     yield (
         "global batch",
         f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
@@ -275,16 +274,6 @@ def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str
     for one in DIMENSIONS:
         if one.shown and one.phrase == kernels and one.used(layout):
             yield one.title or one.name, one.shown.format(getattr(layout, one.field))
-
-
-def _offload(plan: Plan) -> str:
-    """What leaves the device, and where it goes."""
-    places = {
-        "optimizer": plan.layout.offload_optimizer,
-        "parameters": plan.layout.offload_parameters,
-    }
-    away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
-    return ", ".join(away) or "none"
 
 
 def _shortfall(planned: Planned) -> Iterator[Text]:

@@ -50,9 +50,8 @@ class Run:
 
     def __str__(self) -> str:
         unit = "GPU" if self.cluster.gpu.memory_gib is not None else "process"
-        text = f"{self.steps:,} steps: {self.duration}, {self.gpu_hours:,.3g} {unit}-hours"
-        if self.gpu_hours >= 1000:
-            text = f"{self.steps:,} steps: {self.duration}, {self.gpu_hours:,.0f} {unit}-hours"
+        hours = f"{self.gpu_hours:,.{'0f' if self.gpu_hours >= 1000 else '3g'}}"
+        text = f"{self.steps:,} steps: {self.duration}, {hours} {unit}-hours"
         return text if self.cost is None else f"{text}, cost {self.cost:,.0f}"
 
     @property

@@ -60,7 +60,9 @@ def rehearse(
     chosen = select(rehearsal.layouts, patterns)
     kept = summary(ledger_of(rehearsal.original, rehearsal.plan))
     out = Console(stderr=as_json)
-    _announce(rehearsal, out)
+    out.print(shrunk(rehearsal), soft_wrap=True)
+    if note := rehearsal.layouts[0].note:
+        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
     reference, outcomes = _run(rehearsal, chosen, options)
     if as_json:
         typer.echo(json.dumps(machine_output(reference, outcomes)))
@@ -79,13 +81,6 @@ def rehearse(
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _announce(rehearsal: Rehearsal, out: Console) -> None:
-    """What is rehearsed."""
-    out.print(shrunk(rehearsal), soft_wrap=True)
-    if note := rehearsal.layouts[0].note:
-        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
 
 
 def _run(

@@ -13,7 +13,7 @@ from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import output
 from toolkit.errors import DataError
-from toolkit.report.facts import LABELS, rows
+from toolkit.report.facts import rows
 from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.record import RunRecord, find_runs, read_record
 from toolkit.run import jsonl
@@ -96,13 +96,13 @@ def _time_lines(spent: Goodput, steps: int) -> Iterator[Text]:
     without = ", without start-up" if spent.parts_s["start_up"] is None else ""
     found = f"  {shares['productive']:.1f}% of {total}{without}"
     yield Text.assemble(("  goodput", "dim"), found)
-    for name in PARTS:
+    for name, label in PARTS.items():
         part_s = spent.parts_s[name]
         if part_s is None:
-            yield Text(f"    {LABELS[name]:<22}{'not recorded':>12}")
+            yield Text(f"    {label:<22}{'not recorded':>12}")
             continue
         bar = "█" * round(shares[name] / 100 * BAR_WIDTH)
-        row = f"    {LABELS[name]:<22}{duration(part_s):>12}  {shares[name]:>5.1f}%"
+        row = f"    {label:<22}{duration(part_s):>12}  {shares[name]:>5.1f}%"
         yield Text.assemble(row, (f"  {bar}" if bar else "", "cyan"))
     if spent.idle_s > 0:
         what = "nothing ran" if spent.parts_s["start_up"] is not None else "no step was made"

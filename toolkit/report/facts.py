@@ -5,19 +5,6 @@ from collections.abc import Iterator, Sequence
 from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run.comparison import differences
 
-LABELS = {
-    "productive": "productive",
-    "start_up": "start-up and restarts",
-    "loading": "loading checkpoints",
-    "replayed": "replayed steps",
-    "saving": "saving (stalls)",
-    "skipped": "skipped batches",
-    "evaluation": "evaluation",
-    "hung": "hangs and detection",
-    "not_accounted": "not accounted",
-}
-"""Names of the parts of a run's time."""
-
 
 def rows(
     state: tuple[str, str], summary: Summary, pace: Sequence[str] = ()

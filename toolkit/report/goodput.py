@@ -25,18 +25,18 @@ from toolkit.report.attempts import Attempt, Event, amount, attempts, replay_s, 
 
 Metrics = Mapping[str, Any]
 
-PARTS = (
-    "productive",
-    "start_up",
-    "loading",
-    "replayed",
-    "saving",
-    "skipped",
-    "evaluation",
-    "hung",
-    "not_accounted",
-)
-"""What the time of a run is divided into, in the order of the report."""
+PARTS = {
+    "productive": "productive",
+    "start_up": "start-up and restarts",
+    "loading": "loading checkpoints",
+    "replayed": "replayed steps",
+    "saving": "saving (stalls)",
+    "skipped": "skipped batches",
+    "evaluation": "evaluation",
+    "hung": "hangs and detection",
+    "not_accounted": "not accounted",
+}
+"""What the time of a run is divided into, in the order of the report, and how it names them."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def write(
         assignment.recipe,
         {
             **assignment.plan.to_dict(),
-            "predicted": _stored(assignment.prediction),
+            "predicted": assignment.prediction and asdict(assignment.prediction),
             "predicted_parts": assignment.predicted_parts,
         },
         command,
@@ -149,10 +149,6 @@ def write(
     if places is not None:
         jsonl.write_atomically(run.stated_in, jsonl.document(places))
     return run
-
-
-def _stored(prediction: Prediction | None) -> dict[str, Any] | None:
-    return None if prediction is None else asdict(prediction)
 
 
 def read_assignment(path: Path, world: int) -> Assignment:

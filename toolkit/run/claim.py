@@ -45,9 +45,11 @@ def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
         time.sleep(_RETRY_S)
     # Stays open. A forked child that outlives this process must not hold the lock.
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     with suppress(OSError):  # On a full disk the lock is still valid.
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _holder().encode(), 0)
+        os.pwrite(descriptor, f"{json.dumps(holder)}\n".encode(), 0)
 
 
 def refuse_if_claimed(run: RunDirectory) -> None:
@@ -81,13 +83,6 @@ def _locked(descriptor: int, kind: int, *, warn: bool = False) -> bool:
                 f"nothing keeps a second run out of it"
             )
     return True
-
-
-def _holder() -> str:
-    """This process, as the text of the lock file."""
-    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
-    fields = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    return json.dumps(fields) + "\n"
 
 
 def _in_use(run: RunDirectory) -> DirectoryInUse:

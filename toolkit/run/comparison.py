@@ -31,20 +31,16 @@ class Measured:
 
 def event_fields(predicted: Prediction, measured: Measured) -> dict[str, Any]:
     """The `prediction` event: both sides, and measured over predicted where that says
-    something."""
+    something: a nominal CPU is no real machine."""
+    step_time_s = None if predicted.basis == "nominal" else predicted.step_time_s
     return {
         "predicted": asdict(predicted),
         "measured": asdict(measured),
         "measured_over_predicted": {
-            "step_time": _ratio(measured.step_time_s, _believed(predicted)),
+            "step_time": _ratio(measured.step_time_s, step_time_s),
             "memory": _ratio(measured.memory_gib, predicted.memory_gib),
         },
     }
-
-
-def _believed(predicted: Prediction) -> float | None:
-    """Nothing is compared with a nominal CPU, which is no real machine."""
-    return None if predicted.basis == "nominal" else predicted.step_time_s
 
 
 def _ratio(measured: float | None, predicted: float | None) -> float | None:

@@ -20,6 +20,8 @@ from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
+OTHER = "--run-dir OTHER"
+
 
 class _Inside:
     """A file or folder of the run directory."""
@@ -114,7 +116,9 @@ class RunDirectory:
         if engine_config:
             files[run.engine_config(plan["engine"])] = jsonl.document(engine_config)
         files[run.environment] = jsonl.document(environment_report())
-        files[run.command] = before + _quoted(command) + "\n"
+        # Masked word by word, before quoting could split a secret.
+        words = shlex.join(map(redact, command))
+        files[run.command] = f"{before}{redact(words)}\n"
         # Last: a directory with a recipe is a complete one.
         files[run.recipe] = redact(dump_recipe(recipe))
         for path, text in files.items():
@@ -123,11 +127,6 @@ class RunDirectory:
             except OSError as error:  # e.g. a full disk
                 raise not_writable(path, error) from error
         return run
-
-
-def _quoted(command: Sequence[str]) -> str:
-    # Masked word by word, before quoting could split a secret.
-    return redact(shlex.join(redact(word) for word in command))
 
 
 def _make_folders(run: RunDirectory) -> None:
@@ -142,13 +141,8 @@ def _make_folders(run: RunDirectory) -> None:
 
 def not_writable(path: Path, error: OSError) -> RecipeError:
     """The error if a file of the run directory cannot be written."""
-    problem = Problem(
-        key="--run-dir",
-        found=f"{path} ({error.strerror})",
-        allowed="a folder that can be written",
-        fix="--run-dir OTHER",
-    )
-    return RecipeError([problem])
+    found = f"{path} ({error.strerror})"
+    return RecipeError([Problem("--run-dir", found, "a folder that can be written", OTHER)])
 
 
 def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str] = ()) -> None:
@@ -167,7 +161,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
             key=key,
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
-            fix="--run-dir OTHER for a new run, or the old value to resume"
+            fix=f"{OTHER} for a new run, or the old value to resume"
             + (f", or --change {key}={shown(new_value)}" if is_within(key, ON_REQUEST) else ""),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
@@ -204,7 +198,9 @@ def _stored_and_new(run: RunDirectory, recipe: Recipe) -> tuple[Any, Any]:
     try:
         stored = parse_recipe(read_bytes(run.recipe).decode())
     except (OSError, ValueError) as error:
-        raise RecipeError([_unreadable(run, str(error))]) from error
+        found = f"{run.recipe}, which is not a recipe ({error})"
+        allowed = "the directory of this run, or a new one"
+        raise RecipeError([Problem("--run-dir", found, allowed, OTHER)]) from error
     return stored, parse_recipe(redact(dump_recipe(recipe)))
 
 
@@ -237,18 +233,9 @@ def _foreign(run: RunDirectory) -> Iterator[Problem]:
             return
         if not is_meant(mode):
             found = f"{path}, which is not {expected}"
-            yield Problem("--run-dir", found, "the directory of a run", "--run-dir OTHER")
+            yield Problem("--run-dir", found, "the directory of a run", OTHER)
 
 
 def _never_began(run: RunDirectory) -> bool:
     kinds = {event.get("kind") for event in read_events(run.events)}
     return "end" in kinds and "start" not in kinds
-
-
-def _unreadable(run: RunDirectory, why: str) -> Problem:
-    return Problem(
-        key="--run-dir",
-        found=f"{run.recipe}, which is not a recipe ({why})",
-        allowed="the directory of this run, or a new one",
-        fix="--run-dir OTHER",
-    )

@@ -11,7 +11,7 @@ from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
-from toolkit.report.facts import LABELS, rows
+from toolkit.report.facts import rows
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
@@ -83,9 +83,9 @@ def _time(record: RunRecord) -> Section | None:
     for name in PARTS:
         part_s = spent.parts_s[name]
         if part_s is None:
-            absent.append(LABELS[name])
+            absent.append(PARTS[name])
         else:
-            bar.append([LABELS[name], part_s, f"{duration(part_s)}, {shares[name]:.1f}%"])
+            bar.append([PARTS[name], part_s, f"{duration(part_s)}, {shares[name]:.1f}%"])
     note = f"Goodput {shares['productive']:.1f}% of {duration(spent.total_s)}."
     if absent:
         note += f" Not recorded: {', '.join(absent)}."
