@@ -32,14 +32,6 @@ def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> N
     ("change", "message", "fix"),
     [
         ({"training.step": 3}, "training.step\n      found", "did you mean `steps`?"),
-        ({"training.precision": "fp16"}, "training.precision\n      found    fp16", "bf16"),
-        (
-            {"launch.launcher": "slum"},
-            "launch.launcher\n      found    slum",
-            "local, torchrun, deepspeed",
-        ),
-        ({"training.global_batch_size": 7}, "found    7", "to 4 or 8"),
-        ({"model.config.hidden_size": 30}, "a divisor of hidden_size (30)", "fix      use 3"),
         ({"model.config.vocab_size": 200}, "has 257 tokens", "`model.config.vocab_size`"),
         TOO_LITTLE,
         (OF_AN_EPOCH, "found    9999 of", "set schedule.warmup_steps to"),

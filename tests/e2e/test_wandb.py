@@ -1,6 +1,5 @@
 """W&B may fail in any way: the run ends well, with the same losses, and says so once."""
 
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import WANDB, Project
-from tests.e2e.product import Command, Ended, checkpoints, curve, events, started, steps_logged
+from tests.e2e.product import Command, Ended, checkpoints, curve, events, started
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -39,30 +38,6 @@ def run_without_server(project: Project) -> Iterator[Command]:
         argv = project.command("wandb-away", {**ONE_RANK, "logging.wandb.mode": "online"})
         with started(argv, project.folder, env) as command:
             yield command
-
-
-def test_its_folder_cannot_be_written(project: Project, ddp_run: Path):
-    # A file in its place: permissions do not bind root, which tests may run as.
-    run_dir = project.folder / "wandb-file"
-    run_dir.mkdir()
-    (run_dir / "wandb").write_text("")
-    ended = project.launch(run_dir.name, ONE_RANK)
-    assert "cannot be written" in ended.err
-    assert_trained_without_wandb(ended, run_dir, ddp_run)
-
-
-def test_its_folder_is_removed(project: Project, ddp_run: Path):
-    run_dir = project.folder / "wandb-removed"
-    with started(project.command(run_dir.name, ONE_RANK), project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 1, "the first step")
-        worker = command.ranks()[0]
-        worker.suspend()
-        command.wait_for(lambda: list(run_dir.glob("wandb/offline-run-*/files")), "W&B")
-        shutil.rmtree(run_dir / "wandb", ignore_errors=True)
-        worker.resume()
-        ended = command.end()
-    assert "was removed" in ended.err
-    assert_trained_without_wandb(ended, run_dir, ddp_run)
 
 
 def test_it_is_not_installed(project: Project, ddp_run: Path, tmp_path: Path):

@@ -20,7 +20,7 @@ from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
-OTHER = "--run-dir OTHER"
+_OTHER = "--run-dir OTHER"
 
 
 class _Inside:
@@ -142,7 +142,7 @@ def _make_folders(run: RunDirectory) -> None:
 def not_writable(path: Path, error: OSError) -> RecipeError:
     """The error if a file of the run directory cannot be written."""
     found = f"{path} ({error.strerror})"
-    return RecipeError([Problem("--run-dir", found, "a folder that can be written", OTHER)])
+    return RecipeError([Problem("--run-dir", found, "a folder that can be written", _OTHER)])
 
 
 def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str] = ()) -> None:
@@ -161,7 +161,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
             key=key,
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
-            fix=f"{OTHER} for a new run, or the old value to resume"
+            fix=f"{_OTHER} for a new run, or the old value to resume"
             + (f", or --change {key}={shown(new_value)}" if is_within(key, ON_REQUEST) else ""),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
@@ -200,7 +200,7 @@ def _stored_and_new(run: RunDirectory, recipe: Recipe) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         found = f"{run.recipe}, which is not a recipe ({error})"
         allowed = "the directory of this run, or a new one"
-        raise RecipeError([Problem("--run-dir", found, allowed, OTHER)]) from error
+        raise RecipeError([Problem("--run-dir", found, allowed, _OTHER)]) from error
     return stored, parse_recipe(redact(dump_recipe(recipe)))
 
 
@@ -233,7 +233,7 @@ def _foreign(run: RunDirectory) -> Iterator[Problem]:
             return
         if not is_meant(mode):
             found = f"{path}, which is not {expected}"
-            yield Problem("--run-dir", found, "the directory of a run", OTHER)
+            yield Problem("--run-dir", found, "the directory of a run", _OTHER)
 
 
 def _never_began(run: RunDirectory) -> bool:
