@@ -69,11 +69,11 @@ def list_(
     output(as_json, lambda: data, lambda: _list_lines(found))
 
 
-def _list_lines(found: Sequence[Listed]) -> Iterator[Text]:
+def _list_lines(found: Sequence[Listed]) -> Iterator[Line]:
     for row, line in _LIST.coloured(found, lambda row: (row.state, _COLOURS[row.state])):
         yield line
         if row is not None and row.problem:
-            yield Text(f"    {row.problem}")
+            yield Hanging(Text("    "), row.problem)
 
 
 def _listed(one: Listed) -> dict[str, Any]:
