@@ -245,7 +245,7 @@ def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch, dmt: Dmt, function: str, code: int, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "a_verb", sys.modules[__name__])
-    monkeypatch.setitem(VERBS, "try", Verb(f"a_verb:{function}", "Try it."))
+    monkeypatch.setitem(VERBS, "try", Verb("Try it.", f"a_verb:{function}"))
     captured = dmt("try", code=code)
     assert message in captured.err
     assert "Traceback" not in captured.err

@@ -5,7 +5,6 @@ when the verb runs, so `dmt --help` and `dmt check` start at once.
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -20,45 +19,39 @@ from toolkit.errors import (
     DmtError,
     RecipeError,
 )
+from toolkit.registry import load
 from toolkit.text.terminal import tell
 
 
 class Verb(NamedTuple):
-    """The implementation of a verb and its text in `dmt --help`."""
+    """The text of a verb in `dmt --help`, and its implementation."""
 
-    target: str
-    """`module:name` of a function with typer's annotations, or of a typer.Typer."""
     help: str
+    target: str = ""
+    """`module:name` of a function with typer's annotations, or of a typer.Typer; empty: the
+    function of the verb's name in its module."""
 
 
 VERBS: dict[str, Verb] = {
-    "init": Verb("toolkit.cli.init:init", "Write a recipe for a model and a cluster."),
-    "recipes": Verb("toolkit.cli.recipes:recipes", "List the shipped recipes."),
-    "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
-    "plan": Verb("toolkit.cli.plan:plan", "Choose a layout for a recipe and explain it."),
-    "estimate": Verb(
-        "toolkit.cli.estimate:estimate", "Predict memory and step time of a fixed layout."
-    ),
-    "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
-    "launch": Verb(
-        "toolkit.cli.launch:launch", "Train a recipe: here, on several machines, or as a job."
-    ),
-    "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),
-    "rehearse": Verb(
-        "toolkit.cli.rehearse:rehearse", "Train a small copy in every layout and compare."
-    ),
-    "convert": Verb(
-        "toolkit.cli.convert:convert", "Convert between Hugging Face and Megatron checkpoints."
-    ),
+    "init": Verb("Write a recipe for a model and a cluster."),
+    "recipes": Verb("List the shipped recipes."),
+    "check": Verb("Check recipes and report every mistake at once."),
+    "plan": Verb("Choose a layout for a recipe and explain it."),
+    "estimate": Verb("Predict memory and step time of a fixed layout."),
+    "render": Verb("Print a backend's configuration."),
+    "launch": Verb("Train a recipe: here, on several machines, or as a job."),
+    "train": Verb("Run one rank (launchers call this)."),
+    "rehearse": Verb("Train a small copy in every layout and compare."),
+    "convert": Verb("Convert between Hugging Face and Megatron checkpoints."),
     "checkpoint": Verb(
-        "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
+        "List, verify, convert and export checkpoints.", "toolkit.cli.checkpoint:app"
     ),
-    "report": Verb("toolkit.cli.report:report", "Show what a run did and where its time went."),
-    "watch": Verb("toolkit.extras.page.watch:watch", "Show a run live in the browser."),
-    "runs": Verb("toolkit.cli.runs:runs", "List runs: state, step, loss, age."),
-    "compare": Verb("toolkit.cli.compare:compare", "Show what differs between runs."),
-    "doctor": Verb("toolkit.cli.doctor:doctor", "Check this machine, or measure its speed."),
-    "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
+    "report": Verb("Show what a run did and where its time went."),
+    "watch": Verb("Show a run live in the browser.", "toolkit.extras.page.watch:watch"),
+    "runs": Verb("List runs: state, step, loss, age."),
+    "compare": Verb("Show what differs between runs."),
+    "doctor": Verb("Check this machine, or measure its speed."),
+    "data": Verb("Prepare training data and tokenizers.", "toolkit.cli.data:app"),
 }
 """Every verb of `dmt`, in the order of `--help`."""
 
@@ -74,9 +67,8 @@ class _LazyVerb(TyperCommand):
         return self._load().make_context(*args, **kwargs)
 
     def _load(self) -> Any:
-        module, _, name = self._verb.target.partition(":")
         try:
-            target = getattr(import_module(module), name)
+            target = load(self._verb.target or f"toolkit.cli.{self.name}:{self.name}")
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("toolkit.extras"):
                 raise
