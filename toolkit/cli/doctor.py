@@ -132,10 +132,10 @@ def doctor(
         }
     )
     if testing:
-        from toolkit.cli.selftest import SelfTest, try_machine
+        from toolkit.cli.selftest import try_machine
 
         place = folder or Path("dmt-selftest"), processes, file if calibrate else None
-        try_machine(SelfTest(*place, gpu_selftest, as_json, tuple(only or ()), jobs))
+        try_machine(*place, gpu_only=gpu_selftest, only=only or (), jobs=jobs, as_json=as_json)
     elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -21,36 +20,33 @@ from toolkit.text.terminal import tell
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """What the options of `dmt doctor` choose."""
+def try_machine(
+    folder: Path,
+    processes: int | None,
+    cluster: Path | None,
+    *,
+    gpu_only: bool,
+    only: Sequence[str],
+    jobs: int,
+    as_json: bool,
+) -> None:
+    """Run the self-test, write its report, and exit with 4 when a part failed.
 
-    folder: Path
-    processes: int | None
-    cluster: Path | None
-    """The cluster file that is measured, written and used."""
-    gpu_only: bool
-    as_json: bool
-    only: tuple[str, ...]
-    """Titles of steps, or how they begin; none: all steps."""
-    jobs: int
-    """Steps that run at once, of those that measure no speed."""
-
-
-def try_machine(test: SelfTest) -> None:
-    """Run the self-test, write its report, and exit with 4 when a part failed."""
-    if test.cluster is not None:
-        check_out(test.cluster)
-        check_known(this_machine(test.processes))
-    place = plan.workplace(test.gpu_only, test.processes, test.folder)
-    steps = plan.chosen(plan.steps(place, test.cluster), test.only)
+    `cluster`: the cluster file that is measured, written and used. `only`: titles of steps, or
+    how they begin; none: all. `jobs`: how many that measure no speed run at once.
+    """
+    if cluster is not None:
+        check_out(cluster)
+        check_known(this_machine(processes))
+    place = plan.workplace(gpu_only, processes, folder)
+    steps = plan.chosen(plan.steps(place, cluster), only)
     began = time.monotonic()
-    checks = _run(steps, place, test.jobs)
-    file = report.write(test.folder, place, checks, time.monotonic() - began)
+    checks = _run(steps, place, jobs)
+    file = report.write(folder, place, checks, time.monotonic() - began)
     failed = any(check.verdict == "failed" for check in checks)
     if not failed:
         shutil.rmtree(place.folder)
-    output(test.as_json, lambda: report.machine_output(place, checks), lambda: _lines(checks))
+    output(as_json, lambda: report.machine_output(place, checks), lambda: _lines(checks))
     tell(f"wrote {file}: attach it when you report a problem")
     if failed:
         raise typer.Exit(EXIT_FAILED)
