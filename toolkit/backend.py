@@ -69,7 +69,6 @@ class Support:
     """In which ZeRO stages decoder layers may be compiled, and have products in 8 bits."""
 
     def largest(self, degree: str) -> int:
-        """The largest degree of this name."""
         return self.degrees.get(degree, 1)
 
 

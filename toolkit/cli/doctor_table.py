@@ -68,7 +68,6 @@ def rates(found: "Bandwidth") -> list[str]:
 
 
 def _of_peak(rate: "Rate") -> str:
-    """The share of the peak that was reached."""
     peak = rate.peak_bytes_per_s
     return "-" if peak is None else f"{rate.bus_bytes_per_s / peak:.0%}"
 

@@ -83,8 +83,6 @@ class _LazyVerb(TyperCommand):
 
 
 class _Verbs(TyperGroup):
-    """The group of all verbs in `VERBS`."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands.update({name: _LazyVerb(name, verb) for name, verb in VERBS.items()})

@@ -102,7 +102,6 @@ class Table(Generic[Row]):
     gap: str = "  "
 
     def cells(self, rows: Iterable[Row]) -> list[list[str]]:
-        """The header and the rows."""
         return [
             [*self.columns],
             *([text(row) for text in self.columns.values()] for row in rows),

@@ -164,7 +164,6 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
 
 
 def layout_estimate(found: Search, one: Candidate) -> Estimate:
-    """Memory and time of a candidate by part."""
     job = found.job
     return estimate(Setup(workload_of(job, one.pair), one.layout, found.cluster))
 
@@ -202,7 +201,6 @@ def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> 
 
 
 def _entry(found: Search, one: Candidate) -> dict[str, Any]:
-    """One layout."""
     by_part = layout_estimate(found, one)
     return {
         "engine": one.pair.engine,

@@ -34,12 +34,10 @@ class Run:
 
     @property
     def days(self) -> float:
-        """Of computing."""
         return self.steps * self.step_s / _SECONDS_PER_DAY
 
     @property
     def gpu_hours(self) -> float:
-        """Of all accelerators."""
         return self.steps * self.step_s * self.cluster.gpus / _SECONDS_PER_HOUR
 
     @property
@@ -65,7 +63,6 @@ class Run:
         return f"{total_s:.0f} s"
 
     def machine_output(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "steps": self.steps,
             "days": self.days,
@@ -84,7 +81,6 @@ class Planned:
 
     @property
     def cluster(self) -> Cluster:
-        """Where."""
         return self.search.cluster
 
     @property

@@ -114,7 +114,6 @@ def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
 
 
 def check_ranks(recipe: Recipe, cluster: Cluster) -> list[RehearsedRank]:
-    """The ranks of the chosen plan on a cluster."""
     return rehearsed(DressRehearsal.of(decide(recipe, None, cluster), cluster=cluster))
 
 
@@ -147,7 +146,6 @@ def machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> 
 
 
 def rank_output(one: RehearsedRank) -> dict[str, Any]:
-    """One rank."""
     return {
         "rank": one.rank,
         "stage": one.stage,
@@ -255,7 +253,6 @@ def _details(one: RehearsedRank) -> dict[str, list[str]]:
 
 
 def memory_check_lines(done: Sequence[RehearsedRank]) -> Iterator[Text]:
-    """Planned and rehearsed memory of each rank."""
     notes = []
     for one in done:
         planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
@@ -279,7 +276,6 @@ def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:
 
 
 def _table(done: Sequence[RehearsedRank]) -> Table:
-    """One row per rank."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     memory = "peak", "planned", "reserved", "needs"
     for name in ("rank", "stage", *memory, "PFLOP", "planned", "verdict"):
@@ -310,7 +306,6 @@ def _saved(one: RehearsedRank) -> list[str]:
 
 
 def _largest(one: RehearsedRank) -> list[str]:
-    """The modules and places that hold most."""
     held = [
         (nbytes, f"{kind}: {place or 'elsewhere'}")
         for kind, places in one.peak.holders.items()

@@ -109,7 +109,6 @@ def _not_read_by(recipe: Path, plan: Plan, name: Name, engine: str) -> PlanError
 
 
 def _job(loaded: Recipe, launcher: str) -> str:
-    """The batch script or manifest."""
     spec = starter(launcher).spec(job_of(decide(loaded, None, explained=False)))
     *_, text = spec.files.values()
     return text

@@ -23,7 +23,6 @@ class Attempt:
     """When the launcher restarted what came to its end here."""
 
     def of(self, kind: str) -> list[Event]:
-        """Its events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property

@@ -50,7 +50,6 @@ class Summary:
     """One run directory."""
 
     steps: int
-    """Optimizer steps done."""
     tokens: int | None
     """Unmasked tokens consumed up to the last logged step; None where that was not counted."""
     losses: tuple[Loss, Loss] | None

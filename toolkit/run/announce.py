@@ -34,7 +34,6 @@ def show_plan(recipe: Recipe, plan: Plan) -> None:
 
 
 def show_run_directory(run: RunDirectory) -> None:
-    """Where the run writes."""
     tell(f"run directory {short(run.path)}")
 
 

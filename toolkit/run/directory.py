@@ -60,21 +60,14 @@ class RunDirectory:
     reference = _Inside("reference.json")
     """Identifies the weights of the reference model of `dpo`: the run's initial weights."""
     logs = _Inside("logs")
-    """Folder of the log files."""
     ranks = _Inside("ranks")
     """Folder in which every rank writes its own waits."""
     samples = _Inside("samples")
-    """Folder of the sample logs."""
     wandb = _Inside("wandb")
-    """Folder that W&B writes."""
     tensorboard = _Inside("tensorboard")
-    """Folder of TensorBoard event files."""
     heartbeats = _Inside("heartbeats")
-    """Folder of the ranks' heartbeats."""
     checkpoints = _Inside("checkpoints")
-    """Folder of the checkpoints."""
     export = _Inside("export")
-    """The exported Hugging Face model."""
     handed_over = _Inside("launch", "recipe.yaml")
     """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
 
@@ -88,7 +81,6 @@ class RunDirectory:
         return self.path / f"{tracker}.json"
 
     def rank_log(self, rank: int) -> Path:
-        """Log file of one rank."""
         return self.logs / f"rank-{rank}.log"
 
     @classmethod

@@ -74,7 +74,6 @@ class PostedState:
             return cls(run_id=secrets.token_hex(8))
 
     def save(self, path: Path) -> None:
-        """Replace the file."""
         jsonl.write_atomically(path, json.dumps(asdict(self)) + "\n")
 
 

@@ -62,12 +62,10 @@ class ProgressReport:
             self._bar.stop()
 
     def advance(self, step: int) -> None:
-        """Show that `step` optimizer steps are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def logged(self, metrics: Metrics) -> None:
-        """Show the numbers of a logged step."""
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step, summary=_summary(metrics))
         else:
