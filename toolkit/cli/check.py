@@ -93,8 +93,8 @@ def check(
     verdicts = [judge(path, overrides or (), others or ()) for path in recipes]
     output(
         as_json,
-        lambda: {"recipes": [_record(verdict) for verdict in verdicts]},
-        lambda: _lines(verdicts),
+        {"recipes": [_record(verdict) for verdict in verdicts]},
+        _lines(verdicts),
         wrap=False,
         exit_code=EXIT_DONE if all(one.good for one in verdicts) else EXIT_USER_ERROR,
     )

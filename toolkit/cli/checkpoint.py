@@ -66,7 +66,7 @@ def list_(
         tell(f"{store.folder} holds no checkpoints")
         return
     data = {"folder": str(store.folder), "checkpoints": [*map(_listed, found)]}
-    output(as_json, lambda: data, lambda: _list_lines(found))
+    output(as_json, data, _list_lines(found))
 
 
 def _list_lines(found: Sequence[Listed]) -> Iterator[Line]:
@@ -135,13 +135,8 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     with byte_progress("verify", found.manifest.nbytes) as tick:
         verified = check(found.folder, tick)
     data = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
-    output(
-        as_json,
-        lambda: data,
-        lambda: _verified_lines(found, verified),
-        wrap=False,
-        exit_code=EXIT_USER_ERROR if verified.problems else EXIT_DONE,
-    )
+    code = EXIT_USER_ERROR if verified.problems else EXIT_DONE
+    output(as_json, data, _verified_lines(found, verified), wrap=False, exit_code=code)
 
 
 def _verified_lines(found: Located, verified: "Verified") -> Iterator[str]:
@@ -184,7 +179,7 @@ def inspect(
         if tensors:
             yield from (f"  {line}" for line in TENSORS.lines(held))
 
-    output(as_json, lambda: data, lines, wrap=False)
+    output(as_json, data, lines(), wrap=False)
 
 
 @app.command()
@@ -295,7 +290,7 @@ def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) ->
     lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
     if "logits" in written:
         lines.append(str(written["logits"]))
-    output(as_json, lambda: data | written, lambda: lines, wrap=False)
+    output(as_json, data | written, lines, wrap=False)
 
 
 @app.command()
@@ -322,15 +317,11 @@ def fits(
     found = _find(checkpoint)
     rows = compare(found, assignment)
     refused = any(row.verdict == "refused" for row in rows)
-    data = {"folder": str(found.folder), "fits": not refused}
+    parts = [row._asdict() for row in rows]
+    data = {"folder": str(found.folder), "fits": not refused, "parts": parts}
     verdict = f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}"
-    output(
-        as_json,
-        lambda: data | {"parts": [row._asdict() for row in rows]},
-        lambda: [*_fit_lines(rows), verdict],
-        wrap=False,
-        exit_code=EXIT_USER_ERROR if refused else EXIT_DONE,
-    )
+    code = EXIT_USER_ERROR if refused else EXIT_DONE
+    output(as_json, data, [*_fit_lines(rows), verdict], wrap=False, exit_code=code)
     if not as_json:
         launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
         launch += [] if cluster is None else ["--cluster", cluster]

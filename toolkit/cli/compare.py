@@ -41,7 +41,8 @@ def compare(
     if len(run_dirs) < 2:
         raise DataError("one run has nothing to be compared with", fix="name another one")
     records = [read_record(path) for path in run_dirs]
-    output(as_json, lambda: jsonl.plain(_machine_output(records)), lambda: _lines(records))
+    data = jsonl.plain(_machine_output(records)) if as_json else None
+    output(as_json, data, _lines(records))
 
 
 def _machine_output(records: Sequence[RunRecord]) -> dict[str, object]:

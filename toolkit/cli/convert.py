@@ -98,7 +98,7 @@ def convert(
         report["seconds"] = _write(job, dst)
         if verify:
             report["verify"] = _verify(source, dst)
-    output(as_json, lambda: report, lambda: _lines(report, dst), wrap=False)
+    output(as_json, report, _lines(report, dst), wrap=False)
 
 
 def _direction(source: "ConvertibleModel", experts: int | None) -> str:

@@ -31,7 +31,7 @@ def prepare(
 ) -> None:
     """Tokenise the recipe's data into the cache, and print its size."""
     summary = _prepare(load_recipe(recipe, overrides))
-    output(as_json, lambda: summary, lambda: _prepared(summary), wrap=False)
+    output(as_json, summary, _prepared(summary), wrap=False)
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,8 @@ def show(
         source.title: preview(tokenised(source.train), data.tokenizer, samples, tokens)
         for source in data.sources
     }
-    several = len(shown) > 1
-    output(
-        as_json,
-        lambda: shown if several else next(iter(shown.values())),
-        lambda: previews(shown),
-        wrap=False,
-    )
+    data = shown if len(shown) > 1 else next(iter(shown.values()))
+    output(as_json, data, previews(shown), wrap=False)
 
 
 @app.command(epilog="Example: dmt data stats recipes/tiny/llama-bytes.yaml")
@@ -226,7 +221,7 @@ def stats(
     rows = {
         title: {**asdict(one), "share": shares.get(title, 1.0)} for title, one in found.items()
     }
-    output(as_json, lambda: rows, lambda: _statistics(found, shares), wrap=False)
+    output(as_json, rows, _statistics(found, shares), wrap=False)
 
 
 def _statistics(
@@ -269,7 +264,7 @@ def verify(
         *(f"  damaged: {path}" for path in found.damaged),
     ]
     data = {"cache": str(cache), **asdict(found)}
-    output(as_json, lambda: data, lambda: lines, wrap=False)
+    output(as_json, data, lines, wrap=False)
     if found.damaged:
         raise DataError(
             f"{len(found.damaged):,} files in the data cache are damaged",
@@ -307,4 +302,4 @@ def tokenizer(
         f"  data:\n    tokenizer: {out.resolve()}",
     ]
     data = {"path": str(out), "vocab_size": n_tokens, "bytes_per_token": ratio}
-    output(as_json, lambda: data, lambda: lines, wrap=False)
+    output(as_json, data, lines, wrap=False)

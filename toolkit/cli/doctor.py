@@ -1,7 +1,7 @@
 """`dmt doctor`: check this machine, or measure its speed."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,6 @@ import typer
 
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
-from toolkit.doctor.finding import Finding
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 from toolkit.text.terminal import tell
 
@@ -168,14 +167,9 @@ def _check(
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:
         read_hostfile(hostfile)  # a mistake in it is reported before a second is spent
-    findings: list[Finding] = []
-
-    def found() -> Iterator[Finding]:
-        for finding in examine(needs, hostfile):
-            findings.append(finding)
-            yield finding
-
-    output(as_json, lambda: {"findings": [*found()]}, lambda: lines(found()))
+    findings = [*examine(needs, hostfile)] if as_json else []
+    printed = lines(examine(needs, hostfile), findings)
+    output(as_json, {"findings": findings}, printed)
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
 
@@ -209,7 +203,7 @@ def _bandwidth(processes: int | None, as_json: bool) -> None:
 def _print_rates(found: "Bandwidth", as_json: bool) -> None:
     from toolkit.cli.doctor_table import rates
 
-    output(as_json, lambda: found, lambda: rates(found))
+    output(as_json, found, rates(found))
 
 
 def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
@@ -222,7 +216,7 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
     data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
-    output(as_json, lambda: data, lambda: [f"wrote {out}; use it with --cluster {out}"])
+    output(as_json, data, [f"wrote {out}; use it with --cluster {out}"])
 
 
 def _tell_count(gpu: str, processes: int) -> None:

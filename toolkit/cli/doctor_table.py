@@ -25,12 +25,11 @@ _NAME_WIDTH = 18
 """Characters of the longest name; a longer one moves its own line only."""
 
 
-def lines(findings: Iterable[Finding]) -> Iterator[Line]:
-    """Each finding as it comes, by group, and how many there were.
+def lines(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Line]:
+    """Each finding as it comes, by group, and how many there were; they are added to `shown`.
 
     Under one that is not ok: what needs it, and its fix.
     """
-    shown: list[Finding] = []
     for group, members in groupby(findings, key=lambda finding: finding.group):
         yield Text(group, "bold")
         for finding in members:

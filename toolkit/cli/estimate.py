@@ -59,7 +59,7 @@ def estimate(
     name, plan = assignment.recipe.name, assignment.plan
     found = estimate_plan(assignment.recipe, plan, where)
     data = {"id": name} | machine_output(found)
-    output(as_json, lambda: data, lambda: _lines(name, plan, found))
+    output(as_json, data, _lines(name, plan, found))
 
 
 def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:

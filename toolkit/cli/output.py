@@ -32,20 +32,20 @@ Line = str | Text | Hanging | RichTable | Rule
 
 def output(
     as_json: bool,
-    data: Callable[[], object],
-    lines: Callable[[], Iterable[Line]],
+    data: object,
+    lines: Iterable[Line],
     *,
     wrap: bool = True,
     exit_code: int = EXIT_DONE,
 ) -> None:
-    """Print `data()` as JSON on one line, dataclasses as objects, or `lines()` (see `show`).
+    """Print `data` as JSON on one line, dataclasses as objects, or `lines` (see `show`).
 
     Then exit with the code, if it is not 0.
     """
     if as_json:
-        typer.echo(json.dumps(data(), default=asdict))
+        typer.echo(json.dumps(data, default=asdict))
     else:
-        show(lines(), wrap=wrap)
+        show(lines, wrap=wrap)
     if exit_code != EXIT_DONE:
         raise typer.Exit(exit_code)
 

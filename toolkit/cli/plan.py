@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,14 +137,11 @@ def plan(
     every = [(one, top, explain, goodput) for one in planned]
     if several:
         compared = {"comparison": [_machine_output(*one) for one in every]} if as_json else {}
-        output(as_json, lambda: compared, lambda: plan_tables.comparison(planned))
+        output(as_json, compared, plan_tables.comparison(planned))
     else:
         ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
-        output(
-            as_json,
-            lambda: _machine_output(*every[0]) | ranks,
-            lambda: [*_lines(*every[0]), *memory_check_lines(checked)],
-        )
+        data = _machine_output(*every[0]) | ranks if as_json else None
+        output(as_json, data, chain(_lines(*every[0]), memory_check_lines(checked)))
     if page is not None:
         page.write(planned[0])
         tell(f"{html} written")

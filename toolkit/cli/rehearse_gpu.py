@@ -83,8 +83,8 @@ def dress_rehearsal(
     good = all(one.fits and not one.wrong for one in done)
     output(
         as_json,
-        lambda: machine_output(rehearsal, done),
-        lambda: _lines(rehearsal, done),
+        machine_output(rehearsal, done),
+        _lines(rehearsal, done),
         wrap=False,
         exit_code=EXIT_DONE if good else EXIT_FAILED,
     )

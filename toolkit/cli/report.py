@@ -53,7 +53,7 @@ def report(
             f"{len(records)} runs: the text is of one", fix="add --html FILE, or `dmt compare`"
         )
     (record,) = records
-    output(as_json, lambda: jsonl.plain(machine_output(record)), lambda: _lines(record))
+    output(as_json, jsonl.plain(machine_output(record)), _lines(record))
 
 
 def machine_output(record: RunRecord) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def runs(
     Example: `dmt runs runs`
     """
     found = [run_line(path) for path in find_runs(folder)]
-    output(as_json, lambda: {"runs": jsonl.plain([*map(asdict, found)])}, lambda: _lines(found))
+    output(as_json, {"runs": jsonl.plain([*map(asdict, found)])}, _lines(found))
 
 
 def _lines(found: Sequence[RunLine]) -> Iterator[Text]:

@@ -46,7 +46,7 @@ def try_machine(
     failed = any(check.verdict == "failed" for check in checks)
     if not failed:
         shutil.rmtree(place.folder)
-    output(as_json, lambda: report.machine_output(place, checks), lambda: _lines(checks))
+    output(as_json, report.machine_output(place, checks), _lines(checks))
     tell(f"wrote {file}: attach it when you report a problem")
     if failed:
         raise typer.Exit(EXIT_FAILED)
