@@ -195,8 +195,8 @@ def show(
         source.title: preview(tokenised(source.train), data.tokenizer, samples, tokens)
         for source in data.sources
     }
-    data = shown if len(shown) > 1 else next(iter(shown.values()))
-    output(as_json, data, previews(shown), wrap=False)
+    printed = shown if len(shown) > 1 else next(iter(shown.values()))
+    output(as_json, printed, previews(shown), wrap=False)
 
 
 @app.command(epilog="Example: dmt data stats recipes/tiny/llama-bytes.yaml")
