@@ -19,7 +19,6 @@ from toolkit.errors import (
     DmtError,
     RecipeError,
 )
-from toolkit.registry import load
 from toolkit.text.terminal import tell
 
 
@@ -67,6 +66,8 @@ class _LazyVerb(TyperCommand):
         return self._load().make_context(*args, **kwargs)
 
     def _load(self) -> Any:
+        from toolkit.registry import load
+
         try:
             target = load(self._verb.target or f"toolkit.cli.{self.name}:{self.name}")
         except ModuleNotFoundError as error:
