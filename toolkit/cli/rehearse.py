@@ -1,12 +1,14 @@
 """`dmt rehearse`: checks on this machine that a recipe trains identically in every layout."""
 
-import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
+from toolkit.cli.output import Line, output
 from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal, rehearsing
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
@@ -64,15 +66,8 @@ def rehearse(
     if note := rehearsal.layouts[0].note:
         out.print(f"the recipe's own layout: {note}", soft_wrap=True)
     reference, outcomes = _run(rehearsal, chosen, options)
-    if as_json:
-        typer.echo(json.dumps(machine_output(reference, outcomes)))
-    else:
-        out.print(table(reference, outcomes))
-        if below := reasons(outcomes):
-            out.print(below, soft_wrap=True)
-        out.print("\nthe recipe as planned, against one fp32 process", style="dim")
-        for line in kept:
-            out.print(f"  {line}", soft_wrap=True)
+    data = machine_output(reference, outcomes)
+    output(as_json, data, _lines(reference, outcomes, kept), wrap=False)
     for outcome in outcomes:
         if outcome.failure is not None:
             tell(f"--- the end of {outcome.candidate.name} ---\n{outcome.failure.log}")
@@ -81,6 +76,16 @@ def rehearse(
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _lines(
+    reference: Record, outcomes: Sequence[LayoutResult], kept: Sequence[str]
+) -> Iterator[Line]:
+    yield table(reference, outcomes)
+    if below := reasons(outcomes):
+        yield below
+    yield Text("\nthe recipe as planned, against one fp32 process", "dim")
+    yield from (f"  {line}" for line in kept)
 
 
 def _run(
