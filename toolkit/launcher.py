@@ -6,7 +6,7 @@ schema imports the light half for its section: where it is defined, `toolkit.rec
 `toolkit.launchers` can be imported only inside of functions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -73,11 +73,6 @@ LAUNCHERS: Registry[Launcher] = Registry(
     },
 )
 """Every launcher by its name; other packages add theirs as entry points."""
-
-
-def all_launchers() -> Iterator[Launcher]:
-    """Every launcher that can be imported: one that cannot is an error once it is chosen."""
-    return (launcher for _, launcher in LAUNCHERS.items())
 
 
 def listed(names: Sequence[str]) -> str:

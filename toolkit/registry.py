@@ -65,6 +65,10 @@ class Registry(Generic[Kind]):
             with suppress(BackendUnavailable):
                 yield name, self[name]
 
+    def values(self) -> Iterator[Kind]:
+        """The objects of `items`."""
+        return (value for _, value in self.items())
+
 
 def load(place: str) -> Any:
     """What `module:attribute` names."""

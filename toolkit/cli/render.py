@@ -13,7 +13,7 @@ from toolkit.cli.options import Overrides, RecipePath
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import all_launchers
+from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.plan.plan import Plan
@@ -23,7 +23,7 @@ from toolkit.run.assignment import decide
 from toolkit.targets.base import TARGETS
 from toolkit.text.terminal import tell
 
-_JOBS = tuple(each.name for each in all_launchers() if each.renders)
+_JOBS = tuple(each.name for each in LAUNCHERS.values() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
 _FORMATS = sorted(
     (name for name, target in TARGETS.items() if target.rendered),

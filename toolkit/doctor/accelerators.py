@@ -45,17 +45,23 @@ def check(needs: Needs) -> Iterator[Finding]:
     driver = _driver()
     yield from _driver_finding(torch, driver, needs)
     yield from _devices(torch, driver, needs)
-    yield _gloo(torch, needs)
-    yield from _nccl(torch, needs)
+    if torch["gloo"]:
+        yield Finding("gloo", "ok", "in torch")
+    else:
+        text = "not in this torch; every process group has it for the CPU"
+        yield Finding("gloo", "problem", text, needs.run, _REINSTALL)
+    if torch["nccl"] is not None:
+        yield Finding("NCCL", "ok", torch["nccl"])
+    elif torch["devices"] or needs.gpu:
+        yield lacking("NCCL", "not in this torch", _REINSTALL, needs.gpu, "warning")
 
 
 def _driver() -> str | None:
     """The version of the NVIDIA driver; None where there is none."""
     file = Path("/proc/driver/nvidia/version")
-    if file.is_file():
-        found = re.search(r"\s(\d{3}\.[\d.]+)\s", file.read_text(errors="replace"))
-        if found:
-            return found[1]
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    if found := re.search(r"\s(\d{3}\.[\d.]+)\s", text):
+        return found[1]
     answer = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)
     return answer.out.split()[0] if answer.done and answer.out.strip() else None
 
@@ -115,17 +121,3 @@ def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Find
         fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
     driver_unused = driver is not None and not count
     return lacking("GPUs", text, fix, needs.gpu, "warning" if driver_unused else "note")
-
-
-def _gloo(torch: Mapping[str, Any], needs: Needs) -> Finding:
-    if torch["gloo"]:
-        return Finding("gloo", "ok", "in torch")
-    text = "not in this torch; every process group has it for the CPU"
-    return Finding("gloo", "problem", text, needs.run, _REINSTALL)
-
-
-def _nccl(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
-    if torch["nccl"] is not None:
-        yield Finding("NCCL", "ok", torch["nccl"])
-    elif torch["devices"] or needs.gpu:
-        yield lacking("NCCL", "not in this torch", _REINSTALL, needs.gpu, "warning")

@@ -65,9 +65,11 @@ def needs_of(recipe: Recipe) -> Needs:
     packages = dict.fromkeys((Requirement(name).name for name in launcher.packages), setting)
     programs = {program.name: setting for program in launcher.programs if not program.use}
     assignment, note = _decided(recipe)
+    compiled = assignment.plan.layout.compiles if assignment else None
+    run_dir = Path("runs") / recipe.name
     if launcher.oversees == "never":
         note = f"{setting} trains on other machines: run `dmt doctor` there, too"
-        return Needs(packages=packages, programs=programs, run_dir=_run_dir(recipe), note=note)
+        return Needs(packages=packages, programs=programs, run_dir=run_dir, note=note)
     several = None
     if recipe.cluster.nodes > 1:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
@@ -83,14 +85,14 @@ def needs_of(recipe: Recipe) -> Needs:
         packages=packages | dict(_packages(recipe, assignment)),
         programs=programs,
         ops=_ops(assignment),
-        compiles=_compiles(assignment),
+        compiles=f"kernels.{compiled}" if compiled else None,
         gpus=recipe.cluster.gpus_per_node if on_gpus else 0,
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
         ssh_hostfile=Path(hostfile) if hostfile and "ssh" in programs else None,
         wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
-        run_dir=_run_dir(recipe),
+        run_dir=run_dir,
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),
         checkpoints_kept=recipe.checkpoint.keep,
@@ -148,25 +150,13 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
     plan = assignment.plan
     layout = plan.layout
     offload = f"parallel.zero.offload_optimizer: {layout.offload_optimizer}"
-    if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
-        nvme = "parallel.zero: offload to nvme"
-    else:
-        nvme = ""
+    on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_parameters)
+    nvme = "parallel.zero: offload to nvme" if on_nvme else ""
     by_op = {"cpu_adam": offload, "pin_memory": nvme, "async_io": nvme}
     return {
         op: by_op.get(op, f"parallel.engine: {plan.engine}")
         for op in BACKENDS[plan.engine].operators(assignment.engine_config)
     }
-
-
-def _compiles(assignment: Assignment | None) -> str | None:
-    """The setting for which torch or Triton compiles kernels."""
-    setting = assignment.plan.layout.compiles if assignment else None
-    return f"kernels.{setting}" if setting else None
-
-
-def _run_dir(recipe: Recipe) -> Path:
-    return Path("runs") / recipe.name
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:

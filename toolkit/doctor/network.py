@@ -70,13 +70,8 @@ def _host_name(needs: Needs) -> Finding:
     usable = shlex.quote(_usable(there) or "INTERFACE")
     fix = f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give "
     fix += f"{name} its own address in /etc/hosts"
-    return lacking(
-        "host name",
-        f"{name} {why}: gloo falls back to loopback, and {_LOOPBACK}",
-        fix,
-        needs.several_machines,
-        "note",
-    )
+    text = f"{name} {why}: gloo falls back to loopback, and {_LOOPBACK}"
+    return lacking("host name", text, fix, needs.several_machines)
 
 
 def _usable(there: dict[str, list[str]]) -> str | None:
@@ -105,14 +100,10 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
         if _matches(stated, there, exact):
             yield Finding(variable, "ok", stated)
             continue
-        yield lacking(
-            variable,
-            f"{stated!r} names no interface here; there are {', '.join(there)}",
-            f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
-            # gloo is in every process group, also in that of one machine.
-            needs.run if exact else needs.gpu,
-            "warning",
-        )
+        text = f"{stated!r} names no interface here; there are {', '.join(there)}"
+        fix = f"export {variable}={shlex.quote(_usable(there) or 'lo')}"
+        # gloo is in every process group, also in that of one machine.
+        yield lacking(variable, text, fix, needs.run if exact else needs.gpu, "warning")
 
 
 def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
@@ -133,7 +124,10 @@ def _master(needs: Needs) -> Iterator[Finding]:
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return
-    several = needs.several_machines or _several_in_environment()
+    several = needs.several_machines
+    with suppress(ValueError):  # a launcher around this process may have chosen them
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        several = several or world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     try:
         resolved = str(socket.getaddrinfo(address, None)[0][4][0])
     except OSError as error:
@@ -148,14 +142,6 @@ def _master(needs: Needs) -> Iterator[Finding]:
         yield Finding("MASTER_ADDR", "problem", text, needs.several_machines, fix)
     else:
         yield Finding("MASTER_ADDR", "ok", f"{address} is {resolved}")
-
-
-def _several_in_environment() -> bool:
-    """Whether a launcher around this process spreads its ranks over several machines."""
-    with suppress(ValueError):
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        return world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return False
 
 
 def _port() -> Finding:

@@ -20,7 +20,7 @@ from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.features.base import all_features
-from toolkit.launcher import all_launchers
+from toolkit.launcher import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
 from toolkit.track.trackers import TRACKERS
@@ -61,7 +61,7 @@ def _of_choices() -> Iterator[Package]:
     """What a launcher, an optimizer or a feature needs and DMT itself does not."""
     required = {package.name for package in _REQUIRED}
     choices = [
-        *((f"launch.launcher: {each.name}", each.packages) for each in all_launchers()),
+        *((f"launch.launcher: {each.name}", each.packages) for each in LAUNCHERS.values()),
         *((f"optimizer.name: {name}", kind.packages) for name, kind in OPTIMIZERS.items()),
         *((feature.name, feature.packages) for feature in all_features()),
     ]
@@ -139,14 +139,8 @@ def _python(needs: Needs) -> Finding:
     found, allowed = platform.python_version(), _stated()[0]
     if Version(found) in allowed:
         return Finding("python", "ok", found)
-    wanted = f"DMT needs {allowed}"
-    return Finding(
-        "python",
-        "problem",
-        f"{found}; {wanted}",
-        needs.run,
-        f"python3.12 -m venv .venv && .venv/bin/pip install {source()}",
-    )
+    fix = f"python3.12 -m venv .venv && .venv/bin/pip install {source()}"
+    return Finding("python", "problem", f"{found}; DMT needs {allowed}", needs.run, fix)
 
 
 def _kernel(release: str) -> Iterator[Finding]:
@@ -163,30 +157,28 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     if version is None and package.compiled:
         return
     if version is None:
-        yield _absent(package, needed_by)
+        text = f"not installed; {package.use}" if package.use else "not installed"
+        fix, level = _install(_requirement(package)), _if_unneeded(package)
+        yield lacking(package.name, text, fix, needed_by, level)
         return
     requirement = _requirement(package)
     text = str(version)
-    if newest := _newer_than_tested(version, requirement):
+    # The first untested version, as in `<2.14`.
+    bounds = [str(one) for one in requirement.specifier if one.operator == "<"]
+    if newest := next((one for one in bounds if version not in SpecifierSet(one, True)), ""):
         text += f"; newer than the tests ran with ({newest})"
         yield Finding(package.name, "warning", text, needed_by, _install(requirement))
     elif not requirement.specifier.contains(version, prereleases=True):
         text += f"; DMT needs {requirement.specifier}"
         fix = _install(requirement)
-        level: Level = "note" if package.use else "problem"
-        yield lacking(package.name, text, fix, needed_by, level)
+        yield lacking(package.name, text, fix, needed_by, _if_unneeded(package))
     elif (failure := _import_failure(package, needed_by)) is not None:
         text += f"; cannot be imported: {failure}"
-        yield Finding(package.name, "problem", text, needed_by, _reinstall(requirement))
+        fix = _install(requirement).replace("install ", "install --force-reinstall ", 1)
+        yield Finding(package.name, "problem", text, needed_by, fix)
     else:
         yield Finding(package.name, "ok", text)
     yield from _known_bad(package.name, version, needed_by)
-
-
-def _newer_than_tested(version: Version, requirement: Requirement) -> str:
-    """The first untested version, as in `<2.14`, if `version` is not older; "" if it is."""
-    bounds = [str(one) for one in requirement.specifier if one.operator == "<"]
-    return next((one for one in bounds if version not in SpecifierSet(one, True)), "")
 
 
 def _import_failure(package: Package, needed_by: str | None) -> str | None:
@@ -201,14 +193,8 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
     return None if answer.done else answer.out
 
 
-def _absent(package: Package, needed_by: str | None) -> Finding:
-    return lacking(
-        package.name,
-        f"not installed; {package.use}" if package.use else "not installed",
-        _install(_requirement(package)),
-        needed_by,
-        "note" if package.use else "problem",
-    )
+def _if_unneeded(package: Package) -> Level:
+    return "note" if package.use else "problem"
 
 
 def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[Finding]:
@@ -229,10 +215,6 @@ def _install(requirement: Requirement) -> str:
     # flash-attn and Transformer Engine are compiled against the torch that is there.
     compiled = requirement.name in ("flash-attn", "transformer-engine")
     return f"pip install {'--no-build-isolation ' * compiled}'{plain(requirement)}'"
-
-
-def _reinstall(requirement: Requirement) -> str:
-    return _install(requirement).replace("install ", "install --force-reinstall ", 1)
 
 
 def _version(package: Package) -> Version | None:

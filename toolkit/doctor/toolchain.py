@@ -1,7 +1,7 @@
 """Programs: compilers for DeepSpeed's operators, and the programs of launchers."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 
 from toolkit.doctor.finding import Finding, lacking
@@ -19,7 +19,7 @@ from toolkit.engines.deepspeed.ops import (
     torch_accelerator,
 )
 from toolkit.errors import BackendUnavailable
-from toolkit.launcher import Program, all_launchers
+from toolkit.launcher import LAUNCHERS, Program
 from toolkit.system import interpreter
 from toolkit.system.compilers import missing_for_torch_compile
 
@@ -33,7 +33,7 @@ NUMACTL = Program(
 def launcher_programs() -> Iterator[Program]:
     """What the launchers need, each program once, with what needs it."""
     programs: dict[str, Program] = {}
-    for launcher in all_launchers():
+    for launcher in LAUNCHERS.values():
         for program in chain(*launcher.remote_programs.values(), launcher.programs):
             use = program.use or f"`launch.launcher: {launcher.name}`"
             programs[program.name] = program._replace(use=use)
@@ -44,7 +44,6 @@ def check(needs: Needs) -> Iterator[Finding]:
     """What compiles operators and kernels."""
     put_ninja_on_path()  # as every run does
     yield from _tools(needs)
-    yield from _of_torch(needs)
     yield _nvcc(needs)
     yield _program(NUMACTL, needs)
     yield from _locks(needs)
@@ -57,43 +56,31 @@ def check_programs(needs: Needs) -> Iterator[Finding]:
 
 
 def _tools(needs: Needs) -> Iterator[Finding]:
-    to_compile = _to_compile(needs)
+    ops = _to_compile(needs)
     missing = {one.name: one for one in missing_tools(["cpu_adam", "async_io"])}
     for name in TOOLS:
-        lacked = missing.get(name)
-        if lacked is None:
+        if (lacked := missing.get(name)) is None:
             yield Finding(name, "ok", "there")
             continue
-        needing = to_compile.values() if name != "libaio" else _of_io(to_compile)
-        text = (
-            lacked.what
-            if name == "libaio"
-            else f"{lacked.what}: DeepSpeed's offload is compiled"
-        )
-        yield lacking(name, text, lacked.fix, next(iter(needing), None), "warning")
-
-
-def _of_torch(needs: Needs) -> Iterator[Finding]:
-    """What torch.compile and Triton lack."""
-    if needs.compiles is None:
-        return
-    for one in missing_for_torch_compile(on_gpu=needs.gpu is not None):
-        yield lacking(
-            f"{one.name} for compiled kernels", one.what, one.fix, needs.compiles, "warning"
-        )
+        needing, text = next(iter(ops.values()), None), lacked.what
+        if name == "libaio":
+            needing = ops.get("async_io")
+        else:
+            text += ": DeepSpeed's offload is compiled"
+        yield lacking(name, text, lacked.fix, needing, "warning")
+    # What torch.compile and Triton lack.
+    on_gpu = needs.gpu is not None
+    for one in missing_for_torch_compile(on_gpu=on_gpu) if needs.compiles else ():
+        name = f"{one.name} for compiled kernels"
+        yield lacking(name, one.what, one.fix, needs.compiles, "warning")
 
 
 def _to_compile(needs: Needs) -> dict[str, str]:
     """Operators that the recipe needs and that did not come compiled with DeepSpeed."""
     try:
-        ops = compiled_at_start(tuple(needs.ops))
+        return {op: needs.ops[op] for op in compiled_at_start(tuple(needs.ops))}
     except BackendUnavailable:  # DeepSpeed itself is missing; pip will bring its sources
-        ops = list(needs.ops)
-    return {op: needs.ops[op] for op in ops}
-
-
-def _of_io(ops: Mapping[str, str]) -> list[str]:
-    return [setting for op, setting in ops.items() if op == "async_io"]
+        return dict(needs.ops)
 
 
 def _nvcc(needs: Needs) -> Finding:

@@ -254,11 +254,11 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
     if config is None or check_config(config):
         return
     spec = model_spec(config)
-    if length <= spec.max_positions or (not spec.learned_positions and _rope_scaled(config)):
+    scaled = rope_type_of(rope_of(settings_of(config))) != "default"
+    if length <= spec.max_positions or (not spec.learned_positions and scaled):
         return
-    raise_it = "model.config's largest position"
     key = _key_of_longest(recipe)
-    fix = f"set {key} to {spec.max_positions}, or raise {raise_it}"
+    fix = f"set {key} to {spec.max_positions}, or raise model.config's largest position"
     if not spec.learned_positions:
         fix += " or configure rope scaling"
     allowed = f"at most {spec.max_positions}, the positions of this model"
@@ -269,10 +269,6 @@ def _key_of_longest(recipe: Recipe) -> str:
     """Where the longest length of the run is stated."""
     stated = stated_lengths(recipe)
     return max(stated, key=lambda key: stated[key])
-
-
-def _rope_scaled(config: dict[str, object]) -> bool:
-    return bool(rope_type_of(rope_of(settings_of(config))) != "default")
 
 
 def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
@@ -303,10 +299,6 @@ def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
         fix = f"set it to {limit}, or "
         fix += "do not isolate documents" if isolates else "train with one length"
         yield Problem(_key_of_longest(recipe), str(length), allowed, fix)
-
-
-def _parallel(recipe: Recipe) -> Iterator[Problem]:
-    yield from legality.problems(recipe.parallel, recipe.cluster)
 
 
 def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
@@ -482,12 +474,10 @@ def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
     fits = {"greedy": "chat" in forms, "best_fit": documents}
     if not fits.get(data.packing, True):
-        found, allowed = (
-            f"{data.packing} with `kind: {kind}`",
-            "none, greedy with chats, or best_fit with documents",
-        )
-        other = "greedy" if "chat" in forms else "best_fit"
-        fix = f"write {other}, or remove it" if documents or "chat" in forms else "remove it"
+        found = f"{data.packing} with `kind: {kind}`"
+        allowed = "none, greedy with chats, or best_fit with documents"
+        other = "greedy" if fits["greedy"] else "best_fit"
+        fix = f"write {other}, or remove it" if any(fits.values()) else "remove it"
         yield Problem("data.packing", found, allowed, fix)
     if data.isolate_documents and not documents:
         allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
@@ -547,7 +537,10 @@ RULES: tuple[Rule, ...] = (
         ("model.config", *_SEQUENCES, "data.isolate_documents", "data.packing"),
         _dynamic_frequencies,
     ),
-    Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
+    Rule(
+        ("parallel", "cluster.nodes", "cluster.gpus_per_node"),
+        lambda recipe: legality.problems(recipe.parallel, recipe.cluster),
+    ),
     Rule(
         (
             *_SPREAD,

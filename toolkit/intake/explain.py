@@ -97,7 +97,7 @@ def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Ex
     ]
     meant = {key for item in found for key in item.blames}
     for key, (path, kind) in by_key.items():
-        if kind == "missing" and not any(_inside(other, key) for other in meant):
+        if kind == "missing" and not any(is_inside(other, key) for other in meant):
             found.append(_missing(path, key, root))
     return found
 
@@ -159,7 +159,8 @@ def node_at(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Node | None:
     return node
 
 
-def _inside(key: str, section: str) -> bool:
+def is_inside(key: str, section: str) -> bool:
+    """Whether a setting is a section, or a part of it."""
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
@@ -194,8 +195,7 @@ def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Exp
     if isinstance(node, yaml_nodes.Sequence) and error in ("too_short", "too_long"):
         found = f"a list of {len(node.items)}"
     fix = _fix(key, node, annotation, metadata, info)
-    problem = _problem(key, place_of(path, root), found, allowed(annotation, metadata), fix)
-    return Explained(problem, frozenset((key,)))
+    return _explained(key, place_of(path, root), found, allowed(annotation, metadata), fix)
 
 
 def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]:
@@ -212,20 +212,21 @@ def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]
     return item, (), info
 
 
-def _problem(key: str, place: Location, found: str, accepted: str, fix: str) -> Problem:
-    return Problem(key, found, accepted, fix, place.file, place.line)
+def _explained(
+    key: str, place: Location, found: str, accepted: str, fix: str, blames: Iterable[str] = ()
+) -> Explained:
+    """`blames`: by default, the setting itself."""
+    problem = Problem(key, found, accepted, fix, place.file, place.line)
+    return Explained(problem, frozenset(blames or (key,)))
 
 
 def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
     kinds = [kind_of(section) for section in settings()[setting_of(path)].sections]
     node = node_at([*path, "kind"], root)
-    key = f"{dotted(path)}.kind"
     found = describe_node(node) if node else "nothing"
-    value = node.value if isinstance(node, Scalar) else None
-    fix = _similar(value, kinds) or f"add `kind: {kinds[0]}`"
-    place = place_of([*path, "kind"], root)
-    problem = _problem(key, place, found, f"one of {', '.join(kinds)}", fix)
-    return Explained(problem, frozenset((dotted(path),)))
+    fix = _similar(_kind(path, root), kinds) or f"add `kind: {kinds[0]}`"
+    place, accepted = place_of([*path, "kind"], root), f"one of {', '.join(kinds)}"
+    return _explained(f"{dotted(path)}.kind", place, found, accepted, fix, (dotted(path),))
 
 
 def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Explained:
@@ -234,8 +235,7 @@ def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Expla
     section = dotted(path[:-1])
     where = f"under `{section}`" if section else "at the top level"
     place = place_of(path[:-1], root)
-    problem = _problem(key, place, "nothing", accepted, f"add `{path[-1]}:` {where}")
-    return Explained(problem, frozenset((key,)))
+    return _explained(key, place, "nothing", accepted, f"add `{path[-1]}:` {where}")
 
 
 def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> Explained:
@@ -247,10 +247,8 @@ def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> 
     here = fields_of(setting_of(path[:-1]), _kind(path[:-1], root))
     where = f"`{section}`" if section else "the top level"
     fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
-    problem = _problem(
-        key, place_of_key(path, root), UNKNOWN_KEY, f"in {where}: {', '.join(here)}", fix
-    )
-    return Explained(problem, frozenset((key, *meant)))
+    place, accepted = place_of_key(path, root), f"in {where}: {', '.join(here)}"
+    return _explained(key, place, UNKNOWN_KEY, accepted, fix, (key, *meant))
 
 
 def _what_was_meant(

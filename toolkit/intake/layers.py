@@ -125,7 +125,7 @@ def _read_file(
     `chain`: the files that led to this one. `origin` is the place to blame when it cannot be
     read.
     """
-    name = _shown(path) if chain else str(path)
+    name = normpath(path) if chain else str(path)
     text = _read_text(path, name, origin, problems)
     try:
         node, found = yaml_nodes.parse(text, name)
@@ -188,7 +188,7 @@ def _extended(
             raise _stop(problems, origin, found, "a file name, or a list of them", fix)
         parent = find_recipe(Path(value)) if value.startswith(SHIPPED) else path.parent / value
         if _real(parent) in map(_real, chain):
-            circle = " → ".join(_shown(file) for file in [*chain, parent])
+            circle = " → ".join(normpath(file) for file in [*chain, parent])
             found, fix = f"a cycle: {circle}", "break the cycle"
             raise _stop(problems, origin, found, "a chain that ends", fix)
         parents.append((parent, origin))
@@ -237,17 +237,13 @@ def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Mapping:
             continue
         try:
             node, found = yaml_nodes.parse(value, OVERRIDE_FILE, has_lines=False)
+            _put(root, parts, node)
         except RecipeError as error:
-            problems.extend(
-                Problem(key, problem.found, problem.allowed, problem.fix, OVERRIDE_FILE)
-                for problem in error.problems
-            )
-            continue
+            found = list(error.problems)
         problems.extend(
             Problem(key, problem.found, problem.allowed, problem.fix, OVERRIDE_FILE)
             for problem in found
         )
-        _put(root, parts, node)
     return root
 
 
@@ -368,16 +364,12 @@ def _real(path: Path) -> Path:
         return path
 
 
-def _shown(path: Path) -> str:
-    return normpath(path)
-
-
 def _similar_file(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:
-        return f"there is no folder {_shown(path.parent)}"
+        return f"there is no folder {normpath(path.parent)}"
     close = closest(path.name, names)
     if shipped := closest(path.name, shipped_recipes()) if not close else "":
         return f"did you mean the shipped recipe `{shipped}`? `dmt recipes` lists them"
-    return f"did you mean `{_shown(path.parent / close)}`?" if close else "check the name"
+    return f"did you mean `{normpath(path.parent / close)}`?" if close else "check the name"

@@ -18,6 +18,7 @@ from toolkit.intake.explain import (
     UNKNOWN_KEY,
     Explained,
     explain,
+    is_inside,
     parts_of,
     place_of,
 )
@@ -77,7 +78,12 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> Examined:
     except RecipeError as error:
         return Examined(None, tuple(_presentable(error.problems, (), redactor)))
     secrets = [p for tree in layers.trees for p in _secrets(tree, "", redactor)]
-    recipe, explained = _validate(layers.root)
+    recipe, explained = None, list[Explained]()
+    try:
+        recipe = Recipe.model_validate(yaml_nodes.to_data(layers.root))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        explained = explain(details, layers.root)
     stated = [*secrets, *layers.problems, *(item.problem for item in explained)]
     wrong = {key for item in explained for key in item.blames}
     wrong.update(problem.key for problem in stated)
@@ -121,16 +127,7 @@ def _rounds(
 
 def _touch(key: str, other: str) -> bool:
     """Whether one of two settings is the other, or a part of it."""
-    short, long = sorted((key, other), key=len)
-    return long == short or long.startswith((f"{short}.", f"{short}["))
-
-
-def _validate(root: yaml_nodes.Mapping) -> tuple[Recipe | None, list[Explained]]:
-    try:
-        return Recipe.model_validate(yaml_nodes.to_data(root)), []
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        return None, explain(details, root)
+    return is_inside(key, other) or is_inside(other, key)
 
 
 def _secrets(node: yaml_nodes.Node, key: str, redactor: Redactor) -> Iterator[Problem]:

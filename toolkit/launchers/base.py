@@ -11,15 +11,15 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launcher import LAUNCHERS, all_launchers, listed
+from toolkit.launcher import LAUNCHERS, listed
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
+from toolkit.registry import load
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory, not_writable
 from toolkit.system.interpreter import safe_path
@@ -168,8 +168,7 @@ class Starter(Protocol):
 
 def starter(launcher: str) -> Starter:
     """What starts the ranks of a launcher, by its name."""
-    module, _, attribute = LAUNCHERS[launcher].starter.partition(":")
-    made: Starter = getattr(import_module(module), attribute)()
+    made: Starter = load(LAUNCHERS[launcher].starter)()
     return made
 
 
@@ -225,7 +224,7 @@ def spec_of(job: Job, argv: tuple[str, ...], **more: Any) -> LaunchSpec:
 
 def on_several_machines() -> str:
     """The option with the launchers that can start processes on other machines, too."""
-    names = [launcher.name for launcher in all_launchers() if launcher.several_machines]
+    names = [launcher.name for launcher in LAUNCHERS.values() if launcher.several_machines]
     return f"--launcher {listed(names)}"
 
 

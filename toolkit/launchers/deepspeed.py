@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 
@@ -89,6 +88,9 @@ def _on_several(job: Job) -> LaunchSpec:
         )
     ssh = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     exported = job.run_dir / "launch" / "deepspeed.env"
+    per_node = f"--launcher_args=--ntasks-per-node={job.cluster.gpus_per_node}"
+    # Slurm would place the ranks as it likes.
+    placing = (f"--num_nodes={job.cluster.nodes}", per_node) if runner == "slurm" else ()
     return spec_of(
         job,
         (
@@ -100,8 +102,8 @@ def _on_several(job: Job) -> LaunchSpec:
             # DeepSpeed's own check ends in a traceback, and ignores pdsh's options for ssh.
             "--no_ssh_check",
             "--no_local_rank",
+            *placing,
             # As a script: under Slurm, DeepSpeed ignores that the program is a module.
-            *_per_node(runner, job.cluster),
             *(_program("dmt"), "train", str(job.run_dir)),
         ),
         env={
@@ -109,7 +111,7 @@ def _on_several(job: Job) -> LaunchSpec:
             "DS_ENV_FILE": str(exported),
             "PDSH_SSH_ARGS_APPEND": f"{_SSH} {ssh}".strip(),
         },
-        files={exported: _lines(variables)},
+        files={exported: "".join(f"{name}={value}\n" for name, value in variables.items())},
         remote=True,
         # At SIGTERM its runner for pdsh ends every DeepSpeed run of this user there.
         end_signal=signal.SIGKILL if runner == "pdsh" else signal.SIGTERM,
@@ -149,16 +151,6 @@ def _check_paths(job: Job) -> None:
             )
 
 
-def _per_node(runner: str, cluster: ClusterSection) -> tuple[str, ...]:
-    """Slurm would place the ranks as it likes."""
-    if runner != "slurm":
-        return ()
-    return (
-        f"--num_nodes={cluster.nodes}",
-        f"--launcher_args=--ntasks-per-node={cluster.gpus_per_node}",
-    )
-
-
 def _address(host: str) -> str:
     """The host, if its name can be resolved; an ssh alias may not be."""
     try:
@@ -195,10 +187,6 @@ def _settings_here() -> dict[str, str]:
                 fix=f"unset {name}, or set it on the machines themselves",
             )
     return chosen
-
-
-def _lines(variables: Mapping[str, str]) -> str:
-    return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
 def _hosts(job: Job) -> list[str]:

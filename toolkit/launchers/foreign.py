@@ -40,11 +40,6 @@ def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
         # Ctrl-C at the terminal is for this process, which passes it on once.
         start_new_session=True,
     )
-    code = _wait(guard, signals)
-    return outcome_from_events(spec.run_dir, offset, code, signals.stop_requested)
-
-
-def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
     stopped = killed = False
     while guard.poll() is None:
         if signals.stop_requested and not stopped:
@@ -55,7 +50,7 @@ def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
             killed = True
             guard.send_signal(signal.SIGUSR2)
         time.sleep(POLL_S)
-    return guard.returncode
+    return outcome_from_events(spec.run_dir, offset, guard.returncode, signals.stop_requested)
 
 
 def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -> Outcome:

@@ -16,10 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
@@ -53,17 +52,13 @@ class Guard:
         self._signalled: set[int] = set()
         self._deadline = Deadline()
         self._parent_gone = threading.Event()
-        self._kill_requested = False
-        signal.signal(signal.SIGUSR2, self._request_kill)
+        self._kill_requested = threading.Event()
+        signal.signal(signal.SIGUSR2, lambda *_: self._kill_requested.set())
         adopt_orphans()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent(signal.SIGTERM)
         )
         threading.Thread(target=self._watch_parent, daemon=True).start()
-
-    def _request_kill(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._kill_requested = True
 
     def _watch_parent(self) -> None:
         # Not through sys.stdin, whose lock this thread would hold at the interpreter's end.
@@ -74,21 +69,18 @@ class Guard:
         """Return the launcher's exit code after it and all its workers have exited."""
         while self._process.poll() is None:
             if signals.stop_requested or self._parent_gone.is_set():
-                self._start_grace()
+                orphaned = self._parent_gone.is_set() and math.isinf(self._grace_s)
+                self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
                 self._stop_workers()
             if self._deadline.passed:
                 tell(f"error: {grace_over(self._grace_s, self._run_dir, self._offset)[0]}")
                 show_stacks([worker.pid for worker in workers()])
-            if self._kill_requested or self._deadline.passed:
-                kill_descendants()
+            if self._kill_requested.is_set() or self._deadline.passed:
+                _kill(psutil.Process().children(recursive=True))
             self._wake_stopped()
             time.sleep(POLL_S)
         self._end_leftovers()
         return self._process.returncode
-
-    def _start_grace(self) -> None:
-        orphaned = self._parent_gone.is_set() and math.isinf(self._grace_s)
-        self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
 
     def _wake_stopped(self) -> None:
         """Wake stopped ranks that were asked to end; kill them after a while.
@@ -102,12 +94,7 @@ class Guard:
         if woken and not self._signalled:
             self._woken.start(FAILED_GRACE_S)
         if self._woken.passed:
-            self._kill_workers()
-
-    def _kill_workers(self) -> None:
-        for worker in workers():
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
+            _kill(workers())
 
     def _stop_workers(self) -> None:
         """Signal every worker once; those that are not started yet, when they appear."""
@@ -124,7 +111,7 @@ class Guard:
             self._stop_workers()
             self._wake_stopped()
             time.sleep(POLL_S)
-        self._kill_workers()
+        _kill(workers())
 
 
 def workers() -> Iterator[psutil.Process]:
@@ -143,9 +130,8 @@ def workers() -> Iterator[psutil.Process]:
             continue
 
 
-def kill_descendants() -> None:
-    """Kill everything below this process."""
-    for process in psutil.Process().children(recursive=True):
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

@@ -62,26 +62,25 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     # cause.
     causes.sort(key=lambda rank: rank.code == -SIGABRT)
     failed = causes[0] if causes else _first_failure(events) or seen[0]
+    outcome = Outcome(failure_code(failed.code), failed.describe())
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
-        return Outcome(failure_code(failed.code), failed.describe())
+        return outcome
     log = RunDirectory(run_dir).rank_log(failed.rank)
     if failed.code in USER_CODES and _told(events, failed):
         if not _lost_another(events, RankExit(0, failed.code)):  # otherwise rank 0 has shown it
             tell(f"error: {cause_of(run_dir, offset)}")
         tell(f"{failed.describe()}; its log is {log}")
-        return Outcome(failure_code(failed.code), failed.describe())
+        return outcome
     tail = _tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
     tell(f"error: {failed.describe()}{shown}")
-    return Outcome(failure_code(failed.code), failed.describe())
+    return outcome
 
 
 def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
     """Whether the rank reported why it failed, or died silently."""
-    return any(
-        _is_end(event, failed.code) and event.get("rank") == failed.rank and "error" in event
-        for event in events
-    )
+    end = {"kind": "end", "exit_code": failed.code, "rank": failed.rank}
+    return any("error" in event and end.items() <= event.items() for event in events)
 
 
 def _lost_another(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
@@ -109,7 +108,9 @@ def outcome_from_events(
     """
     if launcher_code == EXIT_DONE:
         return Outcome(EXIT_DONE)  # perhaps after its own restarts
-    events = _since_last_start(read_events(RunDirectory(run_dir).events, offset))
+    events = read_events(RunDirectory(run_dir).events, offset)
+    starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
+    events = events[starts[-1] if starts else 0 :]  # the launcher may have restarted the ranks
     if failed := _first_failure(events):
         return report_failure(run_dir, offset, [failed])
     if launcher_code == EXIT_RESUMABLE:
@@ -123,12 +124,6 @@ def outcome_from_events(
     return Outcome(failure_code(launcher_code), reason)
 
 
-def _since_last_start(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Events since the launcher's own last restart."""
-    starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
-    return events[starts[-1] :] if starts else events
-
-
 def has_failed(run_dir: Path, offset: int) -> bool:
     """Whether a rank of this launch has reported a failure."""
     return _first_failure(read_events(RunDirectory(run_dir).events, offset)) is not None
@@ -138,10 +133,6 @@ def has_started(run_dir: Path, offset: int) -> bool:
     """Whether the ranks of this launch have started training."""
     events = read_events(RunDirectory(run_dir).events, offset)
     return any(event.get("kind") == "start" for event in events)
-
-
-def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:
-    return event.get("kind") == "end" and event.get("exit_code") == exit_code
 
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:

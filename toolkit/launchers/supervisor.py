@@ -13,7 +13,7 @@ from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import LaunchSpec, Starter
-from toolkit.launchers.process import POLL_S, StopSignals
+from toolkit.launchers.process import POLL_S, Deadline, StopSignals
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, events_offset
 from toolkit.run.events import EventLog
@@ -62,7 +62,10 @@ def supervise(
             pause_s = pause_before(attempt)
             which = f"restart {attempt} of {max_restarts} from step {step}"
             tell(f"{which}, in {pause_s:g} s: {reason}")
-            _pause(pause_s, signals)
+            pause = Deadline()
+            pause.start(pause_s)
+            while not (pause.passed or signals.stop_requested):
+                time.sleep(POLL_S)
             if signals.stop_requested:
                 return _stopped(step)
             spec = again()
@@ -123,12 +126,6 @@ def _silent(events: Sequence[Mapping[str, Any]]) -> str:
 
 def _ends(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [event for event in events if event.get("kind") == "end"]
-
-
-def _pause(seconds: float, signals: StopSignals) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not signals.stop_requested:
-        time.sleep(POLL_S)
 
 
 def _stopped(step: int) -> int:

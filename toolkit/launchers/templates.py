@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import Launcher, all_launchers
+from toolkit.launcher import LAUNCHERS, Launcher
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.run.assignment import decide
@@ -20,7 +20,7 @@ RECIPE = "recipes/llama/llama-3.1-8b-pretrain.yaml"
 
 def examples() -> dict[Path, str]:
     """The examples of all launchers that have one, by file."""
-    return dict(map(example, (each for each in all_launchers() if each.example)))
+    return dict(map(example, (each for each in LAUNCHERS.values() if each.example)))
 
 
 def example(launcher: Launcher) -> tuple[Path, str]:

@@ -30,7 +30,8 @@ class TorchrunStarter:
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
         if TORCHRUN.supervises(job.cluster.nodes):
             return spec_of(job, (*agent, "--standalone", processes, *job.train))
-        words = (*agent, *_meeting(job), processes, *_planning_worker(job))
+        planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
+        words = (*agent, *_meeting(job), processes, *planning)
         return spec_of(job, words, files={job.recipe_file: job.recipe})
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -57,7 +58,3 @@ def _meeting(job: Job) -> tuple[str, ...]:
         f"--rdzv-conf=join_timeout={JOIN_LIMIT_S},read_timeout={JOIN_LIMIT_S}",
         f"--max-restarts={job.launch.max_restarts}",
     )
-
-
-def _planning_worker(job: Job) -> tuple[str, ...]:
-    return (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))

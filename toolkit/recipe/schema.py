@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
 from toolkit.features.base import changed, features_of, with_features
-from toolkit.launcher import LAUNCHERS, all_launchers
+from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
@@ -851,7 +851,7 @@ def _launcher_sections() -> dict[str, Any]:
     """The fields of launchers that have settings of their own."""
     return {
         name: (section, Field(section(), description=f"For `launcher: {name}`."))
-        for name, section in ((each.name, each.section) for each in all_launchers())
+        for name, section in ((each.name, each.section) for each in LAUNCHERS.values())
         if section is not None
     }
 

@@ -46,12 +46,6 @@ def _offered() -> Iterator[tuple[Backend, Rehearsed]]:
     return iter(sorted(offers, key=place))
 
 
-def _standard() -> Iterator[RehearsedLayout]:
-    for backend, one in _offered():
-        section = _section(Pair(backend.name, one.model), one.layout, ZeroSection())
-        yield RehearsedLayout(one.name, one.layout.world, section)
-
-
 def on_one_process() -> Iterator[RehearsedLayout]:
     """The standard layouts, and every engine, on one device."""
     seen: list[ParallelSection] = []
@@ -76,7 +70,14 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
     return section.with_values(stated)
 
 
-STANDARD: tuple[RehearsedLayout, ...] = tuple(_standard())
+STANDARD: tuple[RehearsedLayout, ...] = tuple(
+    RehearsedLayout(
+        one.name,
+        one.layout.world,
+        _section(Pair(backend.name, one.model), one.layout, ZeroSection()),
+    )
+    for backend, one in _offered()
+)
 """What every rehearsal tries, in this order."""
 
 
@@ -88,7 +89,11 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayo
     own = own_layout(recipe.parallel.zero, plan, processes)
     parallel = own.parallel.model_copy(update={"overlap": recipe.parallel.overlap})
     own = replace(own, parallel=parallel)
-    same = [one for one in STANDARD if _does(one) == _does(own)]
+    same = [
+        one
+        for one in STANDARD
+        if (one.processes, one.parallel) == (own.processes, own.parallel)
+    ]
     first = replace(same[0], note=own.note) if same else own
     return [first, *(one for one in STANDARD if one.name != first.name)]
 
@@ -101,18 +106,18 @@ def select(found: Sequence[RehearsedLayout], patterns: Sequence[str]) -> list[Re
     """
     if not patterns:
         return list(found)
-    names = [{one.name} | ({OWN} if one is found[0] else set()) for one in found]
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for group in names for name in group):
+        matching = {one.name for one in found if fnmatchcase(one.name, pattern)}
+        if fnmatchcase(OWN, pattern):
+            matching.add(found[0].name)
+        if not matching:
             known = ", ".join(dict.fromkeys([OWN, *(one.name for one in found)]))
             raise RecipeError(
                 [Problem("--layouts", repr(pattern), f"names and globs of: {known}")]
             )
-    return [
-        one
-        for one, group in zip(found, names, strict=True)
-        if any(fnmatchcase(name, pattern) for pattern in patterns for name in group)
-    ]
+        chosen |= matching
+    return [one for one in found if one.name in chosen]
 
 
 def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout:
@@ -140,10 +145,6 @@ def degrees(plan: Plan) -> Degrees:
         stages,
         Degree(layout.ep, smallest_factor(layout.ep)),
     )
-
-
-def _does(candidate: RehearsedLayout) -> tuple[int, ParallelSection]:
-    return candidate.processes, candidate.parallel
 
 
 def _degrees_text(layout: Layout) -> str:

@@ -71,7 +71,9 @@ def plain_run(
         model.zero_grad()
         whole = loss + _balance(recipe, config.model_type, routers, batch.labels)
         whole.backward()  # type: ignore[no-untyped-call]
-        norm = _gradient_norm(model)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # Of all together, summed in fp64.
+        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
         if recipe.optimizer.clip_grad_norm is not None:
             limit = recipe.optimizer.clip_grad_norm
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
@@ -176,8 +178,7 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
         stacked = parameter.ndim == 3 or (vector and parameter.ndim == 2)
         if stacked and settings.kind.whole is not None:  # experts, or a convolution
             halves = 2 if any("gate_proj" in one for one in tensors) else 1
-            split = partial(_flattened if "conv" in name else _experts, halves=halves)
-            pieces = _parts(parameter, split)
+            pieces = _parts(parameter, partial(_tensors, name=name, halves=halves))
         member = {"params": pieces, "lr": rate, "weight_decay": 0.0 if vector else decay}
         trained.append(Trained(name, member, vector, parameter in embeddings))
     optimizers: list[torch.optim.Optimizer] = load(settings.kind.reference)(settings, trained)
@@ -192,13 +193,11 @@ def adamw(
     return [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
 
 
-def _experts(stack: Tensor, halves: int) -> list[Tensor]:
+def _tensors(stack: Tensor, name: str, halves: int) -> list[Tensor]:
+    """The matrices of a convolution, or of experts."""
+    if "conv" in name:
+        return [stack.flatten(1)]
     return [part for expert in stack for part in expert.chunk(halves)]
-
-
-def _flattened(kernel: Tensor, halves: int) -> list[Tensor]:
-    del halves
-    return [kernel.flatten(1)]
 
 
 def _parts(stack: nn.Parameter, split: Callable[[Tensor], list[Tensor]]) -> list[nn.Parameter]:
@@ -213,12 +212,6 @@ def _parts(stack: nn.Parameter, split: Callable[[Tensor], list[Tensor]]) -> list
 
     stack.register_post_accumulate_grad_hook(share)  # type: ignore[no-untyped-call]
     return matrices
-
-
-def _gradient_norm(model: nn.Module) -> float:
-    """L2 norm of all gradients together, summed in fp64."""
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return torch.stack(squares).sum().sqrt().item()
 
 
 def main() -> None:

@@ -225,19 +225,14 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
     for name in ("layer_types", "no_rope_layers"):
         if settings[name] is not None:
             lists[name] = [settings[name][index] for index in kept]
-    if settings["sliding_window_pattern"] is not None:
-        lists["sliding_window_pattern"] = min(settings["sliding_window_pattern"], layers)
     for name in ("mlp_only_layers", "moe_layers"):
         if settings[name] is not None:
-            listed = settings[name]
-            lists[name] = [i for i, index in enumerate(kept) if index in listed]
-    if settings["first_k_dense_replace"] is not None:
-        dense_layers = settings["first_k_dense_replace"]
-        lists["first_k_dense_replace"] = sum(index < dense_layers for index in kept)
-    if settings["max_window_layers"] is not None:
-        full = settings["max_window_layers"]
-        lists["max_window_layers"] = sum(index < full for index in kept)
-    for name in ("decoder_sparse_step", "interleave_moe_layer_step"):
+            lists[name] = [i for i, index in enumerate(kept) if index in settings[name]]
+    for name in ("first_k_dense_replace", "max_window_layers"):
+        if settings[name] is not None:
+            lists[name] = sum(index < settings[name] for index in kept)
+    steps = "decoder_sparse_step", "interleave_moe_layer_step", "sliding_window_pattern"
+    for name in steps:
         if settings[name] is not None:
             lists[name] = min(settings[name], layers)
     return lists
@@ -245,16 +240,12 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
 
 def _token_ids(settings: Settings, vocabulary: int) -> dict[str, Any]:
     """Special tokens moved into the vocabulary; only those that the config states."""
-
-    def inside(token: int) -> int:
-        return min(token, vocabulary - 1)
-
     ids: dict[str, Any] = {}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         padding = name == "pad_token_id"  # whose default has to be in the vocabulary too
         stated: Any = settings[name] if padding else settings.stated.get(name)
         if isinstance(stated, list):
-            ids[name] = [inside(token) for token in stated]
+            ids[name] = [min(token, vocabulary - 1) for token in stated]
         elif stated is not None:
-            ids[name] = inside(stated)
+            ids[name] = min(stated, vocabulary - 1)
     return ids

@@ -166,15 +166,10 @@ class _Reader:
     def source(self) -> SettingSource:
         """Everything that they state."""
         found = self._accelerate()
-        for part in (
-            self._ranks(),
-            self._torchrun(),
-            self._devices(),
-            self._wandb(),
-            self._deterministic(),
-            self._others(),
-        ):
-            found.stated += part
+        found.stated += [
+            *self._ranks(), *self._torchrun(), *self._devices(), *self._wandb(),
+            *self._deterministic(), *self._others(),
+        ]  # fmt: skip
         found.only_there = list(self._only_there(found))
         found.name, found.kind, found.who = NAME, KIND, WHO
         return found
@@ -208,20 +203,16 @@ class _Reader:
             if name in SWITCHES and self._is_on(name) and (kind := SWITCHES[name][0]):
                 settings["distributed_type"] = ForeignSetting(name, kind, name, text)
         for name in self.environ:
-            argument = _ACCELERATE.get(name) or self._argument(name)
-            if argument is None or name in SWITCHES:
+            argument = _ACCELERATE.get(name)
+            if name.startswith(("FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")):
+                argument = name.lower()
+            if argument is None:
                 continue
             if self._in_effect(name):
                 settings[argument] = ForeignSetting(name, self._value(name), name)
             else:
                 self.asleep.append(name)
         return accelerate.collect(settings, Path())
-
-    def _argument(self, name: str) -> str | None:
-        """The argument of a variable that differs from it in case only."""
-        if name.startswith(("FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")):
-            return name.lower()
-        return None
 
     def _in_effect(self, name: str) -> bool:
         """Whether Accelerate would read it."""
@@ -234,11 +225,15 @@ class _Reader:
                 return self._is_on(switch)
         return True
 
-    def _ranks(self) -> Iterator[Stated]:
-        for name, key in _RANKS.items():
+    def _counts(self, keys: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+        """Of variables that are whole numbers: name, the recipe's key, and value."""
+        for name, key in keys.items():
             value = self._value(name) if name in self.environ else None
-            if not isinstance(value, int):
-                continue
+            if isinstance(value, int):
+                yield name, key, value
+
+    def _ranks(self) -> Iterator[Stated]:
+        for name, key, value in self._counts(_RANKS):
             if self.starting == "launch":
                 yield self._stated(name, key, value)
             elif key == WORLD:
@@ -253,16 +248,13 @@ class _Reader:
 
     def _torchrun(self) -> Iterator[Stated]:
         flags = LAUNCHERS[self.recipe.launch.launcher].flags_from
-        for name, key in _TORCHRUN.items():
-            value = self._value(name) if name in self.environ else None
-            if isinstance(value, int):
-                reads = bool(flags) and name.startswith(flags)
-                ours = self.starting == "launch" and reads
-                asked = ours and name != "PET_NPROC_PER_NODE"
-                winner = "torchrun" if asked or self.starting is None else "recipe"
-                # DMT starts one agent: with more, it would wait for the others indefinitely.
-                breaks = ours and name == "PET_NNODES"
-                yield self._stated(name, key, value, winner=winner, breaks=breaks)
+        for name, key, value in self._counts(_TORCHRUN):
+            ours = self.starting == "launch" and bool(flags) and name.startswith(flags)
+            asked = ours and name != "PET_NPROC_PER_NODE"
+            winner = "torchrun" if asked or self.starting is None else "recipe"
+            # DMT starts one agent: with more, it would wait for the others indefinitely.
+            breaks = ours and name == "PET_NNODES"
+            yield self._stated(name, key, value, winner=winner, breaks=breaks)
 
     def _devices(self) -> Iterator[Stated]:
         gpu = self.recipe.cluster.gpu

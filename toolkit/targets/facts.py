@@ -77,7 +77,6 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     }
     if recipe.schedule.warmup_ratio is not None:
         del found["schedule.warmup_steps"]
-    found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
     derived = {
         WORLD: recipe.cluster.world_size,
         CONTEXT_PARALLEL: 1,
@@ -85,6 +84,9 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         ACTIVATIONS_OFFLOADED: False,
     }
     if plan is not None:
+        planned = {"parallel.engine": plan.engine, "parallel.model": plan.model}
+        planned |= settings(plan.layout)
+        found = {key: Fact(value, "planned") for key, value in planned.items()} | found
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
         shards = plan.layout.dp // plan.layout.replicate
@@ -111,14 +113,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]
             yield key, list(value) if isinstance(value, tuple) else value
 
 
-def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
-    if plan is None:
-        return
-    yield "parallel.engine", plan.engine
-    yield "parallel.model", plan.model
-    yield from settings(plan.layout).items()
-
-
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
     """Settings that correspond to two settings of a recipe, or the reverse."""
     composed = {}
@@ -136,13 +130,10 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
     on = wandb is not None and wandb.mode != "disabled"
     mode = found.get("logging.wandb.mode") or found["logging.wandb"]
     composed["logging.wandb"] = Fact(on, mode.origin)
-    for key, section in (
-        ("logging.mlflow.experiment", recipe.logging.mlflow),
-        ("logging.trackio.project", recipe.logging.trackio),
-    ):
-        name = key.rpartition(".")[0]
-        origin = (found.get(key) or found[name]).origin
-        composed[name] = Fact(section is not None, origin)
+    for name, field in (("mlflow", "experiment"), ("trackio", "project")):
+        key = f"logging.{name}"
+        origin = (found.get(f"{key}.{field}") or found[key]).origin
+        composed[key] = Fact(getattr(recipe.logging, name) is not None, origin)
     return composed
 
 

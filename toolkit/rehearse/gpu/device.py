@@ -223,6 +223,13 @@ def _rms_norm(
     return found
 
 
+_WITHOUT_EFFECT = (
+    *("_lazy_init", "init", "set_device", "reset_peak_memory_stats", "empty_cache"),
+    *("manual_seed", "manual_seed_all", "set_rng_state"),
+)
+_EMPTY = "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"
+
+
 def _have_cuda() -> None:
     """Functions of torch.cuda that the engines and their libraries use."""
     properties = types.SimpleNamespace(
@@ -233,25 +240,18 @@ def _have_cuda() -> None:
         multi_processor_count=132,
     )
     answers: dict[str, Callable[..., Any]] = {
+        **{name: _nothing() for name in _WITHOUT_EFFECT},
+        **dict.fromkeys(_EMPTY, lambda *_: 0),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": _nothing(),
-        "init": _nothing(),
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": _nothing(),
         "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
-        "memory_allocated": lambda *_: 0,
-        "max_memory_allocated": lambda *_: 0,
-        "memory_reserved": lambda *_: 0,
-        "max_memory_reserved": lambda *_: 0,
         "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": _nothing(),
-        "empty_cache": _nothing(),
         "synchronize": _waits("waits for the device"),
         "Stream": _Stream,
         "Event": _Event,
@@ -260,10 +260,7 @@ def _have_cuda() -> None:
         "set_stream": _set_stream,
         "stream": _within,
         "device": lambda _: contextlib.nullcontext(),
-        "manual_seed": _nothing(),
-        "manual_seed_all": _nothing(),
         "get_rng_state": lambda *_, **__: _Generator().get_state(),
-        "set_rng_state": _nothing(),
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random):

@@ -142,14 +142,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if group is None:
             return
         backend = device.backends.get(group.group_name, "nccl")
-        on_host = func.overloadpacket.__name__ != "barrier"  # whose tensor says nothing
+        name = func.overloadpacket.__name__
+        on_host = name != "barrier"  # whose tensor says nothing
         if on_host and "gloo" not in backend and any(t.device.type == "cpu" for t in tensors):
-            self._add(NOT_NCCL, func.overloadpacket.__name__)
+            self._add(NOT_NCCL, name)
         ranks = dist.get_process_group_ranks(group)
         if "nccl" in backend and len(ranks) > 1:
             self.found.communicators[group.group_name] = len(ranks)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        name = func.overloadpacket.__name__
         self.found.collectives.append(
             Collective(name, f"{backend} {_listed(ranks)}", len(ranks), nbytes, self.phase)
         )
@@ -171,8 +171,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
         # torch takes numbers, also those in tensors without dimensions, from the host.
         kinds = {one.device.type for one in tensors if one.dim()}
-        if len(kinds) > 1 and not _takes_indices(func):
-            self._add(MIXED, f"{func.overloadpacket.__name__}: {' and '.join(sorted(kinds))}")
+        name = func.overloadpacket.__name__
+        if len(kinds) > 1 and "index" not in name:  # it takes indices in host memory, too
+            self._add(MIXED, f"{name}: {' and '.join(sorted(kinds))}")
 
     def _add(self, what: str, how: str) -> None:
         self.found.findings.append(GpuFinding(what, how, _place(), self.phase))
@@ -261,11 +262,6 @@ _COALESCED = {
         torch.ops.c10d._reduce_scatter_base_
     ),
 }
-
-
-def _takes_indices(func: Any) -> bool:
-    """Operators that take indices in host memory."""
-    return "index" in func.overloadpacket.__name__
 
 
 def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
