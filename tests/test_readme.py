@@ -39,7 +39,7 @@ def test_command(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DMT_CACHE", str(tmp_path))
-    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
+    monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
     words = [
         str(path) if "*" in word else word
         for word in shlex.split(command)

@@ -51,7 +51,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS)
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
     monkeypatch.setattr(losses, "SEQUENCE", 32)
-    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
+    monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
     monkeypatch.chdir(ROOT)
 
 

@@ -25,7 +25,7 @@ def warm_ranks(
     """Ranks of this process's rehearsals are forked; those that are left."""
     folder = tmp_path_factory.mktemp("register")
     monkeypatch.setenv(REGISTER, str(folder))
-    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
+    monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
     monkeypatch.chdir(ROOT)  # a test's own worker is a module of `tests`
     return lambda: registered(folder).keys()
 

@@ -19,7 +19,7 @@ from tests.rehearse.conftest import LLAMA, Rehearse
 from tests.rehearse.recipes import INTERLEAVED
 from toolkit.cli import rehearse as command
 from toolkit.cli.main import main
-from toolkit.rehearse.ranks import RankProcesses, launch_spec
+from toolkit.rehearse import ranks
 from toolkit.rehearse.rehearsal import Options
 from toolkit.rehearse.table import verdict, why
 
@@ -160,8 +160,8 @@ def test_failed_layout_is_told(
 @pytest.mark.slow
 def test_hanging_layout_is_ended(tmp_path: Path) -> None:
     """On its own, with a limit that the reference of a rehearsal would have to keep, too."""
-    with RankProcesses(launch_spec(tmp_path, 2, ["-m", "tests.rehearse.hanging"])) as ranks:
-        failure = ranks.wait(limit_s=0.5)
+    spec = ranks.launch_spec(tmp_path, 2, ["-m", "tests.rehearse.hanging"])
+    failure = ranks.run_ranks(spec, limit_s=0.5)
     assert failure is not None
     assert failure.why == "no end after 0.5 s"
     assert not _ranks(os.getpid())
@@ -177,8 +177,8 @@ def interrupted(number: signal.Signals, where: str) -> int:
         # logging's hooks, for one, are Python code that runs there; what it raises is ignored.
         os.register_at_fork(after_in_parent=interrupt)
     if where == "behind the last rank":
-        wait = RankProcesses.wait
-        RankProcesses.wait = lambda *arguments: (wait(*arguments), interrupt())[0]
+        wait = ranks._wait
+        ranks._wait = lambda *arguments: (wait(*arguments), interrupt())[0]
     return main(["rehearse", str(LLAMA), "--layouts", "ddp", "--steps", "1"])
 
 

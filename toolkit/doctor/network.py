@@ -124,7 +124,7 @@ def _master(needs: Needs) -> Iterator[Finding]:
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return
-    several = needs.several_machines
+    several: str | bool | None = needs.several_machines
     with suppress(ValueError):  # a launcher around this process may have chosen them
         world = int(os.environ.get("WORLD_SIZE", "1"))
         several = several or world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))

@@ -71,7 +71,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
             tell(f"error: {cause_of(run_dir, offset)}")
         tell(f"{failed.describe()}; its log is {log}")
         return outcome
-    tail = _tail(log)
+    tail = log_tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
     tell(f"error: {failed.describe()}{shown}")
     return outcome
@@ -87,7 +87,8 @@ def _lost_another(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool
     return any(e.get("rank") == failed.rank and e.get("error") == PEER_LOST for e in events)
 
 
-def _tail(path: Path) -> str:
+def log_tail(path: Path) -> str:
+    """The last lines of a log, secrets masked; empty where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

@@ -27,7 +27,7 @@ from toolkit.registry import load
 from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
 from toolkit.rehearse.losses import rehearsed_objective
-from toolkit.rehearse.ranks import Failure, RankProcesses, launch_spec
+from toolkit.rehearse.ranks import Failure, launch_spec, run_ranks
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
     shrink_config,
@@ -201,8 +201,7 @@ def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Recor
     section = ParallelSection(engine=plain, model="hf")
     write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])
     spec = launch_spec(folder, 1, ["-m", REFERENCE, str(folder)])
-    with RankProcesses(spec) as ranks:
-        failure = ranks.wait(options.limit_s)
+    failure = run_ranks(spec, options.limit_s)
     if failure is not None:
         raise RunFailed(f"the reference failed: {failure.why}\n{failure.log}")
     return read_record(folder)
@@ -235,8 +234,7 @@ def run_layout(
     write(assignment, ["dmt", "rehearse"])
     worker = ["-m", options.worker, str(folder)]
     spec = launch_spec(folder, candidate.processes, worker, options.gpu)
-    with RankProcesses(spec) as ranks:
-        failure = ranks.wait(options.limit_s)
+    failure = run_ranks(spec, options.limit_s)
     record = read_record(folder)
     if failure is not None:
         return LayoutResult(candidate, plan, record, failure=failure)

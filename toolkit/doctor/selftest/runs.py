@@ -17,7 +17,7 @@ from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse.comparison import TOLERANCE, relative_difference
-from toolkit.rehearse.ranks import RankProcesses, launch_spec
+from toolkit.rehearse.ranks import launch_spec, run_ranks
 from toolkit.run import jsonl
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
@@ -46,8 +46,7 @@ def measured_by_ranks(place: Workplace, name: str, module: str) -> Any:
     result = folder / "result.json"
     machine = place.machine
     spec = launch_spec(folder, machine.processes, ["-m", module, str(result)], machine.gpu)
-    with RankProcesses(spec) as ranks:
-        failure = ranks.wait(LIMIT_S)
+    failure = run_ranks(spec, LIMIT_S)
     if failure is not None:
         raise LoggedFailure(failure.why, folder / "logs", failure.log)
     return json.loads(result.read_text("utf-8"))
