@@ -61,10 +61,8 @@ _VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distr
 
 
 def _processes(setting: ForeignSetting, _: Settings) -> list[Stated]:
-    advice = (
-        f"change {setting.name} at {setting.place}, or --set cluster.nodes=N --set "
-        "cluster.gpus_per_node=M"
-    )
+    advice = f"change {setting.name} at {setting.place}, or --set cluster.nodes=N --set "
+    advice += "cluster.gpus_per_node=M"
     return [Stated(WORLD, setting.value, setting, "refused", advice)]
 
 
@@ -73,10 +71,6 @@ def _engine(setting: ForeignSetting, settings: Settings) -> list[Stated]:
         return [Stated("parallel.engine", _FSDP_1, setting, "", _VERSION_UNSTATED)]
     engine = ENGINES.get(str(setting.value), str(setting.value))
     return [Stated("parallel.engine", engine, setting)]
-
-
-def _cpu(setting: ForeignSetting, _: Settings) -> list[Stated] | None:
-    return [Stated("cluster.gpu", "cpu", setting)] if setting.value is True else None
 
 
 def _is_second(settings: Settings) -> bool:
@@ -113,7 +107,9 @@ KEYS: Mapping[str, Row] = {
     "dynamo_backend": TargetKey(
         COMPILED, lambda value: str(value).lower() not in ("no", "false")
     ),
-    "use_cpu": _cpu,
+    "use_cpu": lambda setting, _: (
+        [Stated("cluster.gpu", "cpu", setting)] if setting.value is True else None
+    ),
     "zero_stage": "parallel.zero.stage",
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": TargetKey("optimizer.clip_grad_norm", none_if_zero),
@@ -173,10 +169,8 @@ class AccelerateTarget(Target):
         kind = str(file.values.get("distributed_type", "NO"))
         for key, value in file.values.items():
             setting = ForeignSetting(key, value, file.place(key))
-            if key not in ACCELERATE:
-                found.unknown.append(unknown(setting, ACCELERATE))
-            elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
-                found.unknown.append(_wrong_kind(setting))
+            if wrong := _wrong(setting, key, ACCELERATE, key in _MAPS):
+                found.unknown.append(wrong)
             elif key == "tpu_env":
                 found.only_there.append(key)
             elif isinstance(value, Mapping):
@@ -199,8 +193,15 @@ class AccelerateTarget(Target):
 TARGET = AccelerateTarget()
 
 
-def _wrong_kind(setting: ForeignSetting) -> Unknown:
+def _wrong(
+    setting: ForeignSetting, argument: str, known: frozenset[str], belongs_map: bool = False
+) -> Unknown | None:
+    """A setting that Accelerate does not know, or a map where it takes none, or the reverse."""
+    if argument not in known:
+        return unknown(setting, known)
     is_map = isinstance(setting.value, Mapping)
+    if setting.value is None or is_map == belongs_map:
+        return None
     hint = "a map, where one value belongs" if is_map else "not a map"
     return Unknown(setting.name, setting.place, hint)
 
@@ -215,10 +216,8 @@ def _section(
         name = f"{section}.{key}"
         setting = ForeignSetting(name, value, file.place(name))
         argument = key if key.startswith(prefix) else prefix + key
-        if argument not in SECTIONS[section]:
-            found.unknown.append(unknown(setting, SECTIONS[section]))
-        elif isinstance(value, Mapping):
-            found.unknown.append(_wrong_kind(setting))
+        if wrong := _wrong(setting, argument, SECTIONS[section]):
+            found.unknown.append(wrong)
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:

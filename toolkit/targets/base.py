@@ -217,10 +217,9 @@ def read_settings(
         if not row:
             wrong = other(setting)
             results = None if wrong is None else (wrong,)
-        elif isinstance(row, str):
-            results = (Stated(row, setting.value, setting),)
-        elif isinstance(row, TargetKey):
-            results = (Stated(row.ours, row.read(setting.value), setting),)
+        elif isinstance(row, str | TargetKey):
+            key = TargetKey(row) if isinstance(row, str) else row
+            results = (Stated(key.ours, key.read(setting.value), setting),)
         else:
             results = row(setting, settings)
         if results is None:
@@ -235,12 +234,12 @@ def read_settings(
 
 def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, object]:
     """What the file of a run states: a table's rows with the run's values (`facts.py`)."""
-    settings = {}
-    for theirs, row in keys.items():
-        key = TargetKey(row) if isinstance(row, str) else row
-        if isinstance(key, TargetKey) and key.write is not None:
-            settings[theirs] = key.write(values[key.ours])
-    return settings
+    rows = {name: TargetKey(row) if isinstance(row, str) else row for name, row in keys.items()}
+    return {
+        name: row.write(values[row.ours])
+        for name, row in rows.items()
+        if isinstance(row, TargetKey) and row.write is not None
+    }
 
 
 def as_in_recipes(names: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ saves its state, and its memory, communication, FLOPs and synchronisations are c
 plan.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
@@ -127,7 +128,7 @@ class DressRehearsal:
                 + "".join(f"\n  {line}" for line in said[-20:-1]),
                 retry=False,
             )
-        found = RankFindings.from_dict(json.loads(output.read_text("utf-8")))
+        found = TypeAdapter(RankFindings).validate_json(output.read_bytes())
         stage = rank // (self.layout.world // self.layout.pp)
         return RehearsedRank(self, rank, stage, found)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 HOST_WAITS = "the host waits for the GPU"
 MIXED = "tensors of two devices meet"
@@ -93,17 +92,3 @@ class RankFindings:
     def of(self, what: str, phase: str | None = None) -> list[GpuFinding]:
         """The findings of one kind, perhaps of one phase."""
         return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "RankFindings":
-        """What `dataclasses.asdict` made, perhaps as JSON."""
-        made = {
-            "findings": [
-                GpuFinding(**{**one, "where": tuple(one["where"])})
-                for one in fields["findings"]
-            ],
-            "collectives": [Collective(**one) for one in fields["collectives"]],
-            "saved": SaveCopies(**fields["saved"]) if fields["saved"] else None,
-            "peaks": {phase: Peak(**peak) for phase, peak in fields["peaks"].items()},
-        }
-        return cls(**{**fields, **made})
