@@ -20,8 +20,8 @@ from toolkit.cli.main import main
 from toolkit.features.base import FEATURES
 from toolkit.recipe.schema import Recipe
 assert sys.argv[2].split("/")[-1] not in FEATURES.names
-import toolkit.engines.deepspeed.backend, toolkit.doctor.selftest.plan
-import toolkit.targets.accelerate_file, toolkit.rehearse.layouts
+import toolkit.engines.deepspeed.backend, toolkit.rehearse.layouts
+import toolkit.targets.accelerate_file
 for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
     for verb in (["check"], ["plan", "--explain"], ["render"]):
         assert main([verb[0], name, *verb[1:]]) in (None, 0), (verb, name)
@@ -29,6 +29,9 @@ if sys.argv[2] == "extras":
     from importlib.util import find_spec
     assert find_spec("toolkit.extras") is None
     assert main(["check", "llama-adafactor"]) == 2
+    assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
+else:
+    import toolkit.extras.doctor.selftest.plan
 """
 
 

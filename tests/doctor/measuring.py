@@ -1,9 +1,6 @@
 """What every rank of the doctor's measurements does: short ones, by the real code."""
 
-import os
-
-from toolkit.cli.main import main
-from toolkit.doctor import bandwidth, speeds
+from toolkit.doctor import speeds
 from toolkit.engines.distributed import join, leave
 
 
@@ -16,11 +13,3 @@ def calibrated() -> speeds.Speeds:
     assert len(lines) == 4, lines
     leave()
     return found
-
-
-def bandwidth_alone() -> int:
-    """`dmt doctor --bandwidth --json`, with nothing but its standard output."""
-    bandwidth.BUDGET_S = 0.02
-    bandwidth.CPU_SIZES = (6, 4096)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    return main(["doctor", "--bandwidth", "--json"])

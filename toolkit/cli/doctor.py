@@ -4,22 +4,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
-from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
-from toolkit.text.terminal import tell
+from toolkit.errors import EXIT_UNAVAILABLE, PlanError
 
-if TYPE_CHECKING:
-    from toolkit.doctor.bandwidth import Bandwidth
-
-_ACROSS = (
-    "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    "-m toolkit.cli.main doctor --bandwidth"
-)
 BandwidthOption = Annotated[
     bool,
     typer.Option(
@@ -131,12 +124,12 @@ def doctor(
         }
     )
     if testing:
-        from toolkit.cli.selftest import try_machine
-
         place = folder or Path("dmt-selftest"), processes, file if calibrate else None
-        try_machine(*place, gpu_only=gpu_selftest, only=only or (), jobs=jobs, as_json=as_json)
+        option("doctor --selftest")(
+            *place, gpu_only=gpu_selftest, only=only or (), jobs=jobs, as_json=as_json
+        )
     elif bandwidth:
-        _bandwidth(processes, as_json)
+        option("doctor --bandwidth")(processes, as_json)
     elif calibrate:
         _calibrate(processes, file, as_json)
     else:
@@ -174,51 +167,14 @@ def _check(
         raise typer.Exit(EXIT_UNAVAILABLE)
 
 
-def _bandwidth(processes: int | None, as_json: bool) -> None:
-    """Between ranks that are started here; as one of them, where a launcher started them."""
-    from toolkit.doctor import bandwidth
-    from toolkit.doctor.bench import tell_on
-    from toolkit.doctor.calibrate import measured, this_machine
-    from toolkit.engines.distributed import end_process, join, leave
-
-    if "RANK" in os.environ:
-        ranks = join()
-        found = bandwidth.measure_here(ranks, tell_on(ranks))
-        leave()
-        if ranks.rank == 0:
-            _print_rates(found, as_json)
-        end_process(EXIT_DONE)
-    machine = this_machine(processes)
-    if machine.processes == 1:
-        more_here = this_machine(None).processes > 1
-        raise PlanError(
-            "--bandwidth: one process has no peer to communicate with",
-            fix="leave --processes out" if more_here else f"on two machines: {_ACROSS}",
-        )
-    _tell_count(machine.gpu, machine.processes)
-    rates = measured(machine, "toolkit.doctor.bandwidth")
-    _print_rates(bandwidth.Bandwidth.from_dict(rates), as_json)
-
-
-def _print_rates(found: "Bandwidth", as_json: bool) -> None:
-    from toolkit.cli.doctor_table import rates
-
-    output(as_json, found, rates(found))
-
-
 def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
     machine = calibration.this_machine(processes)
     calibration.check_known(machine)
     calibration.check_out(out)
-    _tell_count(machine.gpu, machine.processes)
+    calibration.tell_count(machine)
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
     data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
     output(as_json, data, [f"wrote {out}; use it with --cluster {out}"])
-
-
-def _tell_count(gpu: str, processes: int) -> None:
-    count = f"{processes} process{'es' * (processes > 1)}"
-    tell(f"measuring {gpu} with {count}")

@@ -2,16 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from toolkit.cli.output import Hanging, Line, Table
+from toolkit.cli.output import Hanging, Line
 from toolkit.doctor.finding import LEVELS, Finding, Level
-from toolkit.text.units import seconds
-
-if TYPE_CHECKING:
-    from toolkit.doctor.bandwidth import Bandwidth, Rate
 
 _MARKS: dict[Level, tuple[str, str]] = {
     "ok": ("✓", "green"),
@@ -56,31 +51,3 @@ def _total(findings: Sequence[Finding]) -> str:
             text += f" ({blocking or 'none'} in the way of the recipe)"
         parts.append(text)
     return ", ".join(parts)
-
-
-def rates(found: "Bandwidth") -> list[str]:
-    """A line per operation and size, and what the columns mean."""
-    where = f"{found.world} ranks on {found.nodes} machine{'s' * (found.nodes > 1)}"
-    nominal = " (nominal: a processor has no data sheet)" if found.gpu == "cpu" else ""
-    note = f"{where}, {found.gpu}; peak of the slowest link each way{nominal}"
-    return [*_RATES.lines(found.rates), note]
-
-
-def _of_peak(rate: "Rate") -> str:
-    peak = rate.peak_bytes_per_s
-    return "-" if peak is None else f"{rate.bus_bytes_per_s / peak:.0%}"
-
-
-_RATES = Table["Rate"](
-    {
-        "operation": lambda rate: rate.operation,
-        "MiB": lambda rate: f"{rate.message_bytes / 2**20:.4g}",
-        "time": lambda rate: seconds(rate.seconds),
-        "algorithm GB/s": lambda rate: f"{rate.algorithm_bytes_per_s / 1e9:.3g}",
-        "bus GB/s": lambda rate: f"{rate.bus_bytes_per_s / 1e9:.3g}",
-        "peak GB/s": lambda rate: (
-            "-" if rate.peak_bytes_per_s is None else f"{rate.peak_bytes_per_s / 1e9:.3g}"
-        ),
-        "share": _of_peak,
-    }
-)

@@ -12,6 +12,8 @@ OPTIONS: Registry[Any] = Registry(
         "report --html": "toolkit.extras.page:write_page",
         "plan --html": "toolkit.extras.page.plan:PlanPage",
         "plan --mtbf": "toolkit.extras.goodput.command:GoodputOption",
+        "doctor --bandwidth": "toolkit.extras.doctor.bandwidth_command:measure_bandwidth",
+        "doctor --selftest": "toolkit.extras.doctor.selftest.command:try_machine",
         "estimate --cases": "toolkit.extras.published.estimates:estimate_cases",
     },
 )

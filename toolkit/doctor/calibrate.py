@@ -22,6 +22,7 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
 
 HEADER = "# Written by `dmt doctor --calibrate`"
@@ -134,6 +135,12 @@ def closest(machine: Machine, option: str) -> Machine:
     if not known:
         check_known(machine, option)
     return replace(machine, gpu=known[-1], device=machine.gpu)
+
+
+def tell_count(machine: Machine) -> None:
+    """Report what is measured, before it is."""
+    count = f"{machine.processes} process{'es' * (machine.processes > 1)}"
+    tell(f"measuring {machine.gpu} with {count}")
 
 
 def calibrate(machine: Machine) -> Speeds:

@@ -122,7 +122,9 @@ def _pod(job: Job) -> Manifest:
     }
     if settings.env_from is not None:
         container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
-    if resources := _resources(job):
+    gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
+    own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
+    if resources := _merged(own, settings.resources or {}, "resources"):
         container["resources"] = resources
     return _merged(
         {
@@ -180,14 +182,6 @@ def train_job(job: Job) -> Manifest:
             "runtimePatches": [patch],
         },
     }
-
-
-def _resources(job: Job) -> Manifest:
-    """A pod's GPUs, and what the recipe asks for besides."""
-    settings = _settings(job)
-    gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
-    own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
-    return _merged(own, settings.resources or {}, "resources")
 
 
 def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:

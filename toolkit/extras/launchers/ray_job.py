@@ -92,7 +92,8 @@ def rank(config: dict[str, Any]) -> None:
     mailbox = config["mailbox"]
     if first:
         ray.get(mailbox.begin.remote())
-    host, port = broadcast_from_rank_zero([_own_address(), free_port()] if first else None)
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host, port = broadcast_from_rank_zero([here, free_port()] if first else None)
     recipe = Path(config["recipe_file"])
     recipe.parent.mkdir(parents=True, exist_ok=True)
     jsonl.write_atomically(recipe, config["recipe"])
@@ -110,11 +111,6 @@ def rank(config: dict[str, Any]) -> None:
     ray.get(mailbox.ended.remote(code))
     if failure_code(code) == EXIT_FAILED and code not in (EXIT_DONE, EXIT_RESUMABLE):
         raise RuntimeError(f"rank {context.get_world_rank()} ended with code {code}")
-
-
-def _own_address() -> str:
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
 
 
 def _run(config: dict[str, Any], env: dict[str, str], mailbox: Any) -> int:

@@ -154,14 +154,16 @@ def run_arguments(recipe: Recipe, plan: Plan) -> Arguments:
     assert steps is not None, "refused by `run_problems`"
     yield from run_values(recipe, plan, RUN_KEYS)
     if recipe.model.init == "random":
-        yield "--init-method-std", str(_init_std(recipe))
+        std = settings_of(trained_config(recipe.model))["initializer_range"]
+        yield "--init-method-std", str(float(std))
     yield from schedule_arguments(recipe.schedule, recipe.optimizer, steps)
     yield from _tokenizer_arguments(recipe.data.tokenizer)
     yield from _data_arguments(recipe.data)
     # Without an interval DMT evaluates and saves at the end only, as Megatron-LM does when
     # the interval is the whole run. Its script needs both numbers in any case.
     yield "--eval-interval", str(recipe.evaluation.every_steps or steps)
-    yield "--eval-iters", str(recipe.evaluation.batches if _validates(recipe.data) else 0)
+    validates = recipe.data.validation is not None or recipe.data.validation_fraction > 0
+    yield "--eval-iters", str(recipe.evaluation.batches if validates else 0)
     yield "--save-interval", str(recipe.checkpoint.every_steps or steps)
     yield from _logging_arguments(recipe.logging, recipe.name)
 
@@ -188,10 +190,6 @@ def schedule_arguments(
         yield "--lr-wsd-decay-iters", str(min(schedule.decay_steps, steps - before))
 
 
-def _init_std(recipe: Recipe) -> float:
-    return float(settings_of(trained_config(recipe.model))["initializer_range"])
-
-
 def _tokenizer_arguments(tokenizer: str) -> Arguments:
     if tokenizer == "bytes":
         # Token ids below 256 and one more that ends a text.
@@ -212,10 +210,6 @@ def _data_arguments(data: DataSection) -> Arguments:
         held_out = Decimal(str(data.validation_fraction))
         yield "--data-path", data.train.prefix
         yield "--split", f"{1 - held_out},{held_out},0"
-
-
-def _validates(data: DataSection) -> bool:
-    return data.validation is not None or data.validation_fraction > 0
 
 
 def _logging_arguments(logging: LoggingSection, name: str) -> Arguments:

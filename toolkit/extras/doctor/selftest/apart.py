@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.doctor.selftest.check import Check, Workplace
-from toolkit.doctor.selftest.plan import CHECKS, Step
+from toolkit.extras.doctor.selftest.check import Check, Workplace
+from toolkit.extras.doctor.selftest.plan import CHECKS, Step
 from toolkit.launchers.process import die_with_parent
 from toolkit.run import jsonl
 from toolkit.text.redact import redact

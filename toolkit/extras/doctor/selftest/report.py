@@ -9,10 +9,10 @@ from typing import Any
 from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.selftest.check import Check, Workplace
-from toolkit.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
-from toolkit.doctor.selftest.plan import CHECKS, MARK
-from toolkit.doctor.selftest.runs import LEAST_SHARE, SLOWEST
+from toolkit.extras.doctor.selftest.check import Check, Workplace
+from toolkit.extras.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
+from toolkit.extras.doctor.selftest.plan import CHECKS, MARK
+from toolkit.extras.doctor.selftest.runs import LEAST_SHARE, SLOWEST
 from toolkit.features.base import all_features
 from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl

@@ -9,12 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from toolkit.doctor import calibrate
-from toolkit.doctor.bandwidth import Bandwidth
-from toolkit.doctor.selftest.check import LIMIT_S, Check, CheckVerdict, LoggedFailure, Workplace
-from toolkit.doctor.selftest.losses import GPU_FP32
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
+from toolkit.extras.doctor.bandwidth import Bandwidth
+from toolkit.extras.doctor.selftest.check import (
+    LIMIT_S,
+    Check,
+    CheckVerdict,
+    LoggedFailure,
+    Workplace,
+)
+from toolkit.extras.doctor.selftest.losses import GPU_FP32
 from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse.comparison import TOLERANCE, relative_difference
 from toolkit.rehearse.ranks import launch_spec, run_ranks
@@ -66,8 +74,8 @@ def bandwidth(place: Workplace) -> Iterator[Check]:
     if place.machine.processes == 1:
         yield Check("bandwidth", "", "skipped", "one process has no peer")
         return
-    found = measured_by_ranks(place, "bandwidth", "toolkit.doctor.bandwidth")
-    rates = Bandwidth.from_dict(found).rates
+    found = measured_by_ranks(place, "bandwidth", "toolkit.extras.doctor.bandwidth")
+    rates = TypeAdapter(Bandwidth).validate_python(found).rates
     for rate in {one.operation: one for one in rates}.values():  # the last is the largest
         peak, bus = rate.peak_bytes_per_s, rate.bus_bytes_per_s
         text = f"{rate.message_bytes / 2**20:.4g} MiB: bus {bus / 1e9:.3g} GB/s"

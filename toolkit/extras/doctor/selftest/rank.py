@@ -1,6 +1,6 @@
 """One rank of a rehearsed layout that also records which attention kernels computed it.
 
-python -m toolkit.doctor.selftest.rank RUN_DIR
+python -m toolkit.extras.doctor.selftest.rank RUN_DIR
 """
 
 import json
@@ -8,8 +8,8 @@ import re
 
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.doctor.selftest.check import ATTENTION_FILE
 from toolkit.engines.distributed import Ranks
+from toolkit.extras.doctor.selftest.check import ATTENTION_FILE
 from toolkit.rehearse import worker
 from toolkit.run.assignment import Assignment
 

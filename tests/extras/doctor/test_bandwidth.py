@@ -1,16 +1,16 @@
 """`dmt doctor --bandwidth`: real collectives, and what their times mean."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import TypeAdapter
 
-from tests.doctor.measuring import bandwidth_alone
+from tests.extras.doctor.measuring import bandwidth_alone
 from tests.forked import ForkedRanks
 from toolkit.cli.main import main
 from toolkit.doctor import calibrate
-from toolkit.doctor.bandwidth import Bandwidth, _peaks
+from toolkit.extras.doctor.bandwidth import Bandwidth, _peaks
 
 FACTORS = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "p2p": 1.0}
 """Bus over algorithm bandwidth of two ranks: nccl-tests' PERFORMANCE.md with n = 2."""
@@ -23,7 +23,7 @@ def test_two_ranks_as_under_any_launcher(tmp_path: Path) -> None:
     assert ranks.end() == [0, 0], ranks.printed()
     first, second = (path.read_text() for path in ranks.outputs)
     assert second == ""
-    found = Bandwidth.from_dict(json.loads(first))
+    found = TypeAdapter(Bandwidth).validate_json(first)
     assert (found.gpu, found.nodes, found.world) == ("cpu", 1, 2)
     assert [(rate.operation, rate.message_bytes) for rate in found.rates] == [
         (operation, size) for operation in FACTORS for size in (8, 4096)

@@ -11,10 +11,10 @@ from rich.text import Text
 from toolkit.cli.bars import count_progress
 from toolkit.cli.output import Hanging, output
 from toolkit.doctor.calibrate import check_known, check_out, this_machine
-from toolkit.doctor.selftest import plan, report
-from toolkit.doctor.selftest.apart import in_processes
-from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.errors import EXIT_FAILED
+from toolkit.extras.doctor.selftest import plan, report
+from toolkit.extras.doctor.selftest.apart import in_processes
+from toolkit.extras.doctor.selftest.check import Check, Workplace
 from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}

@@ -13,13 +13,13 @@ import pytest
 from tests.processes import ROOT
 from tests.warm import SUBPROCESS
 from toolkit.backend import BACKENDS
-from toolkit.cli import selftest
 from toolkit.cli.main import main
 from toolkit.doctor.calibrate import Machine
-from toolkit.doctor.selftest import losses, plan, report, runs
-from toolkit.doctor.selftest.apart import in_processes
-from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.errors import EXIT_FAILED, PlanError
+from toolkit.extras.doctor.selftest import command as selftest
+from toolkit.extras.doctor.selftest import losses, plan, report, runs
+from toolkit.extras.doctor.selftest.apart import in_processes
+from toolkit.extras.doctor.selftest.check import Check, Workplace
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.rehearse.comparison import compare

@@ -1,6 +1,6 @@
 """Communication bandwidth: collectives at a few sizes, against the link's peak.
 
-    python -m toolkit.doctor.bandwidth RESULT.json
+    python -m toolkit.extras.doctor.bandwidth RESULT.json
 
 Algorithm bandwidth is size / time. Bus bandwidth is what each link carries, so that it can be
 compared with the link's peak for any number of ranks: algorithm bandwidth times a factor of the
@@ -10,7 +10,6 @@ operation (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +53,6 @@ class Bandwidth:
     nodes: int
     world: int
     rates: tuple[Rate, ...]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Bandwidth":
-        """What `asdict` made of it."""
-        return cls(**{**data, "rates": tuple(Rate(**rate) for rate in data["rates"])})
 
 
 def measure(ranks: Ranks, sizes: tuple[int, ...], tell: Tell) -> Bandwidth:

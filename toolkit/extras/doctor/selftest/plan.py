@@ -8,10 +8,10 @@ from pathlib import Path
 
 from toolkit.backend import BACKENDS
 from toolkit.doctor import calibrate
-from toolkit.doctor.selftest import runs
-from toolkit.doctor.selftest.check import Check, LoggedFailure, Workplace
-from toolkit.doctor.selftest.losses import Losses
 from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.extras.doctor.selftest import runs
+from toolkit.extras.doctor.selftest.check import Check, LoggedFailure, Workplace
+from toolkit.extras.doctor.selftest.losses import Losses
 from toolkit.features.base import all_features
 from toolkit.recipe.places import RECIPES
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process

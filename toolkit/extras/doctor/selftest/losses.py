@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.doctor.selftest.check import (
+from toolkit.extras.doctor.selftest.check import (
     ATTENTION_FILE,
     LIMIT_S,
     Check,
@@ -17,8 +17,7 @@ from toolkit.doctor.selftest.check import (
 from toolkit.features.base import Feature
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Precision
-from toolkit.recipe.schema import Recipe
-from toolkit.rehearse.comparison import TOLERANCE, Bounds, Comparison
+from toolkit.rehearse.comparison import TOLERANCE, Bounds
 from toolkit.rehearse.layouts import RehearsedLayout
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.rehearsal import (
@@ -31,7 +30,7 @@ from toolkit.rehearse.rehearsal import (
 )
 from toolkit.rehearse.table import verdict, why
 
-WORKER = "toolkit.doctor.selftest.rank"
+WORKER = "toolkit.extras.doctor.selftest.rank"
 SEQUENCE = 128
 """Tokens of a sequence: fused attention has kernels for it."""
 GPU_FP32 = Bounds(1e-4, 1e-4)
@@ -74,7 +73,8 @@ class Losses:
         folder = place.folder / self.title.replace(" ", "-")
         rehearsal = self._rehearsal(options)
         reference = self._reference(rehearsal, options, place.folder / self.recipe.stem)
-        recipe = self._in_precision(rehearsal.recipe)
+        on = {} if self.feature is None else self.feature.values(self.feature.section())
+        recipe = rehearsal.recipe.with_values({"training.precision": self.precision, **on})
         bounds = self.bounds(place.on_gpu)
         for layout in self.layouts:
             at = folder / layout.name
@@ -93,11 +93,6 @@ class Losses:
         done = len(known.loss) == options.steps
         return known if done else run_reference(rehearsal, options, folder)
 
-    def _in_precision(self, recipe: Recipe) -> Recipe:
-        feature = self.feature
-        on = {} if feature is None else feature.values(feature.section())
-        return recipe.with_values({"training.precision": self.precision, **on})
-
     def _check(self, result: LayoutResult, bounds: Bounds, at: Path, place: Workplace) -> Check:
         row = Check(
             self.title,
@@ -111,13 +106,10 @@ class Losses:
             return replace(row, log=log, tail=result.failure.log)
         if result.comparison is None or result.plan is None:
             return row
-        if (
-            place.on_gpu
-            and row.verdict == "failed"
-            and _may_be_rounding(result.comparison, bounds)
-        ):
-            row = replace(row, verdict="measured")
         far, kernels = result.comparison, _kernels(at)
+        times = max(far.max_rel_loss / bounds.loss, far.max_rel_grad_norm / bounds.grad_norm)
+        if place.on_gpu and row.verdict == "failed" and times <= UNMEASURED:
+            row = replace(row, verdict="measured")
         wanted = result.plan.attention_kernel
         text = f"loss {far.max_rel_loss:.0e}, norm {far.max_rel_grad_norm:.0e}, "
         text += f"attention {' + '.join(kernels) or 'without a fused kernel'}"
@@ -129,13 +121,6 @@ class Losses:
             "planned_attention": wanted,
         }
         return replace(row, found=f"{row.found}; {text}".lstrip("; "), numbers=numbers)
-
-
-def _may_be_rounding(far: Comparison, bounds: Bounds) -> bool:
-    return (
-        far.max_rel_loss <= UNMEASURED * bounds.loss
-        and far.max_rel_grad_norm <= UNMEASURED * bounds.grad_norm
-    )
 
 
 def _kernels(folder: Path) -> list[str]:
