@@ -19,9 +19,8 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.checks import broken_rules
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.batches import global_batches
-from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
+from toolkit.rehearse.comparison import Bounds, Comparison, Record, compare, tolerance
 from toolkit.rehearse.layouts import STANDARD
-from toolkit.rehearse.record import Record
 from toolkit.rehearse.reference import plain_run
 from toolkit.rehearse.small_run import small_run
 from toolkit.run.assignment import decide

@@ -10,8 +10,8 @@ import pytest
 from tests.processes import ROOT
 from tests.warm import REGISTER, SUBPROCESS, registered
 from toolkit.intake.load import load_recipe
+from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.layouts import select
-from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Options, prepare, run
 
 LLAMA = ROOT / "recipes/tiny/llama-bytes.yaml"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.rehearse import small_run, worker
-from toolkit.rehearse.record import read_record
+from toolkit.rehearse.comparison import read_record
 
 
 def build_engine(name: str, setup: Any) -> Any:

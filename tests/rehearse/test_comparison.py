@@ -10,11 +10,13 @@ from toolkit.rehearse.comparison import (
     EXACT,
     OFFLOAD_TOLERANCE,
     TOLERANCE,
+    Record,
     compare,
+    read_record,
     relative_difference,
     tolerance,
+    write_step,
 )
-from toolkit.rehearse.record import Record, read_record, write_step
 
 REFERENCE = Record((5.0, 4.0, 3.0), (1.0, 2.0, 3.0))
 

@@ -13,8 +13,8 @@ from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal, rehea
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
+from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.layouts import RehearsedLayout, select
-from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Options, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.run.announce import ledger_of

@@ -182,7 +182,8 @@ def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
     yield "nodes: 1              # more of the same machine: change it, and state `network`"
     yield f"gpus_per_node: {machine.processes}"
     yield f"gpu: {machine.gpu}"
-    yield f"host_memory_gib: {_host_memory_gib():.1f}"
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield f"host_memory_gib: {memory_bytes / GIB:.1f}"
     if speeds.link_latency_s is not None:
         latency_us = _digits(speeds.link_latency_s * 1e6)
         yield f"node_link: {{kind: {usual.node_link.kind}, latency_us: {latency_us}}}"
@@ -195,10 +196,6 @@ def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
     yield f"  memory_gigabytes_per_s: {_digits(speeds.memory_bytes_per_s / GIGA)}"
     if speeds.link_bytes_per_s is not None:
         yield f"  node_link_gigabytes_per_s: {_digits(speeds.link_bytes_per_s / GIGA)}"
-
-
-def _host_memory_gib() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def _digits(value: float) -> str:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
@@ -34,8 +35,7 @@ def check(needs: Needs) -> Iterator[Finding]:
         yield from _nvme(needs.nvme)
     yield from _shared_memory(Path("/dev/shm"))
     yield _memory()
-    yield _files()
-    yield _locked(needs)
+    yield from _limits(needs)
 
 
 def _disk(needs: Needs) -> Iterator[Finding]:
@@ -133,40 +133,33 @@ def _shared_memory(folder: Path) -> Iterator[Finding]:
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{byte_size(memory.available)} of {byte_size(memory.total)} free"
-    limit = _memory_limit()
-    if limit is not None and limit < memory.total:
-        text += f"; this group of processes may take {byte_size(limit)}"
+    # Of the control group, as containers and Slurm set it.
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # not there, or `max`
+            limit = int(Path(file).read_text())
+            if limit < memory.total:
+                text += f"; this group of processes may take {byte_size(limit)}"
+            break
     return Finding("memory", "ok", text)
 
 
-def _memory_limit() -> int | None:
-    """Of the control group, as containers and Slurm set it."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(file).read_text())
-        except (OSError, ValueError):  # not there, or `max`
-            continue
-    return None
-
-
-def _files() -> Finding:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= LEAST_FILES:
-        return Finding("open files", "ok", _limit(limit))
-    text = f"{limit} a process; many ranks and data files need more"
-    return Finding("open files", "note", text, None, f"ulimit -n {LEAST_FILES}")
-
-
-def _locked(needs: Needs) -> Finding:
-    """InfiniBand and DeepSpeed's asynchronous I/O pin memory."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES:
-        return Finding("locked memory", "ok", _limit(limit, "B"))
-    text = f"{byte_size(limit)}; InfiniBand and NVMe offload pin more"
+def _limits(needs: Needs) -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY or files >= LEAST_FILES:
+        yield Finding("open files", "ok", _limit(files))
+    else:
+        text = f"{files} a process; many ranks and data files need more"
+        yield Finding("open files", "note", text, None, f"ulimit -n {LEAST_FILES}")
+    # InfiniBand and DeepSpeed's asynchronous I/O pin memory.
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked == resource.RLIM_INFINITY or locked >= LEAST_LOCKED_BYTES:
+        yield Finding("locked memory", "ok", _limit(locked, "B"))
+        return
+    text = f"{byte_size(locked)}; InfiniBand and NVMe offload pin more"
     fix = "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1 …"
     pinning = needs.ops.get("async_io") or (needs.gpu and needs.several_machines)
     level: Level = "warning" if pinning else "note"
-    return Finding("locked memory", level, text, pinning or None, fix)
+    yield Finding("locked memory", level, text, pinning or None, fix)
 
 
 def _limit(value: int, unit: str = "") -> str:

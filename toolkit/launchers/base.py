@@ -195,10 +195,6 @@ def settings_here() -> dict[str, str]:
     }
 
 
-ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""Hides GPUs, perhaps fewer than ranks, from a recipe for CPUs."""
-
-
 def worker_env(job: Job) -> dict[str, str]:
     """Return the variables that every worker needs under any launcher.
 
@@ -212,7 +208,8 @@ def worker_env(job: Job) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // job.cluster.gpus_per_node))
     if job.cluster.gpu == "cpu":
-        env |= ON_PROCESSORS
+        # Hides GPUs, of which there may be fewer than ranks.
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return env
 
 

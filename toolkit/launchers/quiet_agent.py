@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.errors import (
     EXIT_DONE,
@@ -23,10 +22,6 @@ from toolkit.errors import (
 )
 from toolkit.launchers.outcome import RankExit
 from toolkit.text.terminal import survive_lost_output, tell
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 
 ENDS = "DMT_AGENT_ENDS"
 """Variable with the folder where workers write the exit codes that their agent must not see."""
@@ -63,7 +58,11 @@ def main(program: str, arguments: Sequence[str]) -> int:
         tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
         return EXIT_FAILED
     except ChildFailedError as error:
-        failed = _root_cause(error)
+        rank, first = error.get_first_failure()
+        exits = [RankExit(rank, failure.exitcode) for rank, failure in error.failures.items()]
+        killed = [one for one in exits if one.code < 0]
+        # The others fail because they lost the one that was killed.
+        failed = killed[0] if killed else RankExit(rank, first.exitcode)
         if failed.code < 0:
             tell(f"error: {failed.describe()}")
             return 128 - failed.code
@@ -83,14 +82,6 @@ def told_the_agent(code: int) -> int:
         return code
     (Path(folder) / str(code)).touch()
     return EXIT_DONE
-
-
-def _root_cause(error: "ChildFailedError") -> RankExit:
-    """The killed rank, if there is one: the others fail because they lost it."""
-    failures = [RankExit(rank, failure.exitcode) for rank, failure in error.failures.items()]
-    killed = [failure for failure in failures if failure.code < 0]
-    rank, first = error.get_first_failure()
-    return killed[0] if killed else RankExit(rank, first.exitcode)
 
 
 if __name__ == "__main__":

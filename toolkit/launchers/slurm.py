@@ -100,16 +100,11 @@ def _directives(job: Job) -> Iterator[str]:
     stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
     for name, (consequence, setting) in _LEFT_TO_DEFAULTS.items():
         if name not in stated:
-            fix = f"--set {setting}{_longer(name, job)}"
+            fix = f"--set {setting}"
+            if name == "time" and job.predicted_s is not None:
+                hours = job.predicted_s / 3600
+                fix += f"; the plan predicts {hours:,.1f} hours for the whole run"
             yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
-
-
-def _longer(name: str, job: Job) -> str:
-    """How long the plan expects the whole run to take, next to the missing time limit."""
-    if name != "time" or job.predicted_s is None:
-        return ""
-    hours = job.predicted_s / 3600
-    return f"; the plan predicts {hours:,.1f} hours for the whole run"
 
 
 def _script(job: Job) -> Iterator[str]:

@@ -49,7 +49,8 @@ def supervise(
             EventLog(run.events).write("failure", **failure)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
-            if _would_come_again(events):
+            if any(event.get("retry") is False for event in _ends(events)):
+                tell("not started again: it would not help, the message above says what may")
                 return EXIT_FAILED
             step = newest_step(run.checkpoints)
             attempt = 1 if step > saved else attempt + 1
@@ -73,14 +74,6 @@ def supervise(
             # GPU check.
             fields = {"attempt": attempt, "reason": reason, "from_step": step}
             EventLog(run.events).write("restart", time=ended_at, **fields)
-
-
-def _would_come_again(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a rank reported that about its failure; the user is informed."""
-    found = any(event.get("retry") is False for event in _ends(events))
-    if found:
-        tell("not started again: it would not help, the message above says what may")
-    return found
 
 
 def pause_before(attempt: int) -> float:
@@ -110,18 +103,13 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
         first_line = str(event["error"]).partition("\n")[0]
         if first_line != PEER_LOST:
             return f"rank {event.get('rank', 0)}: {first_line}"
-    silent = _silent(events)
-    if not failed or " was killed by " in outcome or outcome.startswith(f"{silent} "):
-        return outcome
-    return f"{silent} was killed, or its machine is gone"
-
-
-def _silent(events: Sequence[Mapping[str, Any]]) -> str:
-    """The rank that exited without a message, if there is exactly one."""
     worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     heard = {event.get("rank") for event in _ends(events)}
     silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
-    return f"rank {silent[0]}" if len(silent) == 1 else "a rank"
+    who = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
+    if not failed or " was killed by " in outcome or outcome.startswith(f"{who} "):
+        return outcome
+    return f"{who} was killed, or its machine is gone"
 
 
 def _ends(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -30,8 +30,8 @@ from toolkit.optimizers.base import Trained
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.registry import load
 from toolkit.rehearse.batches import document_starts, global_batches
+from toolkit.rehearse.comparison import write_step
 from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs, tokens_of
-from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
-from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
+from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
 from toolkit.features.base import rehearsed
 from toolkit.intake.checks import broken_rules
 from toolkit.models.hub import model_config
@@ -24,11 +24,17 @@ from toolkit.recipe.schema import (
     ScheduleSection,
 )
 from toolkit.registry import load
-from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
+from toolkit.rehearse.comparison import (
+    Bounds,
+    Comparison,
+    Record,
+    compare,
+    read_record,
+    tolerance,
+)
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
 from toolkit.rehearse.losses import rehearsed_objective
 from toolkit.rehearse.ranks import Failure, launch_spec, run_ranks
-from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
     shrink_config,
     shrink_freeze,
@@ -261,8 +267,4 @@ def _reason(error: PlanError | RecipeError) -> str:
     """Why a layout is refused, on one line."""
     if not isinstance(error, RecipeError):
         return error.message
-    return "; ".join(_short(problem) for problem in error.problems)
-
-
-def _short(problem: Problem) -> str:
-    return f"{problem.key}: {problem.found}; allowed: {problem.allowed}"
+    return "; ".join(f"{p.key}: {p.found}; allowed: {p.allowed}" for p in error.problems)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
-from toolkit.engines.base import Engine, StepResult
+from toolkit.engines.base import StepResult
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
@@ -37,15 +37,11 @@ def small_run(
     shares = [micro_batches(batch, layout, rank, rows) for batch in batches]
     objective = recipe.objective()
     if REFERENCE in objective.reads:
-        shares = [_with_reference(engine, share) for share in shares]
+        for share in shares:  # the reference's log-probabilities, under the initial weights
+            values = engine.sequence_log_probs(share).chunk(len(share))
+            pairs = zip(share, values, strict=True)
+            share[:] = [replace(batch, extra={REFERENCE: value}) for batch, value in pairs]
     for batch, share in zip(batches, shares, strict=True):
         count = float(objective.count(batch))
         yield engine.train_step(share, count, recipe.optimizer.learning_rate)
     engine.close()
-
-
-def _with_reference(engine: Engine, share: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro batches with the reference's log-probabilities, under the initial weights."""
-    values = engine.sequence_log_probs(share).chunk(len(share))
-    pairs = zip(share, values, strict=True)
-    return [replace(batch, extra={REFERENCE: value}) for batch, value in pairs]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from toolkit.models.families import model_spec, settings_of
 from toolkit.recipe.schema import Recipe
-from toolkit.rehearse.record import Record
+from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal
 from toolkit.rehearse.shrink import without_noise
 from toolkit.run import jsonl

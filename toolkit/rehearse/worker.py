@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
-from toolkit.rehearse.record import write_step
+from toolkit.rehearse.comparison import write_step
 from toolkit.rehearse.small_run import small_run
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.text.terminal import tell

@@ -92,9 +92,11 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         shards = plan.layout.dp // plan.layout.replicate
         derived[SHARDS] = shards if plan.layout.zero_stage else 1
         derived[REPLICAS] = plan.layout.dp // derived[SHARDS]
+        fixed = BACKENDS[plan.engine].fixed.items()
+        origin = "fixed: any other value changes or corrupts the loss"
+        found |= {f"{plan.engine}.{key}": Fact(value, origin) for key, value in fixed}
     found |= {key: Fact(value, f"derived: {DERIVED[key]}") for key, value in derived.items()}
     found |= _composed(recipe, found)
-    found |= _fixed(plan)
     found |= _shape(recipe, plan, places)
     return found
 
@@ -135,15 +137,6 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
         origin = (found.get(f"{key}.{field}") or found[key]).origin
         composed[key] = Fact(getattr(recipe.logging, name) is not None, origin)
     return composed
-
-
-def _fixed(plan: Plan | None) -> dict[str, Fact]:
-    """Fixed behaviour of the engine."""
-    if plan is None:
-        return {}
-    origin = "fixed: any other value changes or corrupts the loss"
-    settings = BACKENDS[plan.engine].fixed.items()
-    return {f"{plan.engine}.{key}": Fact(value, origin) for key, value in settings}
 
 
 def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]:

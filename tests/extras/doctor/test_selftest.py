@@ -22,8 +22,7 @@ from toolkit.extras.doctor.selftest.apart import in_processes
 from toolkit.extras.doctor.selftest.check import Check, Workplace
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.rehearse.comparison import compare
-from toolkit.rehearse.record import Record
+from toolkit.rehearse.comparison import Record, compare
 from toolkit.rehearse.rehearsal import LayoutResult, Options, _assignment, prepare
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide

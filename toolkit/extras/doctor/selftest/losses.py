@@ -17,9 +17,8 @@ from toolkit.extras.doctor.selftest.check import (
 from toolkit.features.base import Feature
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Precision
-from toolkit.rehearse.comparison import TOLERANCE, Bounds
+from toolkit.rehearse.comparison import TOLERANCE, Bounds, Record, read_record
 from toolkit.rehearse.layouts import RehearsedLayout
-from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.rehearsal import (
     LayoutResult,
     Options,
