@@ -29,8 +29,16 @@ def check(needs: Needs) -> Iterator[Finding]:
         yield lacking("W&B login", text, _FIX, needs.wandb)
         return
     yield Finding("W&B login", "ok", f"for {host}, in {place}")
-    if needs.wandb is not None:
-        yield _server(host, url.port or (80 if url.scheme == "http" else 443), needs.wandb)
+    if needs.wandb is None:
+        return
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+        yield Finding("W&B server", "ok", f"{host}:{port} answers")
+    except OSError as error:
+        text = f"{host}:{port} does not answer: {error}"
+        fix = "logging.wandb.mode: offline, and `wandb sync RUN/wandb` later"
+        yield Finding("W&B server", "problem", text, needs.wandb, fix)
 
 
 def _login(host: str) -> str | None:
@@ -43,13 +51,3 @@ def _login(host: str) -> str | None:
         if file.is_file() and host in netrc.netrc(str(file)).hosts:
             return str(file)
     return None
-
-
-def _server(host: str, port: int, needed_by: str) -> Finding:
-    try:
-        socket.create_connection((host, port), timeout=ANSWER_S).close()
-    except OSError as error:
-        text = f"{host}:{port} does not answer: {error}"
-        fix = "logging.wandb.mode: offline, and `wandb sync RUN/wandb` later"
-        return Finding("W&B server", "problem", text, needed_by, fix)
-    return Finding("W&B server", "ok", f"{host}:{port} answers")

@@ -40,7 +40,10 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 def _disk(needs: Needs) -> Iterator[Finding]:
     """Space and speed of the disk that the run directory is on, or will be."""
-    name, folder = "run directory", _existing(needs.run_dir)
+    name, folder = "run directory", needs.run_dir.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    folder = folder.resolve()
     if not os.access(folder, os.W_OK):
         fix = "name another folder with --run-dir"
         yield Finding(name, "problem", f"cannot write in {folder}", needs.run, fix)
@@ -90,14 +93,6 @@ def write_speed(folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return TRIAL_BYTES / (time.perf_counter() - began)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder itself, or its nearest existing parent."""
-    folder = folder.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder.resolve()
 
 
 def _nvme(folder: Path) -> Iterator[Finding]:

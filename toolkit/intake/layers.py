@@ -133,7 +133,14 @@ def _read_file(
         raise RecipeError([*problems, *error.problems]) from None
     problems.extend(found)
     if not isinstance(node, Mapping):
-        raise RecipeError([*problems, _not_a_map(node, name)])
+        empty = isinstance(node, Scalar) and node.value is None
+        stated = "an empty file" if empty else describe_node(node)
+        fix = (
+            "copy a recipe from recipes/ and change it" if empty else "write `key: value` lines"
+        )
+        at = max(node.place.line, 1)
+        wrong = Problem(TOP, stated, "a map of settings", fix, name, at)
+        raise RecipeError([*problems, wrong])
     own = {key: value for key, value in node.entries.items() if key != "extends"}
     read.append((name, _absolute_paths(Mapping(node.place, own), path.parent)))
     if entry := node.entries.get("extends"):
@@ -211,14 +218,6 @@ def describe_node(node: Node) -> str:
     if node.value is None:
         return "nothing" if not node.text else node.text
     return f'"{node.text}"' if node.quoted else node.text
-
-
-def _not_a_map(node: Node, name: str) -> Problem:
-    empty = isinstance(node, Scalar) and node.value is None
-    found = "an empty file" if empty else describe_node(node)
-    fix = "copy a recipe from recipes/ and change it" if empty else "write `key: value` lines"
-    line = max(node.place.line, 1)
-    return Problem(TOP, found, "a map of settings", fix, name, line)
 
 
 def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Mapping:

@@ -79,7 +79,13 @@ class Guard:
                 _kill(psutil.Process().children(recursive=True))
             self._wake_stopped()
             time.sleep(POLL_S)
-        self._end_leftovers()
+        # Workers that the launcher left behind.
+        self._deadline.start(ORPHAN_GRACE_S)
+        while list(workers()) and not self._deadline.passed:
+            self._stop_workers()
+            self._wake_stopped()
+            time.sleep(POLL_S)
+        _kill(workers())
         return self._process.returncode
 
     def _wake_stopped(self) -> None:
@@ -103,15 +109,6 @@ class Guard:
                 self._signalled.add(worker.pid)
                 with suppress(psutil.NoSuchProcess):
                     worker.send_signal(signal.SIGTERM)
-
-    def _end_leftovers(self) -> None:
-        """End workers that the launcher left behind: signal, wait, kill."""
-        self._deadline.start(ORPHAN_GRACE_S)
-        while list(workers()) and not self._deadline.passed:
-            self._stop_workers()
-            self._wake_stopped()
-            time.sleep(POLL_S)
-        _kill(workers())
 
 
 def workers() -> Iterator[psutil.Process]:

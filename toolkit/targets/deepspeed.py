@@ -1,7 +1,6 @@
 """A DeepSpeed `ds_config.json`. The engine's own renderer writes it (engines/deepspeed)."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from toolkit.engines.deepspeed.config import (
@@ -104,7 +103,8 @@ class DeepSpeedTarget(Target):
         """See `Target`; `recipe` says whether DMT reads this very file."""
         found = collect(file)
         found.name, found.kind, found.who = str(file.path), self.kind, self.who
-        if _is_named(file.path, recipe):
+        named = recipe.parallel.zero.config
+        if named is not None and open_config(named).path.resolve() == file.path.resolve():
             found.winner = "refused"
             found.who = (
                 'parallel.zero.config names this file: DMT fills each "auto" and refuses a '
@@ -152,9 +152,3 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _is_named(path: Path, recipe: Recipe) -> bool:
-    """Whether the recipe's own `parallel.zero.config` is this file."""
-    config = recipe.parallel.zero.config
-    return config is not None and open_config(config).path.resolve() == path.resolve()

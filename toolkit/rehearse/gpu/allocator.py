@@ -146,7 +146,8 @@ class Allocator:
                 return pool.take(block)
         if self.expandable:
             block = min(fitting, key=lambda one: one.address)
-            missing = _pages(block, size) - pool.pages
+            stop = (block.address + size - 1) // pool.page + 1
+            missing = set(range(block.address // pool.page, stop)) - pool.pages
             if not self._reserve(len(missing) * pool.page):
                 return None
             pool.pages |= missing
@@ -188,12 +189,6 @@ class Allocator:
             rest.after.before = rest
         block.size, block.whole = size, True
         pool.put(rest)
-
-
-def _pages(block: _Block, size: int) -> set[int]:
-    """Those that the first `size` bytes of a block lie in."""
-    page = block.pool.page
-    return set(range(block.address // page, (block.address + size - 1) // page + 1))
 
 
 def _joined(first: _Block, second: _Block) -> _Block:
