@@ -49,8 +49,6 @@ RanksOfGpus = Annotated[
     ),
 ]
 
-_SAVE = "one save"
-"""Title of what a save copies; it is left out where nothing is saved."""
 _HOLDERS = 12
 """Holders of memory in the table."""
 _COMPUTING = 6
@@ -221,10 +219,9 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
     yield Text(f"\nrank {fullest.rank} at its fullest", "bold")
     held = {kind: sum(places.values()) / GIB for kind, places in fullest.peak.holders.items()}
     yield from bars(held, fullest.peak.nbytes / GIB, "GiB")
-    for title, lines in _details(fullest).items():
-        if lines or title != _SAVE:
-            yield Text(f"\n{title}", "dim")
-            yield from (f"  {line}" for line in lines)
+    for title, lines in _details(fullest):
+        yield Text(f"\n{title}", "dim")
+        yield from (f"  {line}" for line in lines)
     for one in done:
         for wrong in dict.fromkeys(
             f"{f.what}: {f.how}: {''.join(f.where[:1])}" for f in one.wrong
@@ -232,24 +229,28 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
             yield Text(f"rank {one.rank}: {wrong}", "bold red")
 
 
-def _details(one: RehearsedRank) -> dict[str, list[str]]:
+def _details(one: RehearsedRank) -> Iterator[tuple[str, list[str]]]:
     """By title: what holds memory, computes, is sent, waits and is saved on a rank."""
-    total = sum(one.found.flops.values())
-    return {
-        "held by": _largest(one),
-        "most FLOPs": [
-            f"{flops / total:>6.0%}  {module or 'elsewhere'}"
-            for module, flops in [*one.found.flops.items()][:_COMPUTING]
-        ],
-        "collectives of a step": [
+    yield "held by", _largest(one)
+    total, flops = sum(one.found.flops.values()), [*one.found.flops.items()][:_COMPUTING]
+    yield (
+        "most FLOPs",
+        [f"{count / total:>6.0%}  {module or 'elsewhere'}" for module, count in flops],
+    )
+    yield (
+        "collectives of a step",
+        [
             f"{count:>6,} × {name}  {byte_size(nbytes)}  {group}"
             for (name, group, _), (count, nbytes) in _collectives(one).items()
         ],
-        "the host waits for the GPU": [
-            f"{count:>6,} × {how}: {where}" for (how, where), count in _waits(one).items()
-        ],
-        _SAVE: _saved(one),
-    }
+    )
+    waits = _waits(one).items()
+    yield (
+        "the host waits for the GPU",
+        [f"{count:>6,} × {how}: {where}" for (how, where), count in waits],
+    )
+    if saved := _saved(one):
+        yield "one save", [saved]
 
 
 def memory_check_lines(done: Sequence[RehearsedRank]) -> Iterator[Text]:
@@ -293,16 +294,16 @@ def _table(done: Sequence[RehearsedRank]) -> Table:
     return found
 
 
-def _saved(one: RehearsedRank) -> list[str]:
+def _saved(one: RehearsedRank) -> str:
     """What a checkpoint makes this rank copy."""
     saved, time_s, node_gib = one.found.saved, one.save_s, one.saved_gib_per_node
     if saved is None or time_s is None or node_gib is None:
-        return []
+        return ""
     text = (
         f"{size(saved.nbytes / GIB)} of {saved.tensors:,} tensors to host memory, "
         f"{size(node_gib)} per node"
     )
-    return [f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text]
+    return f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text
 
 
 def _largest(one: RehearsedRank) -> list[str]:
