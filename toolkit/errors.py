@@ -61,7 +61,8 @@ class Problem:
 class DmtError(Exception):
     """Base of every error that DMT raises on purpose."""
 
-    exit_code: ClassVar[int] = EXIT_FAILED
+    exit_code: ClassVar[int] = EXIT_USER_ERROR
+    """A mistake of the user's, unless a subclass says otherwise."""
     retry: bool = True
     """False: another start would meet it again, or do harm; `--max-restarts` leaves it."""
 
@@ -77,8 +78,6 @@ class DmtError(Exception):
 class RecipeError(DmtError):
     """The recipe is wrong. `problems` holds every mistake found, in file order."""
 
-    exit_code = EXIT_USER_ERROR
-
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
@@ -87,25 +86,17 @@ class RecipeError(DmtError):
 class PlanError(DmtError):
     """The recipe is valid, but no legal layout carries it out on this cluster."""
 
-    exit_code = EXIT_USER_ERROR
-
 
 class DataError(DmtError):
     """The data or the tokenizer does not fit the recipe."""
-
-    exit_code = EXIT_USER_ERROR
 
 
 class CheckpointError(DmtError):
     """A checkpoint is missing, incomplete or does not belong to this run."""
 
-    exit_code = EXIT_USER_ERROR
-
 
 class DirectoryInUse(DmtError):
     """Another run is using the run directory."""
-
-    exit_code = EXIT_USER_ERROR
 
 
 class BackendUnavailable(DmtError):

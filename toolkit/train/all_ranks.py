@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from toolkit.engines.distributed import Ranks
-from toolkit.errors import EXIT_DONE, DmtError
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, DmtError
 from toolkit.train.phases import WAITING, Mark
 
 Result = TypeVar("Result")
@@ -18,6 +18,8 @@ PREPARATION_TIMEOUT = timedelta(days=1)
 
 class PeerFailed(DmtError):
     """Another rank failed and has already reported its error; this one only exits."""
+
+    exit_code = EXIT_FAILED
 
     def __init__(self, code: int) -> None:
         super().__init__("another rank failed")
