@@ -14,7 +14,10 @@ def wait_until(
     condition: Callable[[], object], what: str, said: Callable[[], object] = str
 ) -> None:
     """Return when `condition` holds; fail with `said()` when `what` has not come by HANG_S."""
-    end = time.monotonic() + HANG_S
+    asked = time.monotonic()
+    end = asked + HANG_S
     while not condition():
-        assert time.monotonic() < end, f"{what}: not within {HANG_S:g} s\n{said()}"
-        time.sleep(0.01)
+        now = time.monotonic()
+        assert now < end, f"{what}: not within {HANG_S:g} s\n{said()}"
+        time.sleep(max(0.01, 4 * (now - asked)))  # to ask may cost what is waited for
+        asked = time.monotonic()

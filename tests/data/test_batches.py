@@ -72,7 +72,7 @@ def test_every_layout_gets_the_same_global_batch(
 
 
 @SETTINGS
-@given(n_samples=st.integers(1, 40), size=st.integers(1, 12), steps=st.integers(1, 12))
+@given(n_samples=st.integers(1, 40), size=st.integers(1, 12), steps=st.integers(1, 6))
 def test_epochs_follow_without_a_seam(
     dataset: Make, n_samples: int, size: int, steps: int
 ) -> None:

@@ -47,6 +47,7 @@ try:
 except DmtError as error:
     print(json.dumps(str(error)))
 """
+pytestmark = pytest.mark.slow
 STREAMED = {"streaming": {"chunk_mib": 0.002, "workers": 0}}
 
 

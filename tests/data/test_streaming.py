@@ -270,6 +270,7 @@ with AheadWorkers(streams.sources, 2, streams.advance):
 """
 
 
+@pytest.mark.slow
 def test_tokenising_processes_die_with_the_run(corpus: Path) -> None:
     """Killed by SIGKILL, also while one of them is at work. None uses shared memory."""
     for delay in (0.0, 0.5, 1.0):

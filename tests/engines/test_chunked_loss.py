@@ -84,7 +84,6 @@ def peak_bytes(kernel: LossKernel) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_memory() -> None:
     (whole,), (chunked,) = (run_ranks(peak_bytes, 1, kernel) for kernel in ("whole", "chunked"))
     assert whole > 2.5 * 2**29

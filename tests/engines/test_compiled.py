@@ -45,7 +45,6 @@ def case(one: Case) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_resumed(tmp_path: Path) -> None:
     """Saved half-way, and continued in a new engine that starts from other weights."""
     expected = reference(family=LAYERS)

@@ -114,7 +114,6 @@ def _check_saved(saved: Mapping[str, Any], is_frozen: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_two_processes(tmp_path: Path) -> None:
     check([*HALF, *WHOLE_STAGES], 2, tmp_path, TOLERANCE)
 

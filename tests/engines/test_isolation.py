@@ -70,7 +70,6 @@ def assert_isolated(cases: list[Case], world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_documents_of_a_row_are_apart() -> None:
     assert_isolated(CASES, world=2)
 

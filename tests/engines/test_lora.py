@@ -46,7 +46,7 @@ def deepspeed(stage: int, **more: Any) -> Case:
     return Case("deepspeed", 2, stage=stage, **more)
 
 
-QUICK = [
+FEW = [
     adapted(Case("ddp", 2)),
     adapted(deepspeed(3)),
     adapted(megatron(tensor=2, sequence=True)),
@@ -107,9 +107,7 @@ def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [pytest.param(QUICK, marks=pytest.mark.quick), PARTS], ids=["quick", "parts"]
-)
+@pytest.mark.parametrize("cases", [FEW, PARTS], ids=["few", "parts"])
 def test_two_processes(cases: list[Case], tmp_path: Path) -> None:
     check(cases, 2, tmp_path)
 
@@ -131,7 +129,7 @@ def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_continued_in_the_same_layout_to_the_bit(tmp_path: Path) -> None:
-    cases = [adapted(deepspeed(3)), QUICK[2]]
+    cases = [adapted(deepspeed(3)), FEW[2]]
     first = check(cases, 2, tmp_path)
     again = [replace(case, resume_in=str(first[case.name]["half"])) for case in cases]
     for before, after in zip(cases, check(again, 2, tmp_path / "again").items(), strict=True):
@@ -146,7 +144,7 @@ def test_continued_in_the_same_layout_to_the_bit(tmp_path: Path) -> None:
 def test_continued_in_another_layout(tmp_path: Path) -> None:
     """Each layout's checkpoint of half the run, continued in the next one to the same end; what
     is exported then, for PEFT and merged, has the loss that the engine has."""
-    cases = [*QUICK[1:], adapted(Case("fsdp", 2, stage=3))]
+    cases = [*FEW[1:], adapted(Case("fsdp", 2, stage=3))]
     first = check(cases, 2, tmp_path)
     halves = [str(first[case.name]["half"]) for case in cases]
     others = [*cases[1:], cases[0]]

@@ -23,7 +23,8 @@ from tests.engines.pairs import (
 from tests.forked import call_ranks
 
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
-QUICK = ("ddp", "zero3", "fsdp3", "megatron-tp2-sp", "megatron-pp2", "megatron-ep2")
+QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
+"""In `make test`."""
 FOUR = {
     "in DeepSpeed": [f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)],
     "in pipelines": ["megatron-tp2-pp2-sp", "megatron-pp2-distopt", "megatron-tp4"],

@@ -129,7 +129,6 @@ RESUMED = [
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_two_processes(tmp_path: Path) -> None:
     """The same curves; and to the bit after a checkpoint half-way."""
     broken = [replace(case, resume_in=str(tmp_path)) for case in RESUMED]
@@ -143,7 +142,6 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_layer_decay() -> None:
     cases = [
         decayed(Case("fsdp", 2, stage=3)),

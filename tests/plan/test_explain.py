@@ -125,6 +125,7 @@ def holds(text: str, wanted: Recipe, chosen: Search) -> None:
         says(others, chosen, asked(wanted, chosen, same | {key: value}))
 
 
+@pytest.mark.slow
 def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> None:
     """One sentence of each of 200 recipes on clusters, chosen at random."""
     source, checked, decided_by, changed = random.Random(7), 0, set(), set()

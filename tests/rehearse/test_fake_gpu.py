@@ -35,8 +35,6 @@ def megatron(micro_batch: int = 1, **parallel: Any) -> Any:
 TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
 FSDP = case("fsdp", stage=3)
 IN_TURN = {"experts": "sequential"}
-QUICK = ["fsdp3", "tp2"]
-"""Ranks that `make test` runs, besides those with bugs under fsdp."""
 ZERO2 = {"stage": 2, "parallel": {"model": "hf"}}
 BUGS = ("host", "scaled", "looked_at", "printed", "synchronized")
 RANKS = {
@@ -81,9 +79,8 @@ SELDOM = ("ddp-fp32", "fsdp2", "fsdp3-fp32", "tp2-fp32", "pp2-last", "in turn, e
 
 def of(names: list[str]) -> list[Any]:
     """These ranks as parameters of a test, marked."""
-    marks = dict.fromkeys(QUICK, pytest.mark.quick)
-    marks |= dict.fromkeys(SELDOM, pytest.mark.soak)
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+    soak = pytest.mark.soak
+    return [pytest.param(name, marks=soak if name in SELDOM else ()) for name in names]
 
 
 MCORE = {"clip_grads.py get_grad_norm_fp32"}
@@ -132,10 +129,8 @@ OURS = {"engine.py _read", "engine.py _run", "data_parallel.py train_step"}
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """By name of the rank, what was found; only of those that the tests to run look at."""
     here = [item for item in request.session.items if item.path == request.path]
-    names = [*QUICK, *(f"fsdp-{bug}" for bug in BUGS)]
-    if any(item.get_closest_marker("soak") for item in here):
-        names = list(RANKS)
-    elif not all(item.get_closest_marker("quick") for item in here):
+    names = list(RANKS)
+    if not any(item.get_closest_marker("soak") for item in here):
         names = [name for name in RANKS if name not in SELDOM and not name.startswith("tp2-")]
     ranks = [(name, *RANKS[name]) for name in names]
     done = subprocess.run(
@@ -216,10 +211,7 @@ def test_adamw_is_one_kernel(found: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param("fsdp", marks=pytest.mark.quick),
-        pytest.param("tp2", marks=pytest.mark.soak),
-    ],
+    ["fsdp", pytest.param("tp2", marks=pytest.mark.soak)],
 )
 def test_planted_bugs_are_found_where_they_are(found: dict[str, Any], model: str) -> None:
     batch_on_host = found[f"{model}-host"]

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.product import Ended, curve, succeeded
 
 Verb = Callable[..., Ended]
+pytestmark = pytest.mark.slow
 TOY = {"parallel.engine": "toy", "training.steps": 3}
 
 
@@ -20,7 +21,6 @@ def verb(with_toys: Callable[..., Ended]) -> Verb:
     return start
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 def test_it_is_planned_and_rendered(verb: Verb) -> None:
     succeeded(verb("check"))
@@ -35,7 +35,6 @@ def test_it_is_planned_and_rendered(verb: Verb) -> None:
     assert "fix: --set parallel.engine=deepspeed" in accelerate.err
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 def test_a_slip_of_its_name_is_understood(verb: Verb) -> None:
     ended = verb("check", engine="tyo")
@@ -43,10 +42,8 @@ def test_a_slip_of_its_name_is_understood(verb: Verb) -> None:
     assert "did you mean toy?" in ended.err
 
 
-@pytest.mark.slow
-@pytest.mark.quick
-def test_a_package_that_cannot_be_imported_is_named(verb: Verb, tmp_path: Path) -> None:
-    (tmp_path / "site" / "toy.py").write_text("import toy_kernels\n")
+def test_a_package_that_cannot_be_imported_is_named(verb: Verb, site: Path) -> None:
+    (site / "toy.py").write_text("import toy_kernels\n")
     ended = verb("render")
     assert ended.code == 3
     assert ended.err == (
@@ -55,8 +52,6 @@ def test_a_package_that_cannot_be_imported_is_named(verb: Verb, tmp_path: Path) 
     )
 
 
-@pytest.mark.slow
-@pytest.mark.quick
 def test_it_trains(verb: Verb, tmp_path: Path) -> None:
     ended = verb("launch", "--run-dir", "run")
     succeeded(ended)
@@ -68,7 +63,6 @@ def test_it_trains(verb: Verb, tmp_path: Path) -> None:
     assert "rank 1 trains with the toy" in printed
 
 
-@pytest.mark.slow
 def test_it_is_rehearsed(verb: Verb) -> None:
     """A layout of every rehearsal, whatever the recipe's own engine."""
     ended = verb("rehearse", "--layouts", "toy*", "--steps", "2", "--json", engine="ddp")
@@ -77,8 +71,6 @@ def test_it_is_rehearsed(verb: Verb) -> None:
     assert found["verdict"] in ("exact", "within")
 
 
-@pytest.mark.slow
-@pytest.mark.quick
 def test_doctor_looks_for_its_packages(verb: Verb) -> None:
     """One that it is made of, and one that is not installed."""
     ended = verb("doctor", "--json")

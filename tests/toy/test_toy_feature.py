@@ -8,12 +8,13 @@ import pytest
 
 from tests.e2e.product import Ended, curve, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 Verb = Callable[..., Ended]
 PLAIN = {"training.steps": 2, "parallel.engine": "ddp", "cluster.gpus_per_node": 2}
 ON = PLAIN | {"scaled_loss.factor": 4.0}
 
 
+@pytest.mark.quick
 def test_its_section_is_checked(with_toys: Verb) -> None:
     succeeded(with_toys(ON, "check"))
     wrong = with_toys(ON | {"scaled_loss.factor": 0}, "check")
@@ -26,6 +27,7 @@ def test_its_section_is_checked(with_toys: Verb) -> None:
     assert "write `scaled_loss.factor`" in other.err
 
 
+@pytest.mark.quick
 def test_its_cost_and_ledger_are_planned(with_toys: Verb) -> None:
     """Its gradients travel in twice the bytes of fp32."""
     own, plain = (

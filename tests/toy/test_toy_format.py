@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.product import Ended, curve, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 Verb = Callable[..., Ended]
 
 
@@ -38,6 +38,7 @@ STREAMED = {
 }
 
 
+@pytest.mark.quick
 def test_its_columns_are_checked(verb: Verb) -> None:
     succeeded(verb("check"))
     succeeded(verb("plan"))
@@ -75,8 +76,8 @@ def test_a_recipe_with_it_is_rehearsed(verb: Verb) -> None:
     assert json.loads(succeeded(ended))["layouts"]
 
 
-def test_a_package_that_is_broken_concerns_its_files_alone(verb: Verb, tmp_path: Path) -> None:
-    (tmp_path / "site" / "toy_format.py").write_text("import csv_kernels\n")
+def test_a_package_that_is_broken_concerns_its_files_alone(verb: Verb, site: Path) -> None:
+    (site / "toy_format.py").write_text("import csv_kernels\n")
     succeeded(verb("check", train="{kind: text, files: ['data/*.txt']}"))
     ended = verb("data prepare")
     assert ended.code == 3

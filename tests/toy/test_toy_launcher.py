@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.product import Ended, curve, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 Verb = Callable[..., Ended]
 
 
@@ -21,6 +21,7 @@ def verb(with_toys: Callable[..., Ended]) -> Verb:
     return start
 
 
+@pytest.mark.quick
 def test_its_section_is_checked(verb: Verb) -> None:
     succeeded(verb("check"))
     wrong = verb("check", **{"launch.pair.niceness": -1})
@@ -28,6 +29,7 @@ def test_its_section_is_checked(verb: Verb) -> None:
     assert "launch.pair.niceness" in wrong.err and "an integer ≥ 0" in wrong.err
 
 
+@pytest.mark.quick
 def test_a_recipe_with_it_is_planned(verb: Verb) -> None:
     assert "ddp" in succeeded(verb("plan", "--explain", **{"parallel.engine": "ddp"}))
 

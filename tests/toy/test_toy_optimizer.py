@@ -10,7 +10,7 @@ from tests.e2e.product import Ended, curve, succeeded
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 Verb = Callable[..., Ended]
 
 
@@ -23,6 +23,7 @@ def verb(with_toys: Callable[..., Ended]) -> Verb:
     return start
 
 
+@pytest.mark.quick
 def test_its_section_is_checked(verb: Verb) -> None:
     succeeded(verb("check"))
     wrong = verb("check", **{"optimizer.toy_sgd.momentum": 1.5})
@@ -35,6 +36,7 @@ def test_its_section_is_checked(verb: Verb) -> None:
     assert "did you mean toy_sgd?" in slip.err
 
 
+@pytest.mark.quick
 def test_its_bytes_are_planned(verb: Verb) -> None:
     """One fp32 moment instead of two, and its line in the ledger."""
     (own,), (adamw,) = (

@@ -8,9 +8,10 @@ import pytest
 
 from tests.e2e.product import Ended, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 
 
+@pytest.mark.quick
 def test_what_is_rendered_agrees_and_a_changed_value_does_not(
     with_toys: Callable[..., Ended], tmp_path: Path
 ) -> None:
