@@ -19,7 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
-from toolkit.features.base import all_features
+from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import plain, source
@@ -63,7 +63,7 @@ def _of_choices() -> Iterator[Package]:
     choices = [
         *((f"launch.launcher: {each.name}", each.packages) for each in LAUNCHERS.values()),
         *((f"optimizer.name: {name}", kind.packages) for name, kind in OPTIMIZERS.items()),
-        *((feature.name, feature.packages) for feature in all_features()),
+        *((feature.name, feature.packages) for feature in FEATURES.values()),
     ]
     for setting, packages in choices:
         for text, module in packages.items():

@@ -127,14 +127,9 @@ FEATURES: Registry[Feature] = Registry(
 """Every feature by its name; other packages add theirs as entry points."""
 
 
-def all_features() -> Iterator[Feature]:
-    """Every feature, this package's own first."""
-    return (feature for _, feature in FEATURES.items())
-
-
 def features_of(recipe: Section) -> dict[str, Section]:
     """The settings of every feature that a recipe turns on, by the feature's name."""
-    found = ((feature.name, feature.stated(recipe)) for feature in all_features())
+    found = ((feature.name, feature.stated(recipe)) for feature in FEATURES.values())
     return {name: settings for name, settings in found if settings is not None}
 
 
@@ -163,7 +158,7 @@ def with_features(path: str, after: str) -> Callable[[AnySection], AnySection]:
         fields = list(own.items())
         added = [
             item
-            for feature in all_features()
+            for feature in FEATURES.values()
             if feature.inside == path
             for item in feature.fields.items()
         ]
@@ -178,7 +173,7 @@ def intent_problems(
     parallel: Section, pair: Any = None, ranks: int | None = None
 ) -> Iterator[Any]:
     """See `Feature.intent`: the problems of all features that are on."""
-    for feature in all_features():
+    for feature in FEATURES.values():
         if feature.intent:
             around = attrgetter(feature.inside.removeprefix("parallel."))(parallel)
             if (settings := feature.read(around)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.features.base import Feature, all_features, excluding
+from toolkit.features.base import FEATURES, Feature, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
@@ -506,7 +506,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
-_FEATURES = tuple(feature.inside or feature.name for feature in all_features())
+_FEATURES = tuple(feature.inside or feature.name for feature in FEATURES.values())
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
@@ -564,7 +564,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
     ),
-    *(_if_on(feature) for feature in all_features() if feature.check),
+    *(_if_on(feature) for feature in FEATURES.values() if feature.check),
     Rule((*_FEATURES, "adapter"), _without_adapter),
     Rule(
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),

@@ -7,7 +7,7 @@ Axolotl, LLaMA-Factory and torchtitan.
 
 from dataclasses import dataclass
 
-from toolkit.features.base import all_features
+from toolkit.features.base import FEATURES
 from toolkit.optimizers.base import OPTIMIZERS
 
 
@@ -145,7 +145,7 @@ _NAMES = {
 }  # fmt: skip
 """Their names by what they are here."""
 
-for _feature in all_features():
+for _feature in FEATURES.values():
     _NAMES |= {Foreign(key): names for key, names in _feature.foreign.items()}
 FOREIGN = {name: one for one, names in _NAMES.items() for name in names.split()}
 
@@ -192,7 +192,7 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     "data.packing": {"true": _PACKS},
 }
 """Values, lowercase, by our setting, that this release lacks or splits: what to write."""
-for _feature in all_features():
+for _feature in FEATURES.values():
     for _key, _values in _feature.foreign_values.items():
         LATER_VALUES[_key] = LATER_VALUES.get(_key, {}) | dict(_values)
 

@@ -19,7 +19,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.features.base import all_features
+from toolkit.features.base import FEATURES
 from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection, Recipe
@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, object] = {
 
 _OF_FEATURES: Mapping[str, str] = {
     f"{ZERO}.{name}": f"{feature.inside}.{key}"
-    for feature in all_features()
+    for feature in FEATURES.values()
     for key, (name, _) in feature.zero_defaults.items()
 }
 OWNED: Mapping[str, str] = {
@@ -87,7 +87,7 @@ out of the weights."""
 
 ABSENT: Mapping[str, object] = {
     f"{ZERO}.{name}": default
-    for feature in all_features()
+    for feature in FEATURES.values()
     for name, default in feature.zero_defaults.values()
 }
 """Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,10 @@ def watch(
             fix="another --port, or --port 0 for any free one",
         ) from error
     tell(f"watch {server.url} (Ctrl-C ends it)")
-    if not _is_own(host):
+    own = host == "localhost"
+    with suppress(ValueError):
+        own = ipaddress.ip_address(host).is_loopback
+    if not own:
         tell(f"warning: everyone who can reach {host or 'this machine'} can read these runs")
     os.nice(LOWEST_PRIORITY)  # ranks on the same machine come first
     with server:
@@ -58,11 +62,3 @@ def watch(
             server.serve_forever()
         except KeyboardInterrupt:
             return
-
-
-def _is_own(host: str) -> bool:
-    """Whether it is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

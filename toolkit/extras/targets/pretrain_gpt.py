@@ -30,64 +30,47 @@ from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 
+
+def _flags(names: str) -> dict[str, str]:
+    """Fields whose flags have their names, as most have."""
+    return {name: f"--{name.replace('_', '-')}" for name in names.split()}
+
+
+def _switches_on(names: str) -> dict[str, tuple[bool, str]]:
+    """Fields that their flags turn on."""
+    return {name: (True, flag) for name, flag in _flags(names).items()}
+
+
 TRANSFORMER_VALUES = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "kv_channels": "--kv-channels",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "normalization": "--normalization",
+    **_flags(
+        "num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size normalization"
+    ),
     "layernorm_epsilon": "--norm-epsilon",
-    "attention_dropout": "--attention-dropout",
-    "hidden_dropout": "--hidden-dropout",
-    "q_lora_rank": "--q-lora-rank",
-    "kv_lora_rank": "--kv-lora-rank",
-    "qk_head_dim": "--qk-head-dim",
-    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
-    "v_head_dim": "--v-head-dim",
-    "rope_type": "--rope-type",
-    "rotary_scaling_factor": "--rotary-scaling-factor",
-    "mscale": "--mscale",
-    "mscale_all_dim": "--mscale-all-dim",
+    **_flags(
+        "attention_dropout hidden_dropout q_lora_rank kv_lora_rank qk_head_dim "
+        "qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim"
+    ),
     "num_moe_experts": "--num-experts",
-    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
-    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
-    "moe_router_topk": "--moe-router-topk",
-    "moe_router_score_function": "--moe-router-score-function",
-    "moe_router_dtype": "--moe-router-dtype",
-    "moe_router_num_groups": "--moe-router-num-groups",
-    "moe_router_group_topk": "--moe-router-group-topk",
-    "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor",
-    "moe_router_bias_update_rate": "--moe-router-bias-update-rate",
-    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
-    "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "context_parallel_size": "--context-parallel-size",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
-    "recompute_granularity": "--recompute-granularity",
-    "recompute_method": "--recompute-method",
-    "recompute_num_layers": "--recompute-num-layers",
+    **_flags(
+        "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+        "moe_router_score_function moe_router_dtype moe_router_num_groups "
+        "moe_router_group_topk moe_router_topk_scaling_factor moe_router_bias_update_rate "
+        "moe_router_load_balancing_type moe_aux_loss_coeff moe_token_dispatcher_type "
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size recompute_granularity "
+        "recompute_method recompute_num_layers"
+    ),
 }
 """Fields of TransformerConfig with a flag that takes the same value."""
 
 TRANSFORMER_SWITCHES = {
     "gated_linear_unit": (True, "--swiglu"),
     "add_bias_linear": (False, "--disable-bias-linear"),
-    "add_qkv_bias": (True, "--add-qkv-bias"),
-    "qk_layernorm": (True, "--qk-layernorm"),
-    "multi_latent_attention": (True, "--multi-latent-attention"),
-    "moe_router_pre_softmax": (True, "--moe-router-pre-softmax"),
-    "moe_router_enable_expert_bias": (True, "--moe-router-enable-expert-bias"),
-    "moe_shared_expert_gate": (True, "--moe-shared-expert-gate"),
-    "moe_grouped_gemm": (True, "--moe-grouped-gemm"),
-    "sequence_parallel": (True, "--sequence-parallel"),
-    "bf16": (True, "--bf16"),
-    "fp16": (True, "--fp16"),
-    "calculate_per_token_loss": (True, "--calculate-per-token-loss"),
-    "deterministic_mode": (True, "--deterministic-mode"),
+    **_switches_on(
+        "add_qkv_bias qk_layernorm multi_latent_attention moe_router_pre_softmax "
+        "moe_router_enable_expert_bias moe_shared_expert_gate moe_grouped_gemm "
+        "sequence_parallel bf16 fp16 calculate_per_token_loss deterministic_mode"
+    ),
     "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
     "persist_layer_norm": (False, "--no-persist-layer-norm"),
@@ -117,17 +100,11 @@ GPT_SWITCHES = {
 _GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_parameters"))
 """Handled by `_model_arguments`; `rope_parameters` are llama 3.1's scaling or refused."""
 
-_OPTIMIZER_VALUES = {
-    "clip_grad": "--clip-grad",
-    "initial_loss_scale": "--initial-loss-scale",
-    "min_loss_scale": "--min-loss-scale",
-}
+_OPTIMIZER_VALUES = _flags("clip_grad initial_loss_scale min_loss_scale")
 
 _DDP_SWITCHES = {
     "grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
-    "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
-    "overlap_grad_reduce": (True, "--overlap-grad-reduce"),
-    "overlap_param_gather": (True, "--overlap-param-gather"),
+    **_switches_on("use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
 }
 
 ROPE_SCALING = {

@@ -12,7 +12,7 @@ from toolkit.errors import BackendUnavailable, PlanError, RunFailed
 from toolkit.extras.doctor.selftest import runs
 from toolkit.extras.doctor.selftest.check import Check, LoggedFailure, Workplace
 from toolkit.extras.doctor.selftest.losses import Losses
-from toolkit.features.base import all_features
+from toolkit.features.base import FEATURES
 from toolkit.recipe.places import RECIPES
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
 from toolkit.text.redact import redact
@@ -81,7 +81,7 @@ def steps(place: Workplace, cluster: Path | None) -> list[Step]:
         Losses("losses bf16", DENSE, layouts, "bf16"),
         *(
             Losses(f"losses {one.name}", DENSE, eight, "bf16", one)
-            for one in all_features()
+            for one in FEATURES.values()
             if one.bounds
         ),
         Losses("experts bf16", EXPERTS, experts, "bf16"),

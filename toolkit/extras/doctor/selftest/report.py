@@ -13,14 +13,14 @@ from toolkit.extras.doctor.selftest.check import Check, Workplace
 from toolkit.extras.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
 from toolkit.extras.doctor.selftest.plan import CHECKS, MARK
 from toolkit.extras.doctor.selftest.runs import LEAST_SHARE, SLOWEST
-from toolkit.features.base import all_features
+from toolkit.features.base import FEATURES
 from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl
 from toolkit.text.redact import redact
 
 _FEATURES = "".join(
     f"{one.name}: loss {one.bounds[0]:g}, norm {one.bounds[1]:g} "
-    for one in all_features()
+    for one in FEATURES.values()
     if one.bounds
 )
 BOUNDS = f"""\
