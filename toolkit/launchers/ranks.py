@@ -5,7 +5,9 @@ import select
 import subprocess
 import threading
 from contextlib import suppress
+from pathlib import Path
 from signal import SIGKILL
+from typing import TextIO
 
 from toolkit.launchers.base import LaunchSpec
 from toolkit.launchers.process import POLL_S, die_with_parent
@@ -38,7 +40,7 @@ class RankProcesses:
         for rank, process in enumerate(self._processes):
             if process.stdout is not None:
                 copier = threading.Thread(
-                    target=copy_to_log, args=(process.stdout, run.rank_log(rank)), daemon=True
+                    target=_copy, args=(process.stdout, run.rank_log(rank)), daemon=True
                 )
                 copier.start()
                 self._copiers.append(copier)
@@ -82,8 +84,14 @@ class RankProcesses:
     def close(self) -> None:
         """Leave no process and no descriptor behind."""
         self.kill()
+        self.finish_logs()
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+
+def _copy(output: TextIO, log: Path) -> None:
+    with output:
+        copy_to_log(output, log)
 
 
 def _start(spec: LaunchSpec, rank: int, on_terminal: bool) -> "subprocess.Popen[str]":
