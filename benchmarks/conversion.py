@@ -47,8 +47,8 @@ def make_model(folder: Path) -> None:
     """Write the random model."""
     import torch
 
-    from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
-    from toolkit.models.convert.source import open_source, shape_of
+    from toolkit.extras.convert.source import open_source, shape_of
+    from toolkit.models.safetensors_stream import TensorToWrite, write_model
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))

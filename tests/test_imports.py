@@ -30,8 +30,8 @@ LIGHT = (
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 
-PROGRAMS = ("toolkit.extras.launchers.ray_job",)
-"""Started by a launcher as a process of its own, imported by nobody."""
+PROGRAMS = ("toolkit.extras.launchers.ray_job", "toolkit.extras.convert.verify")
+"""Started as processes of their own, imported by nobody."""
 
 LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.text", "toolkit.system",

@@ -20,7 +20,7 @@ from toolkit.checkpoint.saver import _write_files as write_files
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.safetensors_stream import TensorToWrite
+from toolkit.models.safetensors_stream import TensorToWrite
 
 COMPANIONS = {"hf/config.json": b"{}"}
 

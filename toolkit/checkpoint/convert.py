@@ -11,8 +11,8 @@ from toolkit.checkpoint.saved_state import SavedState, is_state_file
 from toolkit.checkpoint.shards import block_shape, dtype_of, key_of, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
 from toolkit.errors import CheckpointError
-from toolkit.models.convert import appearing, check_destination
-from toolkit.models.convert.safetensors_stream import (
+from toolkit.models.new_folder import appearing, check_destination
+from toolkit.models.safetensors_stream import (
     LARGEST_FILE_BYTES,
     TensorToWrite,
     in_files,

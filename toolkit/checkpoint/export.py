@@ -15,13 +15,13 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
-from toolkit.models.convert import appearing
-from toolkit.models.convert.safetensors_stream import (
+from toolkit.models.families import family_of
+from toolkit.models.new_folder import appearing
+from toolkit.models.safetensors_stream import (
     LARGEST_FILE_BYTES,
     TensorToWrite,
     write_model,
 )
-from toolkit.models.families import family_of
 from toolkit.models.weights import checkpoint_names, is_correction_bias
 
 COMPANIONS = "hf"

@@ -19,7 +19,7 @@ from toolkit.checkpoint.saved_state import ELEMENTS_AT_ONCE, SavedState, SavedWe
 from toolkit.checkpoint.shards import block_numel, whole_block
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
+from toolkit.models.safetensors_stream import TensorToWrite, write_file
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.recipe.schema import AdapterSection, ModelSection
 

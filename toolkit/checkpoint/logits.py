@@ -13,8 +13,13 @@ from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.models import huggingface as hf
-from toolkit.models.convert.agreement import TOLERANCE, Agreement
-from toolkit.models.convert.verify import TOKENS, huggingface_logits, same_tokens
+from toolkit.models.agreement import (
+    TOKENS,
+    TOLERANCE,
+    Agreement,
+    huggingface_logits,
+    same_tokens,
+)
 
 _ROUNDED = 3e-2
 """Tolerance if the export's weights are rounded to 16 bits."""

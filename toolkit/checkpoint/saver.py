@@ -33,8 +33,8 @@ from toolkit.checkpoint.shards import (
 )
 from toolkit.checkpoint.store import CheckpointStore, sync_folder, write_synced
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
 from toolkit.models.families.tensors import Block
+from toolkit.models.safetensors_stream import TensorToWrite, write_file
 from toolkit.system.failpoints import failpoint
 
 WRITING_TIMEOUT = timedelta(days=1)

@@ -247,7 +247,7 @@ def export(
     """
     from toolkit.checkpoint import export as exporting
     from toolkit.checkpoint.verify import require_whole
-    from toolkit.models.convert import check_destination
+    from toolkit.models.new_folder import check_destination
 
     found = _find(checkpoint)
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}

@@ -41,7 +41,10 @@ VERBS: dict[str, Verb] = {
     "launch": Verb("Train a recipe: here, on several machines, or as a job."),
     "train": Verb("Run one rank (launchers call this)."),
     "rehearse": Verb("Train a small copy in every layout and compare."),
-    "convert": Verb("Convert between Hugging Face and Megatron checkpoints."),
+    "convert": Verb(
+        "Convert between Hugging Face and Megatron checkpoints.",
+        "toolkit.extras.convert.command:convert",
+    ),
     "checkpoint": Verb(
         "List, verify, convert and export checkpoints.", "toolkit.cli.checkpoint:app"
     ),

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models.configs import LLAMA3, config_of
-from tests.models.converting import (
+from tests.extras.convert.converting import (
     assert_same_model,
     change_config,
     rewrite,
@@ -23,13 +22,14 @@ from tests.models.converting import (
     to_hf_folder,
     to_megatron_folder,
 )
+from tests.models.configs import LLAMA3, config_of
 from tests.models.in_megatron import save_random_model
 from toolkit.errors import CheckpointError, DataError
-from toolkit.models.convert import appearing, check_destination
-from toolkit.models.convert.source import ConvertibleModel, open_source
-from toolkit.models.convert.to_huggingface import ToHuggingFace
-from toolkit.models.convert.to_megatron import ToMegatron
-from toolkit.models.convert.torch_dist import Reader, Writer
+from toolkit.extras.convert.source import ConvertibleModel, open_source
+from toolkit.extras.convert.to_huggingface import ToHuggingFace
+from toolkit.extras.convert.to_megatron import ToMegatron
+from toolkit.extras.convert.torch_dist import Reader, Writer
+from toolkit.models.new_folder import appearing, check_destination
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -446,7 +446,7 @@ def test_rows_beyond_the_vocabulary_are_told_or_refused(
 def test_values_in_the_last_of_many_padding_rows(
     llama: Path, megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.models.convert.to_huggingface.PIECE_ELEMENTS", 3 * 64)
+    monkeypatch.setattr("toolkit.extras.convert.to_huggingface.PIECE_ELEMENTS", 3 * 64)
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = with_rows(20, 0.0)(tensors)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.extras.convert.converting import change_config, tensors_of
 from tests.models.configs import config_of
-from tests.models.converting import change_config, tensors_of
 from tests.models.in_megatron import save_random_model
 from toolkit.cli.main import main
 

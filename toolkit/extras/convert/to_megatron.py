@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.models.convert.checkpoint_keys import written_place
-from toolkit.models.convert.safetensors_stream import read_entries, write_file
-from toolkit.models.convert.source import (
+from toolkit.extras.convert.checkpoint_keys import written_place
+from toolkit.extras.convert.source import (
     KEPT,
     NAMES_FILE,
     RELEASE,
@@ -22,9 +21,10 @@ from toolkit.models.convert.source import (
     shape_of,
     whole_blocks,
 )
-from toolkit.models.convert.torch_dist import Writer
+from toolkit.extras.convert.torch_dist import Writer
 from toolkit.models.families.base import Instance
 from toolkit.models.families.tensors import overlaps
+from toolkit.models.safetensors_stream import read_entries, write_file
 from toolkit.models.weights import TIED_HEAD, SafetensorsWeights
 
 CHUNK_ELEMENTS = 1 << 25

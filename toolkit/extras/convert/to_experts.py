@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.models.convert.safetensors_stream import TensorToWrite, read_entries, write_model
-from toolkit.models.convert.source import ConvertibleModel, companion_files, require_known
+from toolkit.extras.convert.source import ConvertibleModel, companion_files, require_known
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.models.safetensors_stream import TensorToWrite, read_entries, write_model
 
 EXPERTS_PER_TOKEN = 2
 _MLP = re.compile(r"(.*layers\.(\d+)\.mlp)\.((gate|up|down)_proj\.weight)")

@@ -1,6 +1,6 @@
 """Checks that a Hugging Face folder and a Megatron checkpoint compute the same logits.
 
-    python -m toolkit.models.convert.verify HF_FOLDER MEGATRON_FOLDER CONFIG_JSON
+    python -m toolkit.extras.convert.verify HF_FOLDER MEGATRON_FOLDER CONFIG_JSON
 
 prints {"max_abs_difference", "largest_logit", "bound"} as its last line. It is a separate
 program because megatron-core's process groups belong to a whole process, and because it must
@@ -19,30 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.models.convert.agreement import Agreement
-
-TOKENS = (2, 32)
-"""Sequences and their length."""
-
-
-def same_tokens(vocabulary: int, length: int) -> Tensor:
-    """The tokens that both models read: int64 [sequences, length]."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (TOKENS[0], length), generator=generator)
-
-
-@torch.no_grad()
-def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits of transformers' model: fp32 [sequences, length, vocabulary]."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    )
-    # The grouped matrix products that are the default need 16-byte strides on CPUs.
-    model.config._experts_implementation = "eager"
-    logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-    return logits
+from toolkit.models.agreement import TOKENS, Agreement, huggingface_logits, same_tokens
 
 
 @torch.no_grad()
@@ -86,7 +63,7 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
 
 def main() -> None:
     """Compare, and print the result."""
-    from toolkit.models.convert.source import open_source
+    from toolkit.extras.convert.source import open_source
 
     hf_folder, megatron_folder, config_file = map(Path, sys.argv[1:4])
     source = open_source(megatron_folder, config_file)

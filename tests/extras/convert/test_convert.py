@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from tests.models.configs import CONFIGS, config_of
-from tests.models.converting import (
+from tests.extras.convert.converting import (
     assert_same_model,
     change_config,
     rewrite,
@@ -24,20 +23,17 @@ from tests.models.converting import (
     to_hf_folder,
     to_megatron_folder,
 )
+from tests.models.configs import CONFIGS, config_of
 from tests.models.in_megatron import check, run_cases, save_random_model
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.models.convert import (
-    appearing,
-    check_destination,
-    safetensors_stream,
-    to_huggingface,
-    to_megatron,
-)
-from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
-from toolkit.models.convert.source import open_source
-from toolkit.models.convert.to_huggingface import ToHuggingFace
-from toolkit.models.convert.to_megatron import ToMegatron
-from toolkit.models.convert.torch_dist import Reader
+from toolkit.extras.convert import to_huggingface, to_megatron
+from toolkit.extras.convert.source import open_source
+from toolkit.extras.convert.to_huggingface import ToHuggingFace
+from toolkit.extras.convert.to_megatron import ToMegatron
+from toolkit.extras.convert.torch_dist import Reader
+from toolkit.models import safetensors_stream
+from toolkit.models.new_folder import appearing, check_destination
+from toolkit.models.safetensors_stream import TensorToWrite, write_model
 
 
 @pytest.fixture

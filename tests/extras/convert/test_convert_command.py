@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.dmt import Dmt
+from tests.extras.convert.converting import assert_same_model
 from tests.models.configs import config_of
-from tests.models.converting import assert_same_model
 from tests.models.in_megatron import save_random_model
 
 

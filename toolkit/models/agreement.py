@@ -9,8 +9,33 @@ from toolkit.errors import RunFailed
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKENS = (2, 32)
+"""Sequences and their length."""
 TOLERANCE = 1e-4
 """Largest accepted difference, relative to the largest logit where that is above 1."""
+
+
+def same_tokens(vocabulary: int, length: int) -> "Tensor":
+    """The tokens that both models read: int64 [sequences, length]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (TOKENS[0], length), generator=generator)
+
+
+def huggingface_logits(folder: Path, tokens: "Tensor") -> "Tensor":
+    """Logits of transformers' model: fp32 [sequences, length, vocabulary]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    # The grouped matrix products that are the default need 16-byte strides on CPUs.
+    model.config._experts_implementation = "eager"
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+    return logits
 
 
 @dataclass(frozen=True)

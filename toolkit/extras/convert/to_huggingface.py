@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.checkpoint_keys import TensorLocation, found_place
-from toolkit.models.convert.safetensors_stream import TensorToWrite, read_entries, write_model
-from toolkit.models.convert.source import (
+from toolkit.extras.convert.checkpoint_keys import TensorLocation, found_place
+from toolkit.extras.convert.source import (
     NAMES_FILE,
     UNMAPPED_FILE,
     ConvertibleModel,
@@ -20,10 +19,11 @@ from toolkit.models.convert.source import (
     companion_files,
     shape_of,
 )
-from toolkit.models.convert.torch_dist import Reader
+from toolkit.extras.convert.torch_dist import Reader
 from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
 from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.models.safetensors_stream import TensorToWrite, read_entries, write_model
 from toolkit.models.weights import TIED_HEAD, is_of_stack
 from toolkit.system.untrusted import read_json
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.models.convert.sliced_file import SlicedFile
 from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from toolkit.models.sliced_file import SlicedFile
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from toolkit.models.convert import appearing
-from toolkit.models.convert.source import open_source
-from toolkit.models.convert.to_huggingface import ToHuggingFace
-from toolkit.models.convert.to_megatron import ToMegatron
+from toolkit.extras.convert.source import open_source
+from toolkit.extras.convert.to_huggingface import ToHuggingFace
+from toolkit.extras.convert.to_megatron import ToMegatron
+from toolkit.models.new_folder import appearing
 
 
 def to_megatron_folder(hf: Path, dst: Path, vocab_multiple: int = 128) -> Path:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.sliced_file import SlicedFile
+from toolkit.models.sliced_file import SlicedFile
 from toolkit.system.untrusted import read_bytes
 
 METADATA = ".metadata"

@@ -1,13 +1,5 @@
-"""Converts between a Hugging Face folder and a Megatron checkpoint, in both directions.
-
-A piece of one tensor is in memory at a time. The Megatron side is megatron-core's `torch_dist`
-format, whose tensors are unsharded: one checkpoint serves every TP, PP and EP. What the
-Megatron format cannot store (config, tokenizer, names of tensors) is kept next to it in `hf/`,
-so that the reverse conversion restores the folder.
-
-The result appears under its name when it is complete; before that it is a hidden folder
-next to it.
-"""
+"""New folders of a conversion or export: they appear under their names when they are complete;
+before that, they are hidden folders next to them."""
 
 import os
 import shutil
@@ -17,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import DataError
-
-__all__ = ["appearing", "check_destination"]
 
 
 def check_destination(src: Path, dst: Path, nbytes: int) -> None:

@@ -14,16 +14,16 @@ from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import output
 from toolkit.errors import DataError, RunFailed
-from toolkit.models.convert.agreement import Agreement
+from toolkit.models.agreement import Agreement
 from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 from toolkit.text.units import human
 
 if TYPE_CHECKING:
-    from toolkit.models.convert.source import ConvertibleModel
-    from toolkit.models.convert.to_experts import ToExperts
-    from toolkit.models.convert.to_huggingface import ToHuggingFace
-    from toolkit.models.convert.to_megatron import ToMegatron
+    from toolkit.extras.convert.source import ConvertibleModel
+    from toolkit.extras.convert.to_experts import ToExperts
+    from toolkit.extras.convert.to_huggingface import ToHuggingFace
+    from toolkit.extras.convert.to_megatron import ToMegatron
 
 _Config = Annotated[
     Path | None,
@@ -78,8 +78,8 @@ def convert(
 
     Example: `dmt convert ./Llama-3.2-1B ./llama-megatron --verify`
     """
-    from toolkit.models.convert import check_destination
-    from toolkit.models.convert.source import open_source
+    from toolkit.extras.convert.source import open_source
+    from toolkit.models.new_folder import check_destination
 
     source = open_source(src, config)
     if to_experts and verify:
@@ -112,21 +112,21 @@ def _job(
     source: "ConvertibleModel", vocab_multiple: int, experts: int | None, seed: int
 ) -> "ToHuggingFace | ToMegatron | ToExperts":
     if experts:
-        from toolkit.models.convert.to_experts import ToExperts
+        from toolkit.extras.convert.to_experts import ToExperts
 
         return ToExperts(source, experts, seed)
     if source.is_megatron:
-        from toolkit.models.convert.to_huggingface import ToHuggingFace
+        from toolkit.extras.convert.to_huggingface import ToHuggingFace
 
         return ToHuggingFace(source, vocab_multiple)
-    from toolkit.models.convert.to_megatron import ToMegatron
+    from toolkit.extras.convert.to_megatron import ToMegatron
 
     return ToMegatron(source, vocab_multiple)
 
 
 def _write(job: "ToHuggingFace | ToMegatron | ToExperts", dst: Path) -> float:
     """Convert, with a bar; seconds that it took."""
-    from toolkit.models.convert import appearing
+    from toolkit.models.new_folder import appearing
 
     started = time.perf_counter()
     with appearing(dst) as folder, byte_progress("convert", job.nbytes) as tick:
@@ -137,7 +137,7 @@ def _write(job: "ToHuggingFace | ToMegatron | ToExperts", dst: Path) -> float:
 def _verify(source: "ConvertibleModel", dst: Path) -> Agreement:
     """Compare the logits of both sides in a separate process. Raises RunFailed."""
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
-    command = [*python(), "-m", "toolkit.models.convert.verify"]
+    command = [*python(), "-m", "toolkit.extras.convert.verify"]
     command += [*map(str, folders), str(source.config_file)]
     # On the CPU, where both sides compute in fp32 alike, also on a machine with a GPU.
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

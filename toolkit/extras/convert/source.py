@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
+from toolkit.extras.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.config_check import check_config, shown
 from toolkit.models.config_keys import is_dropout
-from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
