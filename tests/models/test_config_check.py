@@ -554,7 +554,7 @@ def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
     if not problems:
         spec = model_spec(config)
         assert spec.parameters.total > 0
-        assert spec.flops_per_token_causal(7) > 0
+        assert spec.flops_per_token(7, causal=True) > 0
 
 
 def test_thousands_of_unknown_keys() -> None:

@@ -272,8 +272,8 @@ def test_counted_on_its_tensors_a_model_is_what_its_sizes_say(name: str) -> None
     said, found = sizes(settings), counted_on_tensors(settings)
     assert found.counted is not None and found.parameters == said.parameters
     for length in (1, 100):
-        flops = said.forward_flops_per_token_causal(length)
-        assert found.forward_flops_per_token_causal(length) == flops
+        flops = said.forward_flops_per_token(length, causal=True)
+        assert found.forward_flops_per_token(length, causal=True) == flops
 
 
 @st.composite
@@ -416,13 +416,13 @@ def measured_flops(
 @pytest.mark.parametrize("name", FLOP_CASES)
 def test_forward_flops_are_what_torch_counts_in_the_eager_model(name: str) -> None:
     config, sequence = FLOP_CASES[name], 16
-    ours = spec_of(config).forward_flops_per_token_full(sequence) * sequence
+    ours = spec_of(config).forward_flops_per_token(sequence, causal=False) * sequence
     assert ours == measured_flops(config, sequence, backward=False)
 
 
 def test_training_flops_are_what_torch_counts_forward_and_backward() -> None:
     config, sequence = FLOP_CASES["llama"], 16
-    ours = spec_of(config).flops_per_token_full(sequence) * sequence
+    ours = spec_of(config).flops_per_token(sequence, causal=False) * sequence
     assert ours == measured_flops(config, sequence, backward=True)
 
 
@@ -446,7 +446,7 @@ def test_flops_with_frozen_weights_are_what_torch_counts(name: str, freeze: list
         spec = dataclasses.replace(spec_of(config), adapters=AdapterParameters(1, 1))
     else:
         spec = frozen_spec_of(config, freeze)
-    ours = spec.flops_per_token_full(sequence) * sequence
+    ours = spec.flops_per_token(sequence, causal=False) * sequence
     found = measured_flops(config, sequence, backward=True, freeze=freeze)
     assert ours == pytest.approx(found, rel=0.01)  # biases count as weights
 
@@ -459,9 +459,10 @@ def test_causal_flops_count_the_pairs_that_the_mask_leaves() -> None:
         per_pair = 4 * spec.heads * spec.head_dim * spec.layers
         all_pairs = sequence * min(window or sequence, sequence)
         weights_only = (
-            spec.forward_flops_per_token_full(sequence) * sequence - per_pair * all_pairs
+            spec.forward_flops_per_token(sequence, causal=False) * sequence
+            - per_pair * all_pairs
         )
-        causal = spec.forward_flops_per_token_causal(sequence) * sequence
+        causal = spec.forward_flops_per_token(sequence, causal=True) * sequence
         assert causal == pytest.approx(weights_only + per_pair * pairs, rel=1e-12)
 
 
@@ -475,7 +476,9 @@ def test_flops_agree_with_the_formula_of_korthikanti_and_others() -> None:
     formula = 72 * layers * hidden**2 * (
         1 + sequence / (6 * hidden) + vocab / (12 * hidden * layers)
     )  # fmt: skip
-    assert spec_of(config).flops_per_token_full(sequence) == pytest.approx(formula, rel=1e-12)
+    assert spec_of(config).flops_per_token(sequence, causal=False) == pytest.approx(
+        formula, rel=1e-12
+    )
 
 
 def test_llama_3_8b_flops_agree_with_6n_plus_attention() -> None:
@@ -483,14 +486,14 @@ def test_llama_3_8b_flops_agree_with_6n_plus_attention() -> None:
     spec = spec_of(PUBLISHED["llama-3.1-8b"][0])
     matrices = spec.parameters.total - spec.parameters.embedding - spec.parameters.norms
     expected = 6 * matrices + 12 * 32 * 32 * 128 * 8192
-    assert spec.flops_per_token_full(8192) == expected
-    assert spec.flops_per_token_causal(8192) < expected
+    assert spec.flops_per_token(8192, causal=False) == expected
+    assert spec.flops_per_token(8192, causal=True) < expected
 
 
 @pytest.mark.parametrize("sequence", [0, -1])
 def test_a_sequence_without_tokens_has_no_flops_per_token(sequence: int) -> None:
     with pytest.raises(ValueError, match="sequence_length"):
-        spec_of(GPT2).flops_per_token_causal(sequence)
+        spec_of(GPT2).flops_per_token(sequence, causal=True)
 
 
 # --- sliding windows --------------------------------------------------------------------
@@ -551,5 +554,5 @@ def test_causal_flops_of_chunks_count_the_pairs_inside_them(sequence: int) -> No
     pairs = int(spec.sliding_layers * chunked.sum() + past.sum())
     per_pair, weights = 4 * spec.heads * spec.head_dim, spec.counted.flops * sequence
     assert (spec.layers, spec.sliding_layers) == (3, 2)
-    causal = spec.forward_flops_per_token_causal(sequence) * sequence
+    causal = spec.forward_flops_per_token(sequence, causal=True) * sequence
     assert causal == pytest.approx(weights + per_pair * pairs, rel=1e-12)

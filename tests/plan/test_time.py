@@ -321,7 +321,7 @@ def test_utilization_follows_from_the_step_time() -> None:
         dp=8, zero_stage=1, micro_batch=1, gradient_accumulation=4, recompute="full"
     )
     found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
-    flops = found.tokens * LLAMA_8B.flops_per_token_causal(8192)
+    flops = found.tokens * LLAMA_8B.flops_per_token(8192, causal=True)
     assert found.mfu_causal == pytest.approx(flops / found.total_s / 8 / 989.5e12)
     assert found.mfu_full and found.hfu_causal and found.hfu_full
     assert found.mfu_causal < found.mfu_full < found.hfu_full

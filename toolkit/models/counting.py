@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.families.base import Instance, MegatronModel
-from toolkit.models.families.generic import build_config
+from toolkit.models.families.generic import SIZES, build_config, size_of, windows
 from toolkit.models.families.tensors import whole
 from toolkit.models.huggingface import decoder_layers, meta_model
 from toolkit.models.spec import Counted, ModelSpec, ParameterCounts, Scores
@@ -32,22 +32,6 @@ from toolkit.models.weights import checkpoint_names, weight_name
 
 _LENGTHS = (64, 128)
 """Of the two forward passes, in tokens."""
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate": (
-        "intermediate_size_mlp",
-        "intermediate_size",
-        "ffn_dim",
-        "decoder_ffn_dim",
-        "n_inner",
-        "d_ff",
-    ),
-    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
-    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
-}
-"""Names of a size in transformers' config classes, in order of preference."""
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
@@ -81,12 +65,12 @@ def _spec(
     vocab, hidden = _embedding(model).weight.shape
     stated = config.to_dict()
     stated |= {name: stated.get(own) for name, own in config.attribute_map.items()}
-    heads = _size(stated, "num_attention_heads") or 1
-    sizes = {ours: _size(stated, *names) for ours, names in _NAMES.items()}
+    heads = size_of(stated, "num_attention_heads") or 1
+    sizes = {ours: size_of(stated, *names) for ours, names in SIZES.items()}
     names = [*parts]
     moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
-    layers = len(decoder_layers(model)) or _size(stated, "num_hidden_layers") or 1
-    chunked, window, sliding = _windows(stated, layers)
+    layers = len(decoder_layers(model)) or size_of(stated, "num_hidden_layers") or 1
+    chunked, window, sliding = windows(stated, layers)
     active = sizes["experts_per_token"] or 0
     counts = _parameters(model, parts, sizes["experts"] or 0, active)
     counted, every_expert = _flops(model, counts, layers)
@@ -98,7 +82,7 @@ def _spec(
         hidden=hidden,
         heads=heads,
         kv_heads=sizes["kv_heads"] or heads,
-        head_dim=_size(stated, "qk_head_dim", "head_dim") or max(1, hidden // heads),
+        head_dim=size_of(stated, "qk_head_dim", "head_dim") or max(1, hidden // heads),
         intermediate=sizes["intermediate"] or 4 * hidden,
         vocab=vocab,
         max_positions=sizes["max_positions"] or _UNBOUNDED,
@@ -112,7 +96,7 @@ def _spec(
         moe_layers=min(len(moe_layers), layers),
         shared_intermediate=_shared(model, hidden * len(moe_layers) * (3 if gated else 2)),
         every_expert=every_expert,
-        latent=sum(_size(stated, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
+        latent=sum(size_of(stated, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
         gated_mlp=gated,
         learned_positions=counts.position_embedding > 0,
         query_key_norm=any(
@@ -141,18 +125,6 @@ def _is_wide(kind: type) -> bool:
     return "RMSNorm" in kind.__name__ and "(1.0 + self.weight.float())" in getsource(kind)
 
 
-def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
-    """Whether it is chunked instead of a sliding window, its size, and its layers: all, if the
-    config does not list them."""
-    kinds = list(stated.get("layer_types") or ["sliding_attention"] * layers)
-    if "chunked_attention" in kinds:
-        return True, _size(stated, "attention_chunk_size"), kinds.count("chunked_attention")
-    window = _size(stated, "sliding_window")
-    if stated.get("use_sliding_window") is False:
-        window = None
-    return False, window, min(kinds.count("sliding_attention"), layers) if window else 0
-
-
 def _is_layer_norm(name: str) -> bool:
     """Whether this parameter is the weight of a norm of the residual stream in a layer. Norms
     inside attention are of heads or of latent vectors."""
@@ -165,18 +137,6 @@ def _shared(model: PreTrainedModel, rows: int) -> int:
     """Inner size of the experts of all tokens, whose matrices have `rows` of that size."""
     found = [p.numel() for name, p in model.named_parameters() if _SHARED.search(name)]
     return sum(found) // rows if rows else 0
-
-
-def _size(stated: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these sizes that the config states and that is not 0; the largest, if it
-    states one per layer."""
-    for name in names:
-        value = stated.get(name)
-        if isinstance(value, list | tuple):
-            value = max((one for one in value if isinstance(one, int)), default=None)
-        if value and isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
 
 
 def _embedding(model: PreTrainedModel) -> nn.Embedding:

@@ -252,56 +252,34 @@ class ModelSpec:
             return self.trained_embedding
         return self.adapters is None and not (self.frozen and self.frozen.lm_head)
 
-    def flops_per_token_causal(self, sequence_length: int) -> float:
-        """Training FLOPs per token (forward and backward), attention counted as masked.
+    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """Training FLOPs per token (forward and backward), attention counted as masked, or in
+        full: the convention of the Megatron papers and of NVIDIA's published figures.
 
         Matrix products of the forward pass, and in the backward pass one for the gradient of
         each input and one for that of each weight that trains: three times the forward pass
         where all do. Recomputed activations are not counted, so this is the numerator of MFU,
         not of HFU.
         """
-        return self._training_flops_per_token(sequence_length, causal=True)
-
-    def flops_per_token_full(self, sequence_length: int) -> float:
-        """Training FLOPs per token (forward and backward), attention counted in full.
-
-        The convention of the Megatron papers and of NVIDIA's published figures.
-        """
-        return self._training_flops_per_token(sequence_length, causal=False)
-
-    def _training_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
-        forward = self._forward_flops_per_token(sequence_length, causal=causal)
+        forward = self.forward_flops_per_token(sequence_length, causal=causal)
         if self.frozen is None and self.adapters is None:
             return 3 * forward
         head = 2.0 * self.vocab * self.hidden
-        scores = forward - self._forward_flops_per_token(1, causal=causal) + self.score_flops
+        scores = forward - self.forward_flops_per_token(1, causal=causal) + self.score_flops
         products = forward - head - scores
         backward = self.reached * (products + 2 * scores) + self.trained_products * products
         return forward + backward + head * ((self.reached > 0) + self.trained_head)
 
-    def forward_flops_per_token_causal(self, sequence_length: int) -> float:
-        """Forward FLOPs per token, mean over a sequence of `sequence_length` tokens.
-
-        The query at position t (from 0) is multiplied with the t + 1 keys that the
-        causal mask leaves, or with `sliding_window` keys where that is fewer.
-        """
-        return self._forward_flops_per_token(sequence_length, causal=True)
-
-    def forward_flops_per_token_full(self, sequence_length: int) -> float:
-        """Forward FLOPs per token, every query multiplied with every key.
-
-        Sliding-window layers count `sliding_window` keys per query.
-        """
-        return self._forward_flops_per_token(sequence_length, causal=False)
-
-    def _forward_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+    def forward_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
         """Matrix products of one forward pass, 2 FLOPs per multiply-add.
 
         2 FLOPs per weight and token for every projection, the chosen experts, the router
         and the logits; 4 · heads · head_dim per query and key for the scores and their
         product with the values. Norms, biases, activations, softmax, rotary positions and
-        the embedding lookup are not counted. Source: PaLM (arXiv:2204.02311), appendix B;
-        Narayanan et al. 2021 (arXiv:2104.04473), appendix; Korthikanti et al. 2022
+        the embedding lookup are not counted. With `causal`, a query is multiplied with the keys
+        that the mask and the window leave (the mean over the queries); without, with every key,
+        or in sliding-window layers with `sliding_window` keys. Source: PaLM (arXiv:2204.02311),
+        appendix B; Narayanan et al. 2021 (arXiv:2104.04473), appendix; Korthikanti et al. 2022
         (arXiv:2205.05198), appendix A, whose 72·B·L·s·h²(1 + s/6h + v/12hL) is three times
         this with full attention, a 4h MLP and no grouped queries.
         """

@@ -96,7 +96,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         layout=best.layout,
         parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
-        flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
+        flops_per_token=job.spec.flops_per_token(training.sequence_length, causal=True),
         peak_flops_per_gpu=device.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=tuple(_reasons(found, built)) if explained else (),
@@ -138,7 +138,9 @@ def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
     for length in found.job.lengths:
         workload = replace(longest, sequence_length=length)
         time = step_time(workload, found.best.layout, found.cluster)
-        yield LengthCost(length, found.job.spec.flops_per_token_causal(length), time.total_s)
+        yield LengthCost(
+            length, found.job.spec.flops_per_token(length, causal=True), time.total_s
+        )
 
 
 def first_loss_scale(precision: str) -> float | None:

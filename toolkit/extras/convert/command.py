@@ -15,6 +15,7 @@ from toolkit.cli.options import AsJson
 from toolkit.cli.output import output
 from toolkit.errors import DataError, RunFailed
 from toolkit.models.agreement import Agreement
+from toolkit.models.families import model_spec
 from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 from toolkit.text.units import human
@@ -89,7 +90,7 @@ def convert(
     report: dict[str, Any] = {
         "direction": _direction(source, to_experts),
         "model_type": source.family,
-        "parameters": source.parameters(),
+        "parameters": model_spec(source.config).total,
         "bytes": job.nbytes,
         "notes": [*source.notes, *job.notes],
         "dry_run": dry_run,

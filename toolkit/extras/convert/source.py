@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +69,6 @@ class ConvertibleModel:
                 parts.setdefault(block.tensor, []).append(TensorBlock(instance, row, block))
                 row += len(block.row_numbers)
         return parts
-
-    def parameters(self) -> int:
-        """Parameters of the model, tied ones counted once."""
-        return sum(
-            prod(shape_of(parts))
-            for parts in self.tensors().values()
-            if parts[0].instance.tensor not in self.model.buffers
-        )
 
 
 def whole_blocks(instance: Instance) -> list[Block]:

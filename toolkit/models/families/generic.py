@@ -35,6 +35,22 @@ _PUBLISHED = (
     "torch_dtype", "use_cache", "model_type", "_name_or_path", "rope_parameters", *ROPE
 )  # fmt: skip
 """Keys of published configs that no config class lists."""
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "intermediate": (
+        "intermediate_size_mlp",
+        "intermediate_size",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "n_inner",
+        "d_ff",
+    ),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
+    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
+}
+"""Names of a size in transformers' config classes, in order of preference."""
 
 
 @cache
@@ -93,6 +109,30 @@ def build_config(config: Mapping[str, Any]) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**deepcopy(dict(config)))
+
+
+def size_of(stated: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these sizes that the config states and that is not 0; the largest, if it
+    states one per layer."""
+    for name in names:
+        value = stated.get(name)
+        if isinstance(value, list | tuple):
+            value = max((one for one in value if isinstance(one, int)), default=None)
+        if value and isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
+    """Whether it is chunked instead of a sliding window, its size, and its layers: all, if the
+    config does not list them."""
+    kinds = list(stated.get("layer_types") or ["sliding_attention"] * layers)
+    if "chunked_attention" in kinds:
+        return True, size_of(stated, "attention_chunk_size"), kinds.count("chunked_attention")
+    window = size_of(stated, "sliding_window")
+    if stated.get("use_sliding_window") is False:
+        window = None
+    return False, window, min(kinds.count("sliding_attention"), layers) if window else 0
 
 
 def _count(settings: Settings) -> Any:

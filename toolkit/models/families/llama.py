@@ -4,7 +4,7 @@ Its layers and tensor names are the common ones of today. The dense families tha
 in keys and traits alone are rows of `llama_like.py`; mixtures build on this file, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.models.families import common
@@ -20,6 +20,7 @@ from toolkit.models.spec import ModelSpec
 
 LAYER = "decoder.layers.{layer}"
 HF_LAYER = "model.layers.{layer}"
+GATE_UP_DOWN = ("gate", "up", "down")
 
 
 def attention_tensors(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
@@ -77,22 +78,31 @@ def _projections(spec: ModelSpec) -> list[TensorMap]:
     return tensors
 
 
-def mlp_tensors(
-    spec: ModelSpec, mlp: str = f"{HF_LAYER}.mlp", *, fused: bool = False
+def gated_mlp(
+    hidden: int, inner: int, megatron: str, name: str, parts: Sequence[str] = GATE_UP_DOWN
 ) -> list[TensorMap]:
-    """Gate and up (in the checkpoint one tensor, if `fused`), down, and their biases, of what
-    checkpoints call `mlp`."""
-    hidden, inner, megatron = spec.hidden, spec.intermediate, f"{LAYER}.mlp"
-    parts = ("gate_up", "gate_up", "down") if fused else ("gate", "up", "down")
-    gate, up, down = (f"{mlp}.{part}_proj" for part in parts)
-    tensors = [
-        gated(f"{megatron}.linear_fc1.weight", f"{gate}.weight", f"{up}.weight", inner, hidden),
-        by_columns(f"{megatron}.linear_fc2.weight", f"{down}.weight", hidden, inner),
+    """The matrices of an MLP that megatron-core and checkpoints call so: gate and up fused, and
+    down."""
+    gate, up, down = (f"{name}.{part}_proj.weight" for part in parts)
+    return [
+        gated(f"{megatron}.linear_fc1.weight", gate, up, inner, hidden),
+        by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner),
     ]
+
+
+def mlp_tensors(
+    spec: ModelSpec, name: str = f"{HF_LAYER}.mlp", *, fused: bool = False
+) -> list[TensorMap]:
+    """The dense MLP of a layer, which checkpoints call `name`, and its biases; `fused`: they
+    hold gate and up in one tensor."""
+    hidden, inner, megatron = spec.hidden, spec.intermediate, f"{LAYER}.mlp"
+    parts = ("gate_up", "gate_up", "down") if fused else GATE_UP_DOWN
+    tensors = gated_mlp(hidden, inner, megatron, name, parts)
     if spec.mlp_bias:
+        gate, up, down = (f"{name}.{part}_proj.bias" for part in parts)
         tensors += [
-            gated(f"{megatron}.linear_fc1.bias", f"{gate}.bias", f"{up}.bias", inner, None),
-            whole(f"{megatron}.linear_fc2.bias", f"{down}.bias", hidden),
+            gated(f"{megatron}.linear_fc1.bias", gate, up, inner, None),
+            whole(f"{megatron}.linear_fc2.bias", down, hidden),
         ]
     return tensors
 

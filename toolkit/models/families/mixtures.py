@@ -8,7 +8,7 @@ from toolkit.models.config_keys import COUNT, Key, keys_of
 from toolkit.models.families import common, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.shape import counted
-from toolkit.models.families.tensors import TensorMap, by_columns, gated, whole
+from toolkit.models.families.tensors import TensorMap, whole
 from toolkit.models.spec import ModelSpec
 
 
@@ -39,26 +39,18 @@ def mixture(
 
 def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
     """Router and experts of a layer that has them."""
-    hidden, inner = spec.hidden, spec.expert_intermediate
-    expert = f"{llama.HF_LAYER}.mlp.experts.{{expert}}"
-    megatron = f"{llama.LAYER}.mlp.experts.local_experts.{{expert}}"
-    gate, up, down = (f"{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    router = f"{llama.HF_LAYER}.mlp.gate.weight"
+    hidden, inner, name = spec.hidden, spec.expert_intermediate, f"{llama.HF_LAYER}.mlp"
+    router, experts = f"{llama.LAYER}.mlp.router.weight", f"{llama.LAYER}.mlp.experts"
+    one = f"{experts}.local_experts.{{expert}}", f"{name}.experts.{{expert}}"
     return [
-        whole(f"{llama.LAYER}.mlp.router.weight", router, spec.experts, hidden),
-        gated(f"{megatron}.linear_fc1.weight", gate, up, inner, hidden),
-        by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner),
+        whole(router, f"{name}.gate.weight", spec.experts, hidden),
+        *llama.gated_mlp(hidden, inner, *one),
     ]
 
 
 def shared_expert_tensors(hidden: int, inner: int, name: str) -> list[TensorMap]:
     """The experts of all tokens, one MLP that checkpoints call `name`."""
-    megatron = f"{llama.LAYER}.mlp.shared_experts"
-    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return [
-        gated(f"{megatron}.linear_fc1.weight", gate, up, inner, hidden),
-        by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner),
-    ]
+    return llama.gated_mlp(hidden, inner, f"{llama.LAYER}.mlp.shared_experts", name)
 
 
 def unsupported_normalised_router(spec: ModelSpec) -> str | None:

@@ -341,15 +341,14 @@ def _flops_per_token(
     """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
     masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
-    counted = {
-        "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
-        "full": (spec.flops_per_token_full, spec.forward_flops_per_token_full),
-    }
     found, share = {}, sum(recomputed_of_stages(recompute, spec.layers, pp, vpp)) / spec.layers
-    for convention, (training, forward) in counted.items():
-        again = _recomputed_flops(workload, recompute, share, forward(length))
-        found[f"mfu_{convention}"] = training(length)
-        found[f"hfu_{convention}"] = training(length) + spec.reached * again
+    for convention in ("causal", "full"):
+        causal = convention == "causal"
+        forward = spec.forward_flops_per_token(length, causal=causal)
+        training = spec.flops_per_token(length, causal=causal)
+        again = _recomputed_flops(workload, recompute, share, forward)
+        found[f"mfu_{convention}"] = training
+        found[f"hfu_{convention}"] = training + spec.reached * again
     return found
 
 
@@ -361,13 +360,15 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     """
     spec, length = workload.spec, workload.sequence_length
     head = 2.0 * spec.vocab * spec.hidden
-    forward = spec.forward_flops_per_token_full(length)
+    forward = spec.forward_flops_per_token(length, causal=False)
     attention = forward - _weight_flops(spec)
     held = layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
     some = recomputed_of_stages(layout.recompute, spec.layers, layout.pp, layout.vpp)[stage]
     again = _recomputed_flops(workload, layout.recompute, some / held, forward)
     reached = float(spec.reached > 0)
-    layers = spec.flops_per_token_full(length) - head * (1 + reached + spec.trained_head)
+    layers = spec.flops_per_token(length, causal=False) - head * (
+        1 + reached + spec.trained_head
+    )
     if workload.attention == "fused":
         layers += spec.reached * 0.5 * attention
     mine = (layers + spec.reached * again) * held / spec.layers
@@ -397,4 +398,4 @@ def _recomputed_flops(
 def _weight_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of everything but the scores: a sequence of one token has one
     score per head and layer, and its product with the values."""
-    return spec.forward_flops_per_token_full(1) - spec.score_flops
+    return spec.forward_flops_per_token(1, causal=False) - spec.score_flops
