@@ -1,8 +1,8 @@
 """Families: their maps cover the real models; what Megatron cannot express is refused."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,13 +19,21 @@ from toolkit.models.huggingface import named_parameters
 from toolkit.models.weights import checkpoint_names
 
 
-def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every checkpoint tensor of the real transformers model."""
+@cache
+def real_model(case: str) -> torch.nn.Module:
+    """transformers' model of a case, without storage."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config_of(case))
+        )
+    return model
+
+
+def checkpoint_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Every checkpoint tensor of the real transformers model."""
     return {
         piece.name: piece.shape
-        for name, parameter in named_parameters(model)
+        for name, parameter in named_parameters(real_model(case))
         for piece in checkpoint_names(name, parameter.shape)
     }
 
@@ -46,8 +54,7 @@ def in_file(block: Block) -> tuple[slice, ...]:
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_blocks_partition_every_tensor_of_the_real_model(case: str, degree: int) -> None:
-    config = config_of(case)
-    shapes = checkpoint_shapes(config)
+    config, shapes = config_of(case), checkpoint_shapes(case)
     times_read = {name: torch.zeros(shape, dtype=torch.int) for name, shape in shapes.items()}
     for instance in megatron_model(config).instances():
         ranks = 1 if instance.tensor.split == "none" else degree
@@ -66,15 +73,13 @@ def test_blocks_partition_every_tensor_of_the_real_model(case: str, degree: int)
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_buffers_are_those_that_the_real_model_saves(case: str) -> None:
-    config = config_of(case)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model = real_model(case)
     saved = {
         name: (buffer.shape[0],)
         for name, buffer in model.named_buffers()
         if name in model.state_dict()
     }
-    ours = megatron_model(config)
+    ours = megatron_model(config_of(case))
     found = [one for one in ours.instances(buffers=True) if one.tensor in ours.buffers]
     whole = [block for one in found for block in blocks_of(one, 0, 1)]
     assert {block.tensor: block.rows[1:] for block in whole} == saved
