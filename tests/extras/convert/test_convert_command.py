@@ -84,3 +84,12 @@ def test_mistakes_are_one_message(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None
 def test_example_in_the_help_is_a_folder(dmt: Dmt) -> None:
     words = " ".join(dmt("convert", "--help").out.split())
     assert "dmt convert ./" in words and ".DST.partial-" in words
+
+
+def test_control_characters_of_a_config_do_not_reach_the_terminal(
+    tmp_path: Path, dmt: Dmt
+) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": evil, evil: evil}))
+    shown = "".join(dmt("convert", tmp_path, tmp_path.with_name("out"), code=2))
+    assert "owned" in shown and not {"\x1b", "\x07", "\u202e"} & set(shown)
