@@ -6,7 +6,6 @@ DeepSpeed's `.pt` files, Megatron's `.metadata` and torch's `.distcp` ran code i
 import ast
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.checkpoint.making import MODEL, saved_run, write_recipe
+from tests.checkpoint.payloads import Canary, check_refused, nested, pickled, zipped
 from tests.models.small import filled
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import Manifest
@@ -27,7 +27,7 @@ from toolkit.cli.main import main
 from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
-from toolkit.errors import DataError, DmtError, PlanError
+from toolkit.errors import DataError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.hub import model_config as plan_model_config
@@ -39,35 +39,10 @@ from toolkit.track.follower import PostedState
 TOOLKIT = Path(verify.__code__.co_filename).parents[1]
 
 
-class Canary:
-    """Unpickling it runs a command that makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self.path}'",)
-
-
-def pickled(canary: Canary) -> bytes:
-    return pickle.dumps(canary)
-
-
-def zipped(canary: Canary) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"weight": torch.zeros(2), "x": canary}, buffer)
-    return buffer.getvalue()
-
-
 @pytest.fixture(params=[pickled, zipped])
 def payload(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
     """A malicious file."""
     return bytes(request.param(Canary(tmp_path / "canary")))
-
-
-def nested(depth: int) -> str:
-    """JSON that is valid, and nested."""
-    return '{"a":' * depth + "1" + "}" * depth
 
 
 def test_the_canary_is_one(payload: bytes, tmp_path: Path) -> None:
@@ -189,14 +164,6 @@ REFUSED = [
     pretrained_config, pickled_weights, data_index, data_tokens, plan, engine_config,
     resolved_recipe, users_deepspeed_file,
 ]  # fmt: skip
-
-
-def check_refused(file: Path, load: Callable[[], Any], content: bytes) -> None:
-    """A file with this content is one error."""
-    file.write_bytes(content)
-    with pytest.raises(DmtError) as raised:
-        load()
-    assert raised.value.exit_code == 2
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_trust import MODEL, Canary, check_refused, nested, payload
+from tests.checkpoint.making import MODEL
+from tests.checkpoint.payloads import Canary, check_refused, nested, pickled, zipped
 from tests.models.small import filled
 from toolkit.cli.main import main
 from toolkit.errors import DataError
 from toolkit.extras.convert.torch_dist import Reader, Writer
-
-__all__ = ["payload"]
 
 
 def a_torch_dist(folder: Path) -> Callable[[], Any]:
@@ -43,16 +42,17 @@ def _convert(src: Path, dst: Path) -> None:
         raise DataError("refused")
 
 
+@pytest.mark.parametrize("form", [pickled, zipped])
 @pytest.mark.parametrize("case", [torch_dist_metadata, torch_dist_data, megatron_config])
 def test_refused(
     case: Callable[[Path], tuple[Path, Callable[[], Any]]],
-    payload: bytes,
+    form: Callable[[Canary], bytes],
     tmp_path: Path,
 ) -> None:
     file, load = case(tmp_path)
     if case is not megatron_config:
         load()  # what is refused afterwards is the payload
-    check_refused(file, load, payload)
+    check_refused(file, load, form(Canary(tmp_path / "canary")))
     assert not (tmp_path / "canary").exists()
     check_refused(file, load, nested(100_000).encode())
 
