@@ -18,7 +18,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair
 from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import fusing
+from toolkit.plan.rules import kernels
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
@@ -106,7 +106,7 @@ def published_table() -> Iterator[str]:
         layout = replace(
             one.layout,
             gradient_accumulation=one.batch // one.layout.dp,
-            fused=fusing.whose(job, MEGATRON),
+            fused=kernels.fused(job, MEGATRON),
         )
         theirs = evaluate(workload_of(job, MEGATRON), layout, cluster)
         ours = search(job, cluster).best

@@ -24,7 +24,7 @@ from toolkit.models import liger
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.rules.fusing import LIGER_FAMILIES
+from toolkit.plan.rules.kernels import LIGER_FAMILIES
 from toolkit.recipe.schema import AdapterSection
 
 STEPS = 2

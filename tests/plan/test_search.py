@@ -33,7 +33,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import compiling, fusing
+from toolkit.plan.rules import kernels
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import (
     MARGIN,
@@ -118,7 +118,7 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1, zero_stage=zero,
                 recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
-                compile=compiling.parts(job, pair, zero), fused=fusing.whose(job, pair),
+                compile=kernels.compiled(job, pair, zero), fused=kernels.fused(job, pair),
             )  # fmt: skip
             one = evaluate(workload, layout, cluster)
             if shortage(one, cluster) is None:

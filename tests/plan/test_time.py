@@ -11,7 +11,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.collectives import Group, network
+from toolkit.plan.cost.collectives import Group, Network, network
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE
 from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.stages import stage_share
@@ -52,7 +52,7 @@ H100 = parse_cluster("8x8xh100-80gb")
 
 def test_a_ring_moves_what_the_formula_says() -> None:
     # All-reduce of 1 GB over 8 ranks at 100 GB/s: 2 · 7/8 · 10 ms, and 14 steps of 5 µs.
-    ring = Group(8, 1, 100e9, 10e9, 5e-6, 10e-6)
+    ring = Group(8, 1, Network(8, 100e9, 10e9, 5e-6, 10e-6))
     assert ring.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 10e-3 + 14 * 5e-6)
     assert ring.all_gather_s(1e9) == pytest.approx(7 / 8 * 10e-3 + 7 * 5e-6)
     assert ring.reduce_scatter_s(1e9) == ring.all_gather_s(1e9)
@@ -60,15 +60,15 @@ def test_a_ring_moves_what_the_formula_says() -> None:
 
 def test_a_ring_over_nodes_uses_every_members_adapter() -> None:
     # 4 nodes of 8: 8 · 10 GB/s leave a node; 28 steps within nodes and 3 between.
-    ring = Group(32, 4, 100e9, 10e9, 5e-6, 10e-6)
+    ring = Group(32, 4, Network(8, 100e9, 10e9, 5e-6, 10e-6))
     expected = 31 / 32 * 1e9 / 80e9 + 28 * 5e-6 + 3 * 10e-6
     assert ring.all_gather_s(1e9) == pytest.approx(expected)
-    alone = Group(4, 4, 100e9, 10e9, 5e-6, 10e-6)  # one rank of each node
+    alone = Group(4, 4, Network(1, 100e9, 10e9, 5e-6, 10e-6))  # one rank of each node
     assert alone.bytes_per_s == 10e9
 
 
 def test_small_messages_take_a_tree() -> None:
-    ring = Group(1024, 128, 300e9, 25e9, 4e-6, 10e-6)
+    ring = Group(1024, 128, Network(8, 300e9, 25e9, 4e-6, 10e-6))
     ring_s = 2 * ring.all_gather_s(1024)
     # Seven levels between nodes and seven steps within one, up and down.
     assert ring.all_reduce_s(1024) == pytest.approx(2 * (7 * 10e-6 + 7 * 4e-6), rel=1e-3)
@@ -77,7 +77,7 @@ def test_small_messages_take_a_tree() -> None:
 
 def test_all_to_all_is_limited_by_what_leaves_the_node() -> None:
     # 16 ranks on 2 nodes: half of 1 GB leaves through a 10 GB/s adapter.
-    spread = Group(16, 2, 100e9, 10e9, 5e-6, 10e-6)
+    spread = Group(16, 2, Network(8, 100e9, 10e9, 5e-6, 10e-6))
     assert spread.all_to_all_s(1e9) == pytest.approx(0.5e9 / 10e9 + 10e-6)
 
 

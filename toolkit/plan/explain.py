@@ -21,7 +21,7 @@ from toolkit.plan.dimensions import (
     layout_text,
 )
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import compiling, experts, fusing, legality
+from toolkit.plan.rules import kernels, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import (
@@ -380,14 +380,14 @@ def _note(found: Search, field: str) -> str:
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
-        return f"; {compiling.objection(job, found.best.pair, layout.zero_stage)}"
+        return f"; {kernels.compile_objection(job, found.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
-        return f"; {fusing.objection(job, found.best.pair)}"
+        return f"; {kernels.fused_objection(job, found.best.pair)}"
     if field == "fused" and layout.fused == "liger":
         return "; planned as one kernel each, as when compiled; not measured on a GPU"
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
-        return f"; {experts.reason(job, found.best.pair, settled)}"
+        return f"; {kernels.experts_reason(job, found.best.pair, settled)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(found) if DIMENSION[field].of(job) == "auto" else ""
     return ""

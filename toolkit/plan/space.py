@@ -15,7 +15,7 @@ from toolkit.features.base import degrees
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import compiling, experts, fusing, legality
+from toolkit.plan.rules import kernels, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import able_pairs, pair_problems
 from toolkit.plan.workloads import workload_of
@@ -265,9 +265,9 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
-        compile=compiling.parts(job, pair, zero.stage),  # type: ignore[arg-type]
-        fused=fusing.whose(job, pair),
-        experts=experts.products(job, pair, parallel),
+        compile=kernels.compiled(job, pair, zero.stage),  # type: ignore[arg-type]
+        fused=kernels.fused(job, pair),
+        experts=kernels.expert_products(job, pair, parallel),
         **degrees(job.features),  # type: ignore[arg-type]
     )
 

@@ -19,7 +19,7 @@ from toolkit.doctor.calibrate import catalogue_name
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import default_cluster
-from toolkit.plan.cost.collectives import Group
+from toolkit.plan.cost.collectives import Group, Network
 
 BUDGET_S = 0.5
 """How long one operation of one size is measured."""
@@ -134,7 +134,7 @@ def _peaks(gpu: str, nodes: int, gpus_per_node: int) -> tuple[float, float] | tu
     except PlanError:
         return None, None
     near, far = cluster.node_link.bytes_per_s, cluster.network.bytes_per_s
-    ring = Group(cluster.gpus, nodes, near, far, 0.0, 0.0).bytes_per_s
+    ring = Group(cluster.gpus, nodes, Network(cluster.island, near, far, 0.0, 0.0)).bytes_per_s
     return ring, near if nodes == 1 else min(near, far)
 
 

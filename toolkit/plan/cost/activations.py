@@ -7,7 +7,9 @@ without parallelism a GPT layer keeps 34·s·b·h bytes and 5·a·s²·b for unf
 paper's equations 1 to 6 against this module.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from toolkit.layout import Recompute
 from toolkit.plan.cost.eager import eager
@@ -22,8 +24,7 @@ and the scaled copy that its weight multiplies: the fp32 copy of its input, inst
 input."""
 
 
-@dataclass(frozen=True)
-class LayerActivations:
+class LayerActivations(NamedTuple):
     """Bytes on one rank for one micro batch and one layer (the mean over layers)."""
 
     norms: float
@@ -42,14 +43,15 @@ class LayerActivations:
         """All parts."""
         return self.norms + self.qkv + self.attention + self.mlp + self.experts
 
-    def mixed(self, other: "LayerActivations", share: float) -> "LayerActivations":
-        """`share` of the layers like this one, the rest like `other`."""
-        return LayerActivations(
-            *(
-                share * getattr(self, part) + (1 - share) * getattr(other, part)
-                for part in ("norms", "qkv", "attention", "mlp", "experts")
-            )
-        )
+
+Mixed = TypeVar("Mixed", bound=tuple[float, ...])
+
+
+def mixed(one: Mixed, other: Mixed, share: float) -> Mixed:
+    """Weighted mean of every field: `share` of one and the rest of the other."""
+    pairs = zip(one, other, strict=True)
+    of_kind: Callable[..., Mixed] = type(one)
+    return of_kind(*(share * mine + (1 - share) * theirs for mine, theirs in pairs))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def layer_activations(
     whole = _everything(workload, sizes, tp)
     stored = whole
     if recompute == "full":
-        stored = _layer_input(workload, sizes).mixed(whole, workload.recomputed_layers)
+        stored = mixed(_layer_input(workload, sizes), whole, workload.recomputed_layers)
     elif recompute == "selective" and workload.cost.selective == "products":
         stored = _every_second_product(workload, sizes, tp)
     elif recompute == "selective":

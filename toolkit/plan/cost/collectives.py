@@ -15,19 +15,39 @@ from toolkit.plan.cost.efficiency import Efficiency
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a cluster at the rates that collectives reach, of one member each way."""
+
+    island: int
+    """Ranks that reach each other without the network between nodes."""
+    near_bytes_per_s: float
+    """Within an island; far: between them."""
+    far_bytes_per_s: float
+    near_latency_s: float
+    far_latency_s: float
+
+    @lru_cache(maxsize=4096)  # noqa: B019  there is one network per cluster
+    def group(self, size: int, stride: int) -> "Group":
+        """`size` ranks that are `stride` ranks apart."""
+        together = max(1, min(size, self.island // stride))
+        return Group(size, -(-size // together), self)
+
+    def message_s(self, message_bytes: float, stride: int) -> float:
+        """One message to the rank at distance `stride`."""
+        if stride < self.island:
+            return message_bytes / self.near_bytes_per_s + self.near_latency_s
+        return message_bytes / self.far_bytes_per_s + self.far_latency_s
+
+
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and the links between them."""
+    """Ranks that communicate."""
 
     size: int
     islands: int
     """Nodes (or NVLink domains) that it spreads over."""
-    near_bytes_per_s: float
-    """Bandwidth and latency of one member within its island."""
-    far_bytes_per_s: float
-    """Bandwidth and latency of one member through the network."""
-    near_latency_s: float
-    far_latency_s: float
+    links: Network
 
     @property
     def bytes_per_s(self) -> float:
@@ -37,21 +57,21 @@ class Group:
         rings as there are adapters, each with another member at the border.
         """
         if self.islands == 1:
-            return self.near_bytes_per_s
-        rate = self.size / self.islands * self.far_bytes_per_s
-        return min(rate, self.near_bytes_per_s) if self.size > self.islands else rate
+            return self.links.near_bytes_per_s
+        rate = self.size / self.islands * self.links.far_bytes_per_s
+        return min(rate, self.links.near_bytes_per_s) if self.size > self.islands else rate
 
     @property
     def ring_latency_s(self) -> float:
         """Of the steps of a ring."""
-        near = (self.size - self.islands) * self.near_latency_s
-        return near + (self.islands - 1) * self.far_latency_s
+        near = (self.size - self.islands) * self.links.near_latency_s
+        return near + (self.islands - 1) * self.links.far_latency_s
 
     @property
     def tree_latency_s(self) -> float:
         """Of the way up a tree of islands, each of which is a chain."""
-        chain = (self.size // self.islands - 1) * self.near_latency_s
-        return (self.islands - 1).bit_length() * self.far_latency_s + chain
+        chain = (self.size // self.islands - 1) * self.links.near_latency_s
+        return (self.islands - 1).bit_length() * self.links.far_latency_s + chain
 
     def all_gather_s(self, total_bytes: float) -> float:
         """Every member ends up with `total_bytes`, of which it had 1/size."""
@@ -78,9 +98,9 @@ class Group:
         if self.size == 1:
             return 0.0
         away = (self.islands - 1) / self.islands
-        near = total_bytes * (1 / self.islands - 1 / self.size) / self.near_bytes_per_s
-        far = total_bytes * away / self.far_bytes_per_s
-        latency = self.far_latency_s if self.islands > 1 else self.near_latency_s
+        near = total_bytes * (1 / self.islands - 1 / self.size) / self.links.near_bytes_per_s
+        far = total_bytes * away / self.links.far_bytes_per_s
+        latency = self.links.far_latency_s if self.islands > 1 else self.links.near_latency_s
         return max(near, far) + latency
 
 
@@ -98,37 +118,6 @@ class Collectives(NamedTuple):
         """Of all of them."""
         once: float = getattr(self.group, f"{self.kind}_s")(self.nbytes)
         return self.times * once
-
-
-@dataclass(frozen=True, eq=False)
-class Network:
-    """The links of a cluster at the rates that collectives reach."""
-
-    island: int
-    """Ranks that reach each other without the network between nodes."""
-    near_bytes_per_s: float
-    far_bytes_per_s: float
-    near_latency_s: float
-    far_latency_s: float
-
-    @lru_cache(maxsize=4096)  # noqa: B019  there is one network per cluster
-    def group(self, size: int, stride: int) -> Group:
-        """`size` ranks that are `stride` ranks apart."""
-        together = max(1, min(size, self.island // stride))
-        return Group(
-            size,
-            -(-size // together),
-            self.near_bytes_per_s,
-            self.far_bytes_per_s,
-            self.near_latency_s,
-            self.far_latency_s,
-        )
-
-    def message_s(self, message_bytes: float, stride: int) -> float:
-        """One message to the rank at distance `stride`."""
-        if stride < self.island:
-            return message_bytes / self.near_bytes_per_s + self.near_latency_s
-        return message_bytes / self.far_bytes_per_s + self.far_latency_s
 
 
 @lru_cache(maxsize=64)

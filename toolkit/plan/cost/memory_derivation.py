@@ -1,6 +1,5 @@
 """How each part of a rank's memory is computed (`memory.py`)."""
 
-from dataclasses import asdict
 from inspect import cleandoc
 
 from toolkit.layout import Layout, loss_chunks, padded_vocab
@@ -110,7 +109,7 @@ def _activations(
     way = micro_batch_of(layout)[5]
     stored = layer_activations(workload, *_shape(layout), way).stored
     per_token = {
-        f"{part}_bytes": size / tokens for part, size in asdict(stored).items() if size
+        f"{part}_bytes": size / tokens for part, size in stored._asdict().items() if size
     }
     step = micro_batch_memory(workload, *micro_batch_of(layout))
     source = "the layer's input, which recompute starts from" if way == "full" else _SAVED

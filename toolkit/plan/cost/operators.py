@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import ceil
+from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import CostPrecision, LossKernel, Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.activations import mixed
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.workload import Workload
@@ -27,7 +29,7 @@ BACKWARD_SCORES = 2.5
 """Products of fused attention in the backward pass, per product in the forward pass."""
 OTHERS_PER_PRODUCT = 4.5
 """Of an expert that is computed by itself: with its two products 11 operators, thrice that with
-the backward pass, so that the host needs `rules.experts.START_S` for them."""
+the backward pass, so that the host needs `rules.kernels.START_S` for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +138,7 @@ class Slice:
         return self.tokens / self.tp if self.sequence_parallel else self.tokens
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Seconds of one pass of one layer, by kind."""
 
     matmul: float = 0.0
@@ -152,8 +153,7 @@ class Pass:
         return self.matmul + self.attention + self.elementwise + self.launch
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """The passes of one layer; of a model with some expert layers, the mean over layers."""
 
     forward: Pass
@@ -167,8 +167,8 @@ class LayerTime:
             return self
         return LayerTime(
             self.forward,
-            _mix(self.backward, Pass(), share),
-            _mix(self.recompute, Pass(), share),
+            mixed(self.backward, Pass(), share),
+            mixed(self.recompute, Pass(), share),
         )
 
 
@@ -373,20 +373,8 @@ def layer_time(
         return _layer_time(workload, part, recompute, device, experts=share == 1)
     with_experts = _layer_time(workload, part, recompute, device, experts=True)
     dense = _layer_time(workload, part, recompute, device, experts=False)
-    return LayerTime(
-        *(
-            _mix(getattr(with_experts, name), getattr(dense, name), share)
-            for name in ("forward", "backward", "recompute")
-        )
-    )
-
-
-def _mix(one: Pass, other: Pass, share: float) -> Pass:
-    """Weighted mean: `share` of one and the rest of the other."""
-    kinds = ("matmul", "attention", "elementwise", "launch")
-    return Pass(
-        *(share * getattr(one, kind) + (1 - share) * getattr(other, kind) for kind in kinds)
-    )
+    passes = zip(with_experts, dense, strict=True)
+    return LayerTime(*(mixed(one, other, share) for one, other in passes))
 
 
 def _layer_time(

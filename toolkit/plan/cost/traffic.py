@@ -124,7 +124,7 @@ def _context_s(place: PlacedLayout, attention_s: float) -> float:
         2 * place.workload.width * place.tokens * spec.kv_heads * spec.head_dim / layout.tp
     )
     steps = layout.cp - 1
-    sent = steps * (keys_values / ring.bytes_per_s + ring.far_latency_s)
+    sent = steps * (keys_values / ring.bytes_per_s + ring.links.far_latency_s)
     compute = attention_s * steps / layout.cp
     return _exposed(sent, compute, place.efficiency["overlap.megatron"])
 

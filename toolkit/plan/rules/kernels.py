@@ -1,0 +1,241 @@
+"""What `kernels` leaves to the planner: compiled layers, fused kernels, products of experts.
+
+Of each: the recipe's value, for `auto` what pays unless there is an `objection`, and why a pair
+of engine and model cannot do what the recipe states.
+"""
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.features.base import excluding
+from toolkit.hardware.catalogue import accelerator
+from toolkit.layout import CompiledParts, ExpertProducts, FusedKernels, Pair, Stage
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules import legality
+from toolkit.plan.rules.attention import GENERATIONS
+from toolkit.recipe.schema import ParallelSection
+
+
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """Why `pair` cannot compute with the kernels that the recipe states."""
+    yield from _compile_problems(job, pair)
+    asked, why = job.kernels.fused, ""
+    if asked == "liger":
+        why = _not_by_liger(job, pair)
+    elif asked == "megatron":
+        why = _not_by_megatron(job, pair)
+    if why:
+        yield _refused("fused", f"{asked} for {pair}", f"auto or none: {why}")
+    products, why = job.kernels.experts, ""
+    if products == "grouped":
+        why = _ungroupable(job, pair, job.parallel)
+    elif products == "sequential" and pair.model == "hf":
+        why = _BY_THEMSELVES
+    if why:
+        yield _refused("experts", f"{products} for {pair}", f"auto: {why}")
+
+
+def _refused(setting: str, found: str, allowed: str) -> Problem:
+    fix = f"set kernels.{setting} to auto"
+    return Problem(f"kernels.{setting}", found, allowed, fix)
+
+
+# torch.compile on the decoder layers of transformers' models. Compiled, chains of elementwise
+# operators are one kernel, and fewer of their inputs are kept for the backward pass;
+# torchtitan's published runs show both.
+
+_GATHERS = "stage 3 gathers weights inside of a layer"
+
+
+def compiled(job: PlanRequest, pair: Pair, stage: Stage) -> CompiledParts:
+    """What torch.compile compiles."""
+    if job.kernels.compile != "auto":
+        return job.kernels.compile
+    return "none" if compile_objection(job, pair, stage) else "layers"
+
+
+def compile_objection(job: PlanRequest, pair: Pair, stage: Stage) -> str:
+    """Why `auto` compiles nothing in a ZeRO stage of a pair; empty if it compiles."""
+    device = accelerator(job.cluster.gpu)
+    if why := _uncompilable(job, pair, stage):
+        return why
+    if job.kernels.fused == "liger":
+        return "Liger's kernels are in their place"
+    if device.generation == "cpu":
+        return "no published run shows that it pays on CPUs"
+    if device.generation not in GENERATIONS:
+        return f"no published run shows that it pays on {device.name}"
+    if job.spec.generic:
+        return f"no test compiles {job.spec.family}"
+    return "no published run compiles adapters" if job.adapter else ""
+
+
+def _compile_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    if job.kernels.compile != "layers":
+        return
+    stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
+    if not stages or job.spec.moe_layers:
+        why = _uncompilable(job, pair, stages[0] if stages else 0)
+        yield _refused("compile", f"layers for {pair}", f"auto or none: {why}")
+    elif stage not in ("auto", *stages):
+        yield Problem(
+            "parallel.zero.stage",
+            f"{stage} with kernels.compile: layers",
+            f"{', '.join(map(str, stages))} for {pair}: {_GATHERS}",
+            "set parallel.zero.stage to auto, or kernels.compile to auto",
+        )
+
+
+def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
+    stages = legality.table()[pair].kernel_stages
+    if not stages:
+        by_itself = "megatron-core compiles what it fuses by itself"
+        return f"{pair} does not" if pair.model == "hf" else by_itself
+    if stage not in stages:
+        return _GATHERS
+    if job.spec.moe_layers:
+        return "which experts a token takes depends on data, which one graph cannot"
+    return ""
+
+
+# Fused kernels of a decoder layer. megatron-core has one for SwiGLU in each direction
+# (`fused_bias_swiglu.py`), built by torch.compile; its own training script uses it. Its other
+# fusions need Transformer Engine or Apex, or compute another function: its gelu is the tanh
+# approximation. Liger's, for transformers' models, are written in Triton; no run has shown
+# their gain, so only the recipe chooses them.
+
+LIGER_FAMILIES = (
+    "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
+    "qwen3_moe", "smollm3",
+)  # fmt: skip
+"""Model types that the tests compare with Liger's kernels and without. In each of them, Liger
+replaces every norm, the rotary positions and, without experts, every MLP."""
+
+
+def fused(job: PlanRequest, pair: Pair) -> FusedKernels:
+    """Whose fused kernels run."""
+    if job.kernels.fused != "auto":
+        return job.kernels.fused
+    return "none" if fused_objection(job, pair) else "megatron"
+
+
+def fused_objection(job: PlanRequest, pair: Pair) -> str:
+    """Why `auto` fuses nothing on a pair; empty if it fuses."""
+    if why := _not_by_megatron(job, pair):
+        return why
+    on_cpu = accelerator(job.cluster.gpu).generation == "cpu"
+    return "on CPUs nobody measured that it pays" if on_cpu else ""
+
+
+def _not_by_liger(job: PlanRequest, pair: Pair) -> str:
+    if pair.model != "hf" or not legality.table()[pair].kernel_stages:
+        return "Liger's kernels are for transformers' models on ddp, fsdp and deepspeed"
+    if accelerator(job.cluster.gpu).generation == "cpu":
+        return "Liger's kernels are written in Triton, which needs a GPU"
+    if job.spec.family not in LIGER_FAMILIES:
+        return f"no test runs {job.spec.family} with Liger's kernels"
+    activation = "gelu_tanh" if job.spec.family.startswith("gemma") else "silu"
+    if not job.spec.moe_layers and job.mapped.transformer["activation_func"] != activation:
+        return f"Liger's MLP of {job.spec.family} computes {activation}"
+    if job.kernels.compile == "layers":
+        return "kernels.compile: layers fuses the same operators"
+    if untested := excluding("liger", job.features):
+        return f"no test runs {untested[0]} with Liger's kernels"
+    return ""
+
+
+def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
+    if pair.model == "hf":
+        return "megatron-core's kernels are for its own layers"
+    if job.spec.moe_layers:
+        return "experts get other numbers of tokens in every step, and each would be compiled"
+    wanted = job.mapped.transformer
+    if wanted["activation_func"] != "silu" or not wanted["gated_linear_unit"]:
+        return "megatron-core has an exact kernel for SwiGLU only"
+    return ""
+
+
+# How megatron-core's layers compute the experts of a rank: in turn, or as grouped products. A
+# grouped product (torch's `grouped_mm`) is one kernel for all experts, and takes their weights
+# stacked: a copy in each pass. In turn, the host starts some thirty kernels per expert, which
+# is as fast where the products of each take longer than that.
+
+GROUPED = ("hopper", "blackwell")
+"""Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu); elsewhere torch
+computes group after group and waits for the offsets."""
+WITHOUT = ("rtx5090",)
+"""Of them, those with compute capability 12, not 10."""
+START_S = 2e-4
+"""What the host needs to start one expert's forward and backward pass: measured, 29 ms for 128
+experts of 16 × 16 on one core of a CPU."""
+MULTIPLE = 8
+"""Rows of 16 bytes, which the kernels want, have a multiple of these elements."""
+_BY_THEMSELVES = "transformers' models choose it by themselves"
+
+
+def expert_products(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> ExpertProducts:
+    """How a settled layout computes experts."""
+    if job.kernels.experts != "auto":
+        return job.kernels.experts
+    return "sequential" if _experts_objection(job, pair, parallel) else "grouped"
+
+
+def _experts_objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
+    """Why `auto` groups nothing in a settled layout; empty where it does."""
+    if why := _ungroupable(job, pair, parallel):
+        return why
+    gpu, precision = accelerator(job.cluster.gpu), job.training.precision
+    if gpu.generation not in GROUPED or gpu.name in WITHOUT or precision != "bf16":
+        return f"torch has a grouped kernel for bf16 on {' and '.join(GROUPED)} alone"
+    if job.spec.experts == _number(parallel.expert):
+        return "a rank has one expert"
+    if (seconds := _products_s(job, parallel)) > START_S:
+        return f"an expert's products take {seconds * 1e3:.2g} ms, longer than to start them"
+    return ""
+
+
+def experts_reason(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
+    """Why `auto` decides as it does."""
+    why = _experts_objection(job, pair, parallel)
+    return why or (
+        f"an expert's products take {_products_s(job, parallel) * 1e3:.2g} ms, "
+        f"to start them {START_S * 1e3:g} ms"
+    )
+
+
+def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
+    if pair.model == "hf":
+        return _BY_THEMSELVES
+    if not job.spec.moe_layers:
+        return "the model has no experts"
+    model = job.mapped.transformer
+    if model["add_bias_linear"]:
+        return "its experts have biases, which grouped products lack"
+    if model.get("moe_apply_probs_on_input"):
+        return "its experts' inputs are weighted, not their outputs"
+    for size in (job.spec.hidden, _inner(job, parallel)):
+        if size % MULTIPLE:
+            return f"the kernels want sizes that {MULTIPLE} divides, and an expert has {size:g}"
+    return ""
+
+
+def _inner(job: PlanRequest, parallel: ParallelSection) -> float:
+    """The intermediate size of an expert on a rank: split where experts are not spread."""
+    spread = _number(parallel.expert) > 1
+    return job.spec.expert_intermediate / (1 if spread else _number(parallel.tensor))
+
+
+def _products_s(job: PlanRequest, parallel: ParallelSection) -> float:
+    """Seconds of one expert's forward and backward pass at the peak, of evenly routed tokens of
+    a micro batch; of one sample where its size is open."""
+    spec, training = job.spec, job.training
+    samples = _number(training.micro_batch_size) * training.rows_per_sample
+    tokens = samples * training.sequence_length * spec.experts_per_token / spec.experts
+    weights = (3 if spec.gated_mlp else 2) * spec.hidden * _inner(job, parallel)
+    flops = 6 * tokens * _number(parallel.expert) * weights
+    return flops / (accelerator(job.cluster.gpu).bf16 or 1.0)
+
+
+def _number(asked: int | str) -> int:
+    """The least that `auto` may become."""
+    return asked if isinstance(asked, int) else 1
