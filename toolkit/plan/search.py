@@ -224,7 +224,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     rejected: Counter[str] = Counter()
     for partial in partial_layouts(job, fallback):
         if partial.micro_batches:
-            _fill(partial, cluster, fitting, too_large, rejected)
+            _Splits(partial, cluster).fill(fitting, too_large, rejected)
     if not fitting and not too_large:
         return None
     return Search(
@@ -246,100 +246,92 @@ def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
     return no_degrees(job)
 
 
-def _fill(
-    partial: PartialLayout,
-    cluster: Cluster,
-    fitting: list[Candidate],
-    too_large: list[Candidate],
-    rejected: "Counter[str]",
-) -> None:
-    """Choose batch split and recompute of a partial layout; count what does not fit."""
-    sizes, ways = partial.micro_batches, partial.recomputes
-    known = _known(partial.workload, cluster)
-    smallest = _measured(partial, sizes[0], ways[-1], cluster, known)
-    if missing := shortage(smallest, cluster):
-        too_large.append(smallest)
-        rejected[missing.reason] += len(sizes) * len(ways)
-        return
-    least, reason = 0, ""  # the larger a micro batch, the more must be recomputed
-    for done, size in enumerate(sizes):
-        candidate = None
-        for way in range(least, len(ways)):
-            candidate = _measured(partial, size, ways[way], cluster, known)
-            if not (missing := shortage(candidate, cluster)):
-                least = way
-                break
-            reason = missing.reason
-        else:
-            rejected[reason] += (len(sizes) - done) * len(ways)
+@dataclass(frozen=True)
+class _Splits:
+    """The batch splits and recomputes of a partial layout on a cluster."""
+
+    partial: PartialLayout
+    cluster: Cluster
+
+    @cached_property
+    def known(self) -> dict[Layout, Candidate]:
+        """Evaluated layouts."""
+        return _known(self.partial.workload, self.cluster)
+
+    def fill(
+        self,
+        fitting: list[Candidate],
+        too_large: list[Candidate],
+        rejected: "Counter[str]",
+    ) -> None:
+        """Choose batch split and recompute; count what does not fit."""
+        sizes, ways = self.partial.micro_batches, self.partial.recomputes
+        smallest = self.measured(sizes[0], ways[-1])
+        if missing := shortage(smallest, self.cluster):
+            too_large.append(smallest)
+            rejected[missing.reason] += len(sizes) * len(ways)
             return
-        if least:
-            rejected[reason] += least
-        if unneeded := len(ways) - least - 1:
-            rejected[UNNEEDED] += unneeded
-        fitting.append(_timed(partial, candidate, cluster, known))
-        for one in _recomputing_some(partial, candidate, cluster, known):
-            rejected[UNNEEDED] -= isinstance(one.layout.recompute, str)  # now it is needed
-            fitting.append(_timed(partial, one, cluster, known))
+        least, reason = 0, ""  # the larger a micro batch, the more must be recomputed
+        for done, size in enumerate(sizes):
+            for way in range(least, len(ways)):
+                candidate = self.measured(size, ways[way])
+                if not (missing := shortage(candidate, self.cluster)):
+                    least = way
+                    break
+                reason = missing.reason
+            else:
+                rejected[reason] += (len(sizes) - done) * len(ways)
+                return
+            if least:
+                rejected[reason] += least
+            if unneeded := len(ways) - least - 1:
+                rejected[UNNEEDED] += unneeded
+            fitting.append(self.timed(candidate))
+            for one in self.recomputing_some(candidate):
+                rejected[UNNEEDED] -= isinstance(one.layout.recompute, str)  # now it is needed
+                fitting.append(self.timed(one))
 
+    def recomputing_some(self, fits: Candidate) -> Iterator[Candidate]:
+        """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
+        few recomputed layers as leave one, or else as fit."""
+        workload, recomputes = self.partial.workload, self.partial.recomputes
+        chunks = fits.layout.pp * fits.layout.vpp
+        most = -(-workload.spec.layers // chunks)
+        able = can_recompute_some(workload.spec, self.partial.pair)
+        if not able or not {"none", "full"} <= {way for way, _ in recomputes} or most == 1:
+            return
+        full, size = fits.layout.recompute == "full", fits.layout.micro_batch
+        if not full and room(fits, self.cluster) == "fits":
+            return
+        counts: list[Recompute] = ["none", *range(1, most)]
+        for loss in dict.fromkeys(loss for _, loss in recomputes):
+            for enough in ("fits", "tight") if full else ("fits",):
 
-def _recomputing_some(
-    partial: PartialLayout,
-    fits: Candidate,
-    cluster: Cluster,
-    known: dict[Layout, Candidate],
-) -> Iterator[Candidate]:
-    """Where a layout recomputes all layers, or leaves no margin of memory: the same with as few
-    recomputed layers as leave one, or else as fit."""
-    ways = {way for way, _ in partial.recomputes}
-    chunks = fits.layout.pp * fits.layout.vpp
-    most = -(-partial.workload.spec.layers // chunks)
-    able = can_recompute_some(partial.workload.spec, partial.pair)
-    if not able or not {"none", "full"} <= ways or most == 1:
-        return
-    full, size = fits.layout.recompute == "full", fits.layout.micro_batch
-    if not full and room(fits, cluster) == "fits":
-        return
-    counts: list[Recompute] = ["none", *range(1, most)]
-    for loss in dict.fromkeys(loss for _, loss in partial.recomputes):
-        for enough in ("fits", "tight") if full else ("fits",):
+                def is_enough(
+                    count: Recompute, loss: LossKernel = loss, enough: str = enough
+                ) -> bool:
+                    one = self.measured(size, (count, loss))
+                    return room(one, self.cluster) in ("fits", enough)
 
-            def is_enough(
-                count: Recompute, loss: LossKernel = loss, enough: str = enough
-            ) -> bool:
-                one = _measured(partial, size, (count, loss), cluster, known)
-                return room(one, cluster) in ("fits", enough)
+                # Memory shrinks with every recomputed layer.
+                index = bisect_left(counts, True, key=is_enough)
+                if index < len(counts):
+                    yield self.measured(size, (counts[index], loss))
+                    break
 
-            # Memory shrinks with every recomputed layer.
-            index = bisect_left(counts, True, key=is_enough)
-            if index < len(counts):
-                yield _measured(partial, size, (counts[index], loss), cluster, known)
-                break
+    def measured(self, size: int, way: tuple[Recompute, LossKernel]) -> Candidate:
+        """Memory with this micro batch and recompute."""
+        layout = self.partial.split(size, *way)
+        if (one := self.known.get(layout)) is None:
+            one = self.known[layout] = demand(self.partial.workload, layout, self.cluster)
+        return one
 
-
-def _measured(
-    partial: PartialLayout,
-    size: int,
-    way: tuple[Recompute, LossKernel],
-    cluster: Cluster,
-    known: dict[Layout, Candidate],
-) -> Candidate:
-    """Memory of a partial layout with this micro batch and recompute."""
-    layout = partial.split(size, *way)
-    if (one := known.get(layout)) is None:
-        one = demand(partial.workload, layout, cluster)
-        known[layout] = one
-    return one
-
-
-def _timed(
-    partial: PartialLayout, one: Candidate, cluster: Cluster, known: dict[Layout, Candidate]
-) -> Candidate:
-    """The same with its speed."""
-    if one.step_s is None:
-        seconds = step_time(partial.workload, one.layout, cluster).total_s
-        one = known[one.layout] = one._replace(step_s=seconds)
-    return one
+    def timed(self, one: Candidate) -> Candidate:
+        """The same with its speed."""
+        if one.step_s is None:
+            time = step_time(self.partial.workload, one.layout, self.cluster)
+            one = self.known[one.layout] = one._replace(step_s=time.total_s)
+        return one
 
 
 @lru_cache(maxsize=16)
