@@ -32,17 +32,18 @@ def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
 def memory_lines(found: Estimate) -> Iterator[Text]:
     """Memory by part, and whether it fits."""
     capacity, total = found.setup.cluster.gpu.memory_gib, found.memory.total / GIB
+    needed = found.needed
     stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
         verdict = (found.room, COLOURS[found.room])
-        used = f"  {found.needed_gib:.1f} of {capacity:.4g} GiB: "
+        used = f"  {needed.memory_gib:.1f} of {capacity:.4g} GiB: "
         yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
     yield from bars(memory_parts(found.memory), capacity or total, "GiB")
-    if found.needed_gib > total * 1.001:
-        yield Text(f"    {found.needed_gib:.1f} GiB while the model is built")
-    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
+    if needed.memory_gib > total * 1.001:
+        yield Text(f"    {needed.memory_gib:.1f} GiB while the model is built")
+    for place, taken in (("host", needed.host_gib), ("NVMe", needed.nvme_gib)):
         if taken:
             yield Text(f"    {place} of each node: {taken:,.0f} GiB")
 

@@ -180,15 +180,6 @@ def intent_problems(
                 yield from feature.call("intent", settings, parallel, pair, ranks)
 
 
-def degrees(settings: Settings) -> dict[str, int]:
-    """The fields of `Layout` that features decide."""
-    return {
-        degree: getattr(section, degree) or 1
-        for name, section in settings.items()
-        for degree in FEATURES[name].degrees
-    }
-
-
 def excluding(what: str, settings: Settings) -> list[str]:
     """Names of the features that are on and are not combined with this."""
     return [name for name in settings if what in FEATURES[name].excludes]

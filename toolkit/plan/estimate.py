@@ -16,7 +16,7 @@ from toolkit.plan.cost.time_derivation import time_derivations, utilization
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.search import Room, demand, device_memory, room, shortage
+from toolkit.plan.search import Candidate, Room, demand, device_memory, room
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 from toolkit.text.units import GIB
@@ -39,31 +39,28 @@ class Estimate:
     memory: Memory
     """Of the fullest rank."""
     time: StepTime
-    needed_gib: float
-    """Peak of the fullest device: in training, or while the model is built."""
-    fits: bool
-    """On the device, the host and its disks."""
-    room: Room
-    """The same, and whether with a margin."""
-    host_gib: float
-    """Host memory of one node for offload."""
-    nvme_gib: float
-    """Disk space of one node for offload."""
+    needed: Candidate
+    """On the device, in training or while the model is built, on the host and its disks."""
+
+    @property
+    def room(self) -> Room:
+        """Whether it fits, with or without a margin."""
+        return room(self.needed, self.setup.cluster)
+
+    @property
+    def fits(self) -> bool:
+        """With or without."""
+        return self.room != "does not fit"
 
 
 def estimate(setup: Setup) -> Estimate:
     """Predict one setup."""
     workload, layout, cluster = setup.workload, setup.layout, setup.cluster
-    needed = demand(workload, layout, cluster)
     return Estimate(
         setup=setup,
         memory=device_memory(workload, layout, cluster),
         time=step_time(workload, layout, cluster),
-        needed_gib=needed.memory_gib,
-        fits=shortage(needed, cluster) is None,
-        room=room(needed, cluster),
-        host_gib=needed.host_gib,
-        nvme_gib=needed.nvme_gib,
+        needed=demand(workload, layout, cluster),
     )
 
 
@@ -104,8 +101,8 @@ def machine_output(found: Estimate) -> dict[str, Any]:
         "memory_parts_gib": memory_parts(found.memory),
         "time_parts_s": time_parts(found.time),
         "basis": basis(found.setup.cluster),
-        "host_gib_per_node": found.host_gib,
-        "nvme_gib_per_node": found.nvme_gib,
+        "host_gib_per_node": found.needed.host_gib,
+        "nvme_gib_per_node": found.needed.nvme_gib,
         "generic": found.setup.workload.spec.generic,
         "unsupported": None,
     }

@@ -11,9 +11,9 @@ from itertools import combinations, product
 from math import gcd, isqrt
 
 from toolkit.errors import PlanError
-from toolkit.features.base import degrees
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.dimensions import SETTABLE
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels, legality
 from toolkit.plan.rules.legality import divisors, table
@@ -23,6 +23,9 @@ from toolkit.recipe.schema import ParallelSection
 
 Offload = tuple[Placement, Placement]
 """Where optimizer states and parameters are kept."""
+_IN_PARALLEL = [
+    one for one in SETTABLE if one.key.startswith("parallel.") and one.tried == "all"
+]
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -253,22 +256,17 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
 
 def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     """The layout of a complete intent."""
-    zero, tp, pp = parallel.zero, int(parallel.tensor), int(parallel.pipeline)
+    settled = {
+        one.field: value
+        for one in _IN_PARALLEL
+        if (value := one.of(job.asking(parallel=parallel))) is not None
+    }
     return Layout(
-        dp=job.cluster.world_size // (tp * pp),
-        tp=tp,
-        pp=pp,
-        vpp=int(parallel.virtual_pipeline),
-        ep=int(parallel.expert),
-        sequence_parallel=bool(parallel.sequence),
-        replicate=int(parallel.replicate),
-        zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
-        offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
-        offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
-        compile=kernels.compiled(job, pair, zero.stage),  # type: ignore[arg-type]
+        dp=job.cluster.world_size // (settled["tp"] * settled["pp"]),
+        **settled,
+        compile=kernels.compiled(job, pair, settled["zero_stage"]),
         fused=kernels.fused(job, pair),
         experts=kernels.expert_products(job, pair, parallel),
-        **degrees(job.features),  # type: ignore[arg-type]
     )
 
 

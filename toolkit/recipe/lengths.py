@@ -11,29 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
-
-
-class ChangedLength(Protocol):
-    """A stage of `data.stages`."""
-
-    @property
-    def from_step(self) -> int | None: ...
-    @property
-    def from_tokens(self) -> int | None: ...
-    @property
-    def sequence_length(self) -> int | None: ...
-
-
-class RunLength(Protocol):
-    """The section `training`."""
-
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def epochs(self) -> float | None: ...
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,12 +40,12 @@ class SequenceLengths:
     @classmethod
     def of(
         cls,
-        stages: Sequence[ChangedLength],
+        stages: Sequence[Any],
         sequence_length: int,
         global_batch_size: int,
         rows_per_sample: int = 1,
     ) -> "SequenceLengths":
-        """Those of `data.stages`, where the first steps have `sequence_length`."""
+        """Those of the sections `data.stages`, where the first steps have `sequence_length`."""
         stated = [sequence_length, *(one.sequence_length or 0 for one in stages)]
         longest = max(stated)
         lengths = cls(
@@ -79,7 +57,7 @@ class SequenceLengths:
             lengths = lengths._then(stage, longest)
         return lengths
 
-    def _then(self, stage: ChangedLength, longest: int) -> "SequenceLengths":
+    def _then(self, stage: Any, longest: int) -> "SequenceLengths":
         """With one more stage."""
         first = stage.from_step or self.steps_of_tokens(stage.from_tokens or 0)
         length = stage.sequence_length or self.stages[-1].sequence_length
@@ -154,11 +132,9 @@ class SequenceLengths:
         ends = [one.first_step for one in self.stages[number + 1 : number + 2]]
         return min([steps, *ends])
 
-    def total_steps(
-        self, training: RunLength, blocks_per_epoch: int | None = None
-    ) -> int | None:
-        """Optimizer steps of the run; without `blocks_per_epoch`, the number of steps of a run
-        whose length is given in epochs is unknown: None."""
+    def total_steps(self, training: Any, blocks_per_epoch: int | None = None) -> int | None:
+        """Optimizer steps by the section `training`; without `blocks_per_epoch`, the number of
+        steps of a run whose length is given in epochs is unknown: None."""
         if training.steps is not None:
             return training.steps
         if training.tokens is not None:

@@ -69,7 +69,7 @@ def _tiles(planned: Planned, chosen: Estimate) -> list[list[str]]:
     time, cluster, run = chosen.time, planned.cluster, planned.run
     limit = cluster.gpu.memory_gib
     tiles = [
-        ["memory", size(chosen.needed_gib), "" if limit is None else f"of {limit:.4g}"],
+        ["memory", size(chosen.needed.memory_gib), "" if limit is None else f"of {limit:.4g}"],
         ["step", seconds(time.total_s), f"{chosen.setup.layout.global_batch:,} samples"],
         ["tokens/s", f"{time.tokens_per_s_per_gpu:,.0f}", "per rank"],
     ]
