@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from toolkit.backend import Support
 from toolkit.layout import Layout, Pair
 from toolkit.models.spec import ModelSpec
+from toolkit.recipe.schema import Recipe
 
 Tried = Literal["all", "needed", "rule"]
 
@@ -97,11 +98,8 @@ class Dimension:
         return self.key.rpartition(".")[2]
 
     def of(self, recipe: Any) -> Any:
-        """What a recipe, or a request of one, states; None for a feature that is missing."""
-        try:
-            return attrgetter(self.key)(recipe)
-        except AttributeError:
-            return None
+        """What a recipe, or a request of one, states."""
+        return attrgetter(self.key)(recipe)
 
     def used(self, layout: Layout) -> bool:
         """Whether a layout has another value than the default."""
@@ -378,7 +376,20 @@ DIMENSIONS: tuple[Dimension, ...] = (
 """In the order of a layout's text."""
 DIMENSION: Mapping[str, Dimension] = {one.field: one for one in DIMENSIONS}
 """By the field of `Layout`."""
-SETTABLE: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.key)
+
+
+def _is_setting(key: str) -> bool:
+    """Whether the schema has it: that of a feature may be missing."""
+    section: Any = Recipe
+    for name in key.split("."):
+        field = section.model_fields.get(name)
+        if field is None:
+            return False
+        section = field.annotation
+    return True
+
+
+SETTABLE: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if _is_setting(one.key))
 """Those that a recipe decides."""
 DEGREES: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.degree)
 IN_REASONS: tuple[Dimension, ...] = tuple(

@@ -256,11 +256,8 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
 
 def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     """The layout of a complete intent."""
-    settled = {
-        one.field: value
-        for one in _IN_PARALLEL
-        if (value := one.of(job.asking(parallel=parallel))) is not None
-    }
+    stated = {one.field: one.of(job.asking(parallel=parallel)) for one in _IN_PARALLEL}
+    settled = {field: value for field, value in stated.items() if value is not None}
     return Layout(
         dp=job.cluster.world_size // (settled["tp"] * settled["pp"]),
         **settled,

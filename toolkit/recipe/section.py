@@ -49,7 +49,8 @@ class Section(BaseModel):
             name, _, rest = path.partition(".")
             if rest:
                 inside.setdefault(name, {})[rest] = value
-            elif name in type(self).model_fields:  # not that of a feature that is missing
+            else:
+                assert name in type(self).model_fields, path
                 changed[name] = value
         for name, inner in inside.items():
             changed[name] = getattr(self, name).with_values(inner)

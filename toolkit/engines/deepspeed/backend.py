@@ -90,6 +90,7 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
+            degrees={"hpz": ANY},
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],

@@ -11,10 +11,8 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules.legality import divisors, nearest, or_zero
+from toolkit.plan.rules.legality import divisors, nearest, or_zero, table
 from toolkit.recipe.schema import ParallelSection
-
-_PAIR = Pair("deepspeed", "hf")
 
 
 def intent(
@@ -28,7 +26,7 @@ def intent(
         key, shown = f"parallel.zero.{name}", str(getattr(keys, name)).lower()
         if pair is None:
             yield from _stage(key, shown, parallel)
-        elif pair != _PAIR:
+        elif table()[pair].largest("hpz") == 1:
             yield Problem(
                 key,
                 shown,

@@ -124,14 +124,13 @@ def nearest(wanted: int, fit: Iterable[int]) -> int | None:
 def _needs(parallel: ParallelSection) -> Iterator[Problem]:
     """Settings that make sense only together with another one."""
     for dimension in SETTABLE:
-        if dimension.field == "hpz":
-            yield from intent_problems(parallel)
         for need in dimension.needs:
             value = _value(parallel, dimension.key)
             if need.values(value) and not need.suits(other := _value(parallel, need.other)):
                 name = need.other.removeprefix("parallel.zero.")
                 shown = f"{str(value).lower()} with {name}: {other}"
                 yield Problem(dimension.key, shown, need.allowed, need.fix)
+    yield from intent_problems(parallel)
 
 
 def _value(parallel: ParallelSection, key: str) -> object:
