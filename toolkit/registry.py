@@ -6,9 +6,9 @@ so every process of a run knows it, under any launcher.
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +31,7 @@ class Registry(Generic[Kind]):
     @cached_property
     def _places(self) -> dict[str, str]:
         own = {name: place for name, place in self._own.items() if _installed(place)}
-        others = {point.name: point.value for point in entry_points(group=self._group)}
+        others = {point.name: point.value for point in _added().select(group=self._group)}
         return {**own, **{name: others[name] for name in others if name not in own}}
 
     @property
@@ -74,6 +74,12 @@ def load(place: str) -> Any:
     """What `module:attribute` names."""
     module, _, attribute = place.partition(":")
     return getattr(import_module(module), attribute)
+
+
+@cache
+def _added() -> EntryPoints:
+    """Of all packages: read once, as each package's files are."""
+    return entry_points()
 
 
 def _installed(place: str) -> bool:

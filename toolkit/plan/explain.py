@@ -107,7 +107,8 @@ def choice(found: Search) -> Iterator[str]:
     equal = equally_fast(found.fitting, cluster)
     first = equal[0]
     if best == first or len(equal) == 1:
-        yield f"choice: the fastest of the layouts that fit{_with_margin(found)}"
+        margin = " with a margin of memory" if room(best, cluster) == "fits" else ""
+        yield f"choice: the fastest of the layouts that fit{margin}"
     else:
         yield (
             f"choice: the simplest of {len(equal)} layouts whose predicted times differ by "
@@ -136,10 +137,6 @@ def choice(found: Search) -> Iterator[str]:
         f"memory: WARNING: tight: {state} leaves {free:.1%}, less than the planner's error of "
         f"{MARGIN:.0%}; {other}"
     )
-
-
-def _with_margin(found: Search) -> str:
-    return " with a margin of memory" if room(found.best, found.cluster) == "fits" else ""
 
 
 def _text(one: Candidate) -> str:

@@ -66,11 +66,6 @@ class Activations:
     gradients: float
     """Bytes of the gradients of one layer."""
 
-    @property
-    def workspace(self) -> float:
-        """Both."""
-        return self.again + self.gradients
-
 
 @dataclass(frozen=True)
 class _Sizes:

@@ -6,15 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from toolkit.layout import Layout, stage_layers
 from toolkit.plan.cost.operators import Device, matmul_s
 from toolkit.plan.cost.owned import OwnerUpdates
 from toolkit.plan.cost.traffic import PlacedLayout
-
-if TYPE_CHECKING:
-    from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload
 
 
 def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
@@ -34,7 +31,7 @@ def replicated(layout: Layout) -> bool:
     return layout.zero_stage == 0 and layout.tp == 1
 
 
-def owned_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
+def owned_bytes(workload: Workload, layout: Layout, stage: int) -> float:
     """Bytes of owners' states on one rank of a stage, distributed over the ranks."""
     assert workload.updates is not None
     chunks = stage_layers(workload.spec.layers, layout.pp, layout.vpp)
