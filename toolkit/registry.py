@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
@@ -77,7 +77,7 @@ def load(place: str) -> Any:
 
 
 @cache
-def _added() -> EntryPoints:
+def _added() -> Any:  # another class before Python 3.12
     """Of all packages: read once, as each package's files are."""
     return entry_points()
 

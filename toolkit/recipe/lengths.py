@@ -135,8 +135,9 @@ class SequenceLengths:
     def total_steps(self, training: Any, blocks_per_epoch: int | None = None) -> int | None:
         """Optimizer steps by the section `training`; without `blocks_per_epoch`, the number of
         steps of a run whose length is given in epochs is unknown: None."""
-        if training.steps is not None:
-            return training.steps
+        steps: int | None = training.steps
+        if steps is not None:
+            return steps
         if training.tokens is not None:
             return self.steps_of_tokens(training.tokens)
         if training.epochs is None or blocks_per_epoch is None:
