@@ -20,10 +20,8 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """Why `pair` cannot compute with the kernels that the recipe states."""
     yield from _compile_problems(job, pair)
     asked, why = job.kernels.fused, ""
-    if asked == "liger":
-        why = _not_by_liger(job, pair)
-    elif asked == "megatron":
-        why = _not_by_megatron(job, pair)
+    if asked not in ("auto", "none"):
+        why = _not_by_liger(job, pair) if asked == "liger" else _not_by_megatron(job, pair)
     if why:
         yield _refused("fused", f"{asked} for {pair}", f"auto or none: {why}")
     products, why = job.kernels.experts, ""
