@@ -60,10 +60,13 @@ class KubernetesStarter:
                 )
         manifest = job.run_dir / "launch" / f"{settings.kind}.yaml"
         made = train_job(job) if settings.kind == "trainjob" else pytorch_job(job)
+        yaml, text = YAML(), StringIO()
+        yaml.representer.ignore_aliases = lambda _: True  # read by kubectl, not by people
+        yaml.dump_all([_config_map(job), made], text)
         return LaunchSpec(
             argv=("kubectl", "create", "-f", str(manifest)),
             run_dir=job.run_dir,
-            files={manifest: _yaml([_config_map(job), made])},
+            files={manifest: text.getvalue()},
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -251,11 +254,3 @@ def _name(job: Job) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
     which_ = sha256(f"{job.run_dir.name}\n{_portable(job.recipe)}".encode()).hexdigest()
     return f"dmt-{plain}-{which_[:6]}"
-
-
-def _yaml(documents: list[Manifest]) -> str:
-    yaml = YAML()
-    yaml.representer.ignore_aliases = lambda _: True  # read by kubectl, not by people
-    text = StringIO()
-    yaml.dump_all(documents, text)
-    return text.getvalue()

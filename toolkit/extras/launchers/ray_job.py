@@ -221,7 +221,10 @@ def _connected(asked: argparse.Namespace) -> bool:
         tell(f"error: no Ray at launch.ray.address {asked.address}: {_first_line(error)}")
         tell("  fix: `ray start --head` there, or launch.ray.address: null")
         return False
-    if lacking := _lacking(asked.ranks, asked.gpu):
+    what = "GPU" if asked.gpu else "CPU"
+    there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
+    if there < asked.ranks:
+        lacking = f"{asked.ranks} ranks need a {what} each, Ray has {there}"
         if asked.address is None:
             tell(
                 f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"
@@ -231,27 +234,16 @@ def _connected(asked: argparse.Namespace) -> bool:
     return True
 
 
-def _lacking(ranks: int, gpu: bool) -> str:
-    """The resources of the ranks that Ray lacks; empty if it has all."""
-    what = "GPU" if gpu else "CPU"
-    there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
-    return f"{ranks} ranks need a {what} each, Ray has {there}" if there < ranks else ""
-
-
 def _carry(stop: Path, mailbox: Any, over: threading.Event) -> None:
     """Passes output and stop requests between launcher and ranks."""
     asked = last = False
     while not last:
         last = over.wait(_POLL_S)
-        _show(mailbox)
+        for line in ray.get(mailbox.said.remote()):
+            print(redact(line), end="", file=sys.stderr, flush=True)
         if not asked and stop.exists():
             asked = True
             ray.get(mailbox.stop.remote())
-
-
-def _show(mailbox: Any) -> None:
-    for line in ray.get(mailbox.said.remote()):
-        print(redact(line), end="", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

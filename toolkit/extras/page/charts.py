@@ -156,10 +156,7 @@ def _ranks(
                 line = {"run": run, "label": f"rank {rank}", **points}
                 lines.append(line | _is_thinned(points, one))
     if lines:
-        title, unit = (
-            "Waits of each rank",
-            "seconds per step, for data or for a core",
-        )
+        title, unit = "Waits of each rank", "seconds per step, for data or for a core"
         yield {"id": "ranks", "title": title, "unit": unit, "lines": lines, "log": False}
 
 
