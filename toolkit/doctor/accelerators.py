@@ -57,7 +57,6 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 
 def _driver() -> str | None:
-    """The version of the NVIDIA driver; None where there is none."""
     file = Path("/proc/driver/nvidia/version")
     text = file.read_text(errors="replace") if file.is_file() else ""
     if found := re.search(r"\s(\d{3}\.[\d.]+)\s", text):

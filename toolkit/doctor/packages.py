@@ -151,7 +151,6 @@ def _kernel(release: str) -> Iterator[Finding]:
 
 
 def _package(package: Package, needs: Needs) -> Iterator[Finding]:
-    """The finding for one package."""
     needed_by = needs.packages.get(package.name)
     version = _version(package)
     if version is None and package.compiled:

@@ -39,7 +39,6 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 
 def _disk(needs: Needs) -> Iterator[Finding]:
-    """Space and speed of the disk that the run directory is on, or will be."""
     name, folder = "run directory", needs.run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent

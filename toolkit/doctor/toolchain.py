@@ -41,7 +41,6 @@ def launcher_programs() -> Iterator[Program]:
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """What compiles operators and kernels."""
     put_ninja_on_path()  # as every run does
     yield from _tools(needs)
     yield _nvcc(needs)
@@ -50,7 +49,6 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 
 def check_programs(needs: Needs) -> Iterator[Finding]:
-    """The programs of launchers."""
     for program in launcher_programs():
         yield _program(program, needs)
 

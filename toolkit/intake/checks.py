@@ -388,7 +388,6 @@ def _if_on(feature: Feature) -> Rule:
 
 
 def _computes(device: Gpu, precision: str) -> bool:
-    """Whether the device supports the precision."""
     if device.generation == "cpu":
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None

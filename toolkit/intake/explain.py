@@ -353,7 +353,6 @@ def _takes_list(annotation: Any) -> bool:
 
 
 def _is_pair(annotation: Any) -> bool:
-    """Whether the list has a fixed length."""
     lists = [get_args(one) for one, _ in members(annotation) if get_origin(one) is tuple]
     return bool(lists) and Ellipsis not in lists[0]
 

@@ -65,8 +65,6 @@ class LocalStarter:
 
 
 class _Supervised:
-    """The ranks of one launch, and how they end."""
-
     def __init__(self, spec: LaunchSpec) -> None:
         self._run_dir = spec.run_dir
         self._offset = events_offset(spec.run_dir)

@@ -264,7 +264,6 @@ def _assignment(
 
 
 def _reason(error: PlanError | RecipeError) -> str:
-    """Why a layout is refused, on one line."""
     if not isinstance(error, RecipeError):
         return error.message
     return "; ".join(f"{p.key}: {p.found}; allowed: {p.allowed}" for p in error.problems)

@@ -186,7 +186,6 @@ _LATENT = {
 
 
 def _latent(settings: Settings) -> dict[str, Any]:
-    """The model's sizes of latent attention."""
     if settings["qk_rope_head_dim"] is None:
         return {}
     return {name: size for name, size in _LATENT.items() if settings[name] is not None}

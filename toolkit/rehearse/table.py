@@ -100,14 +100,12 @@ def reasons(outcomes: Sequence[LayoutResult]) -> Text:
 
 
 def _last(record: Record) -> tuple[str, str]:
-    """Loss and gradient norm of the last step that was taken."""
     if not record.loss:
         return "", ""
     return f"{record.loss[-1]:.6f}", f"{record.grad_norm[-1]:.6f}"
 
 
 def _differences(outcome: LayoutResult) -> tuple[str, str]:
-    """The largest relative differences over all steps."""
     if outcome.comparison is None:
         return "", ""
     return (

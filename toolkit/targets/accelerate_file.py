@@ -169,7 +169,6 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
 
 
 def _start(words: InAccelerate, cluster: ClusterSection) -> Iterator[tuple[str, object]]:
-    """Which processes are started."""
     yield "compute_environment", "LOCAL_MACHINE"
     yield "distributed_type", words.distributed_type(cluster.world_size)
     yield "use_cpu", cluster.gpu == "cpu"

@@ -215,7 +215,6 @@ class _Reader:
         return accelerate.collect(settings, Path())
 
     def _in_effect(self, name: str) -> bool:
-        """Whether Accelerate would read it."""
         if name == "ACCELERATE_MIXED_PRECISION" and self._value(name) == "no":
             # Written for every run. With DeepSpeed's JSON it has no effect, and without a
             # config file it only means that none was asked for.

@@ -192,7 +192,6 @@ class Allocator:
 
 
 def _joined(first: _Block, second: _Block) -> _Block:
-    """Two neighbours as one."""
     first.size += second.size
     first.whole = first.whole and second.whole
     first.after = second.after

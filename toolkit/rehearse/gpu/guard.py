@@ -40,7 +40,6 @@ def load() -> None:
 
 
 def _built(torch: Path, version: str) -> Path:
-    """The compiled guard of this torch."""
     key = f"{torch} {version}".encode() + _SOURCE.read_bytes()
     library = private_folder("fake-gpu") / f"{hashlib.sha256(key).hexdigest()[:16]}.so"
     if library.exists():
