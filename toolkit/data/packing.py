@@ -186,16 +186,23 @@ class PackedDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        length = self.sequence_length
-        tokens, document_ends = self.stream.read(index * length, (index + 1) * length + 1)
-        self._check_vocabulary(tokens)
-        labels = tokens[1:].copy()
-        document_ends = document_ends[document_ends < length]
-        labels[document_ends] = IGNORE_INDEX
+        length, at = self.sequence_length, 0
+        inputs = np.zeros(length, dtype=np.int64)
+        labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+        starts = [np.array([0])]
+        for start, size in self._parts(index):
+            tokens, ends = self.stream.read(start, min(start + size + 1, len(self.stream)))
+            self._check_vocabulary(tokens)
+            ends = at + ends[ends < size]
+            inputs[at : at + size] = tokens[:size]
+            labels[at : at + len(tokens) - 1] = tokens[1:]
+            labels[ends] = IGNORE_INDEX
+            at += size
+            starts += [ends + 1, np.array([at])]
         if not self._isolates:
-            return (Row(tokens[:-1], labels),)
-        segments, positions = documents(np.append(0, document_ends + 1), length)
-        return (Row(tokens[:-1], labels, positions=positions, segments=segments),)
+            return (Row(inputs, labels),)
+        segments, positions = documents(np.unique(np.concatenate(starts)), length)
+        return (Row(inputs, labels, positions=positions, segments=segments),)
 
     @property
     def n_dropped(self) -> int:
@@ -213,8 +220,7 @@ class PackedDataset:
 
     def filled(self, index: int) -> int:
         """Positions of sample `index` before its padding."""
-        del index
-        return self.sequence_length
+        return sum(size for _, size in self._parts(index))
 
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the
@@ -270,31 +276,6 @@ class FittedDataset(PackedDataset):
     def n_dropped(self) -> int:
         """None: samples are padded."""
         return 0
-
-    def rows(self, index: int) -> tuple[Row]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        length = self.sequence_length
-        inputs = np.zeros(length, dtype=np.int64)
-        labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
-        starts = [0]
-        for start, size in self._parts(index):
-            behind = min(start + size + 1, len(self.stream))
-            tokens, ends = self.stream.read(start, behind)
-            self._check_vocabulary(tokens)
-            at = starts[-1]
-            inputs[at : at + size] = tokens[:size]
-            labels[at : at + len(tokens) - 1] = tokens[1:]
-            if len(ends) and ends[0] < size:  # the end of its document
-                labels[at + ends[0]] = IGNORE_INDEX
-            starts.append(at + size)
-        if not self._isolates:
-            return (Row(inputs, labels),)
-        segments, positions = documents(np.array(starts), length)
-        return (Row(inputs, labels, positions=positions, segments=segments),)
-
-    def filled(self, index: int) -> int:
-        return sum(size for _, size in self._parts(index))
 
     def _parts(self, index: int) -> list[list[int]]:
         first, behind = self._rows.document_starts(np.array([index, index + 1])).tolist()
