@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from toolkit.data.files import cache_folder, content_fingerprint, find_files
+from toolkit.data.records import open_records
 from toolkit.data.sources import Documents, open_source
 from toolkit.errors import BackendUnavailable, DataError
-from toolkit.recipe.schema import HfSource, TextSource
+from toolkit.recipe.schema import ChatSource, HfSource, TextSource
 
 ROWS = [{"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "Grüße\nzwei", "id": 3}]
 TEXTS = ["first", "", "Grüße\nzwei"]
@@ -284,9 +285,33 @@ def test_a_pinned_hub_revision_needs_no_look_at_the_hub(tmp_path: Path) -> None:
         list(documents)
 
 
-def test_text_needs_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_need_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, a_txt="a")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert list(open_text(tmp_path, "a.txt")) == ["a"]
+    assert list(open_text(tmp_path, "a.txt")) == list(open_hf(tmp_path, "a.txt")) == ["a"]
     with pytest.raises(BackendUnavailable, match="datasets"):
-        list(open_hf(tmp_path, "a.txt"))
+        list(open_hf(tmp_path, "some/dataset"))
+
+
+@pytest.mark.parametrize("split", ["train", "train[1:]", "train[:50%]+train[-1:]", "test"])
+def test_chats_are_those_of_datasets(tmp_path: Path, split: str) -> None:
+    """Columns with values of several kinds too, which `datasets` keeps as JSON."""
+    import datasets
+
+    calls = [{"function": {"name": "f", "arguments": {"a": value}}} for value in (1, "x", [2])]
+    chats = [[{"role": "assistant", "content": None, "tool_calls": [call]}] for call in calls]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": c}) for c in chats))
+    files = {"train": str(tmp_path / "a.jsonl")}
+    rows = datasets.load_dataset("json", data_files=files, split="train")
+    (tmp_path / "folder").mkdir()
+    for name in ("train", "test"):
+        rows.to_parquet(tmp_path / "folder" / f"{name}.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    expected = list(datasets.load_dataset(str(tmp_path / "folder"), split=split))
+    for path in ("./folder", "folder/train.parquet", "saved", "saved/*.arrow"):
+        if "/" in path[2:] and split == "test" or path == "saved" and split != "train":
+            continue
+        source = ChatSource.model_validate({"kind": "chat", "path": path, "split": split})
+        records = open_records(source, base=tmp_path, cache=tmp_path / "cache")
+        assert [row for _, row in records] == expected
+        assert len(records) == 3

@@ -7,7 +7,7 @@ import logging
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,7 +26,6 @@ STDLIB = "{stdlib}"
 """In a recipe, stands for the standard library folder of the running Python."""
 
 _MOMENT_S = 1.0
-_BLOCK_BYTES = 2**20
 _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
 """Faster than any disk, and at most 256 MiB of pieces in memory."""
@@ -98,16 +97,6 @@ def read_bytes(path: Path) -> bytes:
     """The whole file. Raises DataError when it cannot be read."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """The file in blocks, none empty. Raises DataError when it cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                yield block
     except OSError as error:
         raise unreadable(path, error) from error
 

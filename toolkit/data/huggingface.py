@@ -1,18 +1,19 @@
-"""What the `datasets` library reads: hub ids, folders of files with splits, and slices."""
+"""What the `datasets` library determines: rows of hub ids, files of splits, and slices."""
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.formats.base import FORMATS, Format, format_of, formats, only_format
-from toolkit.data.formats.files import ListedFile, ListedFolder
-from toolkit.data.formats.saved import of_split, saved_files
+from toolkit.data.formats.arrow import rows_of
+from toolkit.data.formats.columns import arrow_kinds, check_column
+from toolkit.data.formats.saved import of_split
 from toolkit.errors import BackendUnavailable, DataError
-from toolkit.recipe.schema import RowsSource
+from toolkit.recipe.schema import HfSource, RowsSource
 
 _COMMIT_LENGTH = 40
+_ROWS_AT_ONCE = 1000
 
 
 def hub_version(source: RowsSource, base: Path) -> str:
@@ -24,41 +25,47 @@ def hub_version(source: RowsSource, base: Path) -> str:
 
 
 def load_rows(source: RowsSource, base: Path, files: Sequence[Path]) -> Any:
-    """The rows of the split, memory-mapped by `datasets`.
-
-    Raises DataError where it cannot read them; of documents, it names the row of a JSON file
-    that has no text.
-    """
-    datasets = _datasets(source)
-    zipped = any(file.suffix == ".zst" for file in files)
-    if zipped and not datasets.config.ZSTANDARD_AVAILABLE:
-        raise BackendUnavailable(
-            f"`{source.path}` names .zst files, which needs the package `zstandard`",
-            fix="pip install zstandard",
-        )
-    folder = base / Path(source.path).expanduser()
-    arguments = _load_arguments(source, folder, files)
+    """The rows of the split of a hub id or, if it has `files`, of a local folder,
+    memory-mapped. Raises DataError where `datasets` cannot read them."""
+    where = {"path": source.path, "revision": source.revision}
+    if files:
+        where = {"path": str(base / Path(source.path).expanduser())}
     try:
-        for form, file in _listed(files):
-            form.check(source, file)
-        if files and folder.is_dir():
-            listed = ListedFolder.here(folder)
-            if FORMATS["saved"].holds(listed):
-                split, _ = saved_files(source, listed)
-                return datasets.load_from_disk(str(folder / split))
-        return datasets.load_dataset(**arguments, split=source.split)
-    except DataError:
+        return _datasets(source).load_dataset(**where, name=source.name, split=source.split)
+    except BackendUnavailable:
         raise
     except Exception as error:  # what its readers raise depends on the file's kind
-        known = _listed(files)
-        for form in formats():
-            form.explain(source, [file for of, file in known if of is form])
         raise _cannot_load(source, files, error) from error
 
 
-def _listed(files: Sequence[Path]) -> list[tuple[Format, ListedFile]]:
-    forms = [(format_of(file), file) for file in files]
-    return [(form, ListedFile.of(file)) for form, file in forms if form is not None]
+def rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[object, object]]:
+    """The rows that `load_rows` gives, each with its place."""
+    if not isinstance(source, HfSource):
+        for number, row in enumerate(dataset, start=1):
+            yield f"{source.path}, row {number}", row
+        return
+    check_column(source, arrow_kinds(dataset.features.arrow_schema))
+    tables = dataset.select_columns([source.text_field]).with_format("arrow")
+    batches = (
+        batch for table in tables.iter(batch_size=_ROWS_AT_ONCE) for batch in table.to_batches()
+    )
+    yield from rows_of(batches, f"`{source.path}`")
+
+
+def slices(source: RowsSource, files: Sequence[Path], n_rows: int) -> list[tuple[int, int]]:
+    """The rows [start, stop) that the source's `split` takes of so many."""
+    try:
+        spec = _datasets(source).ReadInstruction.from_spec(source.split)
+        absolute = spec.to_absolute({split_name(source): n_rows})
+    except (AssertionError, ValueError) as error:
+        raise _cannot_load(source, files, error) from error
+    return [(part.from_, part.to) for part in absolute]
+
+
+def split_name(source: RowsSource) -> str | None:
+    """The split, all or slices of which are read; None for several."""
+    names = {part.partition("[")[0] for part in source.split.split("+")}
+    return names.pop() if len(names) == 1 else None
 
 
 def _datasets(source: RowsSource) -> Any:
@@ -100,21 +107,8 @@ def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
     return [str(file) for file in of_split(source, builder.config.data_files or {})]
 
 
-def _load_arguments(source: RowsSource, folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    if not files:
-        return {"path": source.path, "name": source.name, "revision": source.revision}
-    if folder.is_dir():
-        return {"path": str(folder), "name": source.name}
-    known = ".json or .jsonl, .parquet, .arrow, .txt; MDS shards by their folder"
-    form = only_format(files, source.path, known)
-    names = [str(file) for file in files]
-    return {"path": form.builder, "name": source.name, "data_files": {"train": names}}
-
-
 def _cannot_load(source: RowsSource, files: Sequence[Path], error: Exception) -> DataError:
     reason = str(error.__cause__ or error) or type(error).__name__
-    if files and not any(file.stat().st_size for file in files):
-        reason = "it is empty"
     if files:
         fix = "check the file's format, and `split`: single files have the split `train`"
     else:

@@ -12,7 +12,7 @@ from toolkit.data.files import find_files
 from toolkit.data.formats.base import Format, folder_format, format_of, formats, only_format
 from toolkit.data.formats.files import ListedFile, ListedFolder
 from toolkit.data.formats.saved import saved_files
-from toolkit.data.huggingface import data_files_of
+from toolkit.data.huggingface import data_files_of, split_name
 from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.remote.store import shown
 from toolkit.errors import DataError
@@ -22,6 +22,8 @@ from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
 _NEUTRAL = {"kind": "hf", "split": "train", "name": None}
+KNOWN = ".json or .jsonl, .parquet, .arrow, .txt"
+"""Files of this package's own formats, for messages."""
 
 
 def local_path(source: RowsSource, base: Path) -> Path:
@@ -78,16 +80,22 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
 
 def _files_of_folder(source: RowsSource, folder: ListedFolder, path: Path) -> list[Path]:
     form = folder_format(folder)
-    if form is not None and not form.whole_by_datasets:
+    if form is not None and not form.has_splits:
         shards = form.files(source, folder)
-        _check_neutral(source, form, *_NEUTRAL)
+        _check_neutral(source, *_NEUTRAL, of=form)
         return [*(path / name for name in form.index), *(file.path for file in shards)]
-    files = [file.path for file in folder.files.values() if _has_builder(file.path)]
+    files = [
+        file.path
+        for file in folder.files.values()
+        if (known := format_of(file.path)) is not None and known.in_folders
+    ]
     if form is not None:
         saved_files(source, folder)
         files = [file for file in files if file.suffix == ".arrow"]
     if not files:
-        endings = ", ".join(end for form in formats() if form.builder for end in form.endings)
+        endings = ", ".join(
+            end for form in formats() if form.in_folders for end in form.endings
+        )
         raise DataError(
             f"the folder {path} holds no {endings} file",
             fix="name the folder that holds the data files",
@@ -97,40 +105,45 @@ def _files_of_folder(source: RowsSource, folder: ListedFolder, path: Path) -> li
     return [*files, card] if card.is_file() and form is None else files
 
 
-def _has_builder(file: Path) -> bool:
-    form = format_of(file)
-    return form is not None and form.builder is not None
-
-
-def _check_neutral(source: RowsSource, form: Format, *settings: str) -> None:
-    """Raise DataError for a setting that means nothing for files of this format."""
+def _check_neutral(source: RowsSource, *settings: str, of: Format | None = None) -> None:
+    """Raise DataError for a setting that chooses among rows which are all read: by the format
+    `of` the files, or streamed."""
     for key in settings:
-        if (value := getattr(source, key)) != _NEUTRAL[key]:
+        if (value := getattr(source, key)) == _NEUTRAL[key]:
+            continue
+        if of is not None:
             raise DataError(
-                f"`{key}: {value}` is given for {form.title} (`{source.path}`)",
+                f"`{key}: {value}` is given for {of.title} (`{source.path}`)",
                 fix="read them with `kind: hf`, without `split` and `name`",
             )
+        raise DataError(
+            f"`data.streaming`: `{key}: {value}` with files (`{shown(source.path)}`)",
+            fix=f"remove `{key}`: all rows of the files are read",
+        )
 
 
-def own_rows(
+def split_files(
     source: RowsSource, base: Path, files: Sequence[Path]
 ) -> tuple[Format, list[ListedFile]] | None:
-    """The format that reads all rows of these local files, and the files; None where `datasets`
-    does. In a folder, it finds by the files' names which split they belong to."""
+    """The format of these local files, and those of them that hold the split; None where
+    `datasets` reads the rows: of hub ids, of several splits, and what a card takes apart."""
     if not files:
         return None
+    listed = [*map(ListedFile.of, files)]
     if (indexed := local_folder(source, base)) is not None:
         form, folder = indexed
-        return None if form.whole_by_datasets else (form, form.files(source, folder))
-    forms = {format_of(file) for file in files}
-    only = forms.pop() if len(forms) == 1 else None
-    if only is None or only.whole_by_datasets or local_path(source, base).is_dir():
-        return None
-    if only.builder is None:
-        _check_neutral(source, only, "split", "name")
-    elif source.split != "train":
-        return None
-    return only, [*map(ListedFile.of, files)]
+        listed = form.files(source, folder)
+    elif (path := local_path(source, base)).is_dir():
+        try:
+            split = source.model_copy(update={"split": split_name(source)})
+            listed = [*_at(data_files_of(split, path))]
+            return only_format(listed, source.path, KNOWN), listed
+        except DataError:  # `datasets` reads it, or says what is wrong
+            return None
+    form = only_format(listed, source.path, f"{KNOWN}; MDS shards by their folder")
+    if not (form.in_folders or form.index):
+        _check_neutral(source, "split", "name", of=form)
+    return form, listed
 
 
 def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, ...]:
@@ -151,16 +164,16 @@ def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, .
         remote = is_remote(source.path)
         folder = ListedFolder.stored(source.path) if remote else ListedFolder.here(local)
         if (form := folder_format(folder)) is not None:
-            _check_whole(source, "name", *["split"] * (not form.has_splits))
+            _check_neutral(source, "name", *["split"] * (not form.has_splits))
             return tuple(form.files(source, folder))
     if named:
-        _check_whole(source, "name", "split")
+        _check_neutral(source, "name", "split")
     elif is_remote(source.path):
         fix = "correct the path; name the files of a folder by a glob, e.g. `FOLDER/*.parquet`"
         raise DataError(f"no file matches {shown(source.path)}", fix=fix)
     else:
         named = [*_at(data_files_of(source, local if local.is_dir() else None))]
-    only_format(named, shown(source.path), ".json or .jsonl, .parquet, .arrow, .txt")
+    only_format(named, shown(source.path), KNOWN)
     return tuple(named)
 
 
@@ -201,13 +214,3 @@ def _at(places: Iterable[str]) -> Iterator[ListedFile]:
             files = map(ListedFile.stored, stored_files(f"{root}/**/*"))
             repositories[root] = {str(file.remote.url): file for file in files if file.remote}
         yield repositories[root][place]
-
-
-def _check_whole(source: HfSource, *settings: str) -> None:
-    """Raise DataError for a setting that chooses among rows which are all read."""
-    for name in settings:
-        if (value := getattr(source, name)) != _NEUTRAL[name]:
-            raise DataError(
-                f"`data.streaming`: `{name}: {value}` with files (`{shown(source.path)}`)",
-                fix=f"remove `{name}`: all rows of the files are read",
-            )

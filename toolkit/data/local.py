@@ -211,7 +211,7 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
     rows = (
         form.rows(source, ListedFile.of(file).whole)
         for file, form in known
-        if form is not None and not form.whole_by_datasets
+        if form is not None and not form.states_columns
     )
     for place, row in islice(chain.from_iterable(rows), _FIRST_ROWS):
         try:
@@ -261,7 +261,7 @@ def _columns(
     columns: dict[str, str] = {}
     if (indexed := local_folder(source, Path.cwd())) is not None:
         form, folder = indexed
-        if not form.whole_by_datasets:
+        if not form.has_splits:
             return form.columns(form.files(source, folder))
     if any(file.name == "README.md" for file in files):
         return columns, False  # The card decides which files are read.

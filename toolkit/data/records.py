@@ -3,14 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.data.files import content_fingerprint
 from toolkit.data.formats.base import Format
 from toolkit.data.formats.files import ListedFile
-from toolkit.data.huggingface import hub_version, load_rows
-from toolkit.data.listing import local_files, own_rows
+from toolkit.data.huggingface import (
+    hub_version,
+    load_rows,
+    rows_of_dataset,
+    slices,
+    split_name,
+)
+from toolkit.data.listing import local_files, split_files
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
 from toolkit.recipe.schema import RowsSource
@@ -28,30 +35,36 @@ class Records:
     """Of the contents: stays the same when files are only moved."""
 
     @cached_property
-    def own(self) -> tuple[Format, list[ListedFile]] | None:
-        """The format that reads the files, and what it reads; None where `datasets` does."""
-        return own_rows(self.source, self.base, self.files)
+    def _own(self) -> tuple[Format, list[ListedFile]] | None:
+        """The format that reads the files, and those of the split; None where `datasets`
+        reads."""
+        return split_files(self.source, self.base, self.files)
 
     @cached_property
-    def dataset(self) -> Any:
-        """The rows as `datasets` has them."""
+    def _dataset(self) -> Any:
         return load_rows(self.source, self.base, self.files)
 
     def __len__(self) -> int:
-        """Number of rows, or a bound of it: blank lines count."""
-        if self.own is None:
-            return len(self.dataset)
-        form, files = self.own
+        """Number of rows, or a bound of it: blank lines and those outside of a slice count."""
+        if self._own is None:
+            return len(self._dataset)
+        form, files = self._own
         return form.count(self.source, files)
 
     def __iter__(self) -> Iterator[tuple[object, object]]:
-        if self.own is None:
-            for number, row in enumerate(self.dataset, start=1):
-                yield f"{self.source.path}, row {number}", row
-            return
-        form, files = self.own
-        for file in files:
-            yield from form.rows(self.source, file.whole)
+        if self._own is None:
+            yield from rows_of_dataset(self.source, self._dataset)
+        elif split_name(self.source) == self.source.split:
+            yield from self._rows()
+        else:
+            n_rows = sum(1 for _ in self._rows())
+            for start, stop in slices(self.source, self.files, n_rows):
+                yield from islice(self._rows(), start, stop)
+
+    def _rows(self) -> Iterator[tuple[object, object]]:
+        assert self._own is not None
+        form, files = self._own
+        return chain.from_iterable(form.rows(self.source, file.whole) for file in files)
 
 
 def open_records(

@@ -4,18 +4,15 @@ import codecs
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from toolkit.data.dropped import DroppedRows
-from toolkit.data.files import content_fingerprint, find_files, fingerprint_of, read_blocks
-from toolkit.data.formats.arrow import rows_of
-from toolkit.data.formats.base import Format, checked_texts, format_of
-from toolkit.data.formats.columns import CORRECT, arrow_kinds, check_column
+from toolkit.data.files import content_fingerprint, find_files, fingerprint_of
+from toolkit.data.formats.base import texts_of_rows
+from toolkit.data.formats.columns import CORRECT
 from toolkit.data.formats.files import ListedFile
-from toolkit.data.formats.json import JSON
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
 from toolkit.data.remote.copies import with_copies
@@ -23,10 +20,6 @@ from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
 
 logger = logging.getLogger(__name__)
-
-_ROWS_AT_ONCE = 1000
-_MIXED = "extension<arrow.json>"
-"""How `datasets` keeps a column of JSON files that holds several kinds of values."""
 
 
 class Documents(Protocol):
@@ -74,9 +67,6 @@ def _open_rows(records: Records) -> "RowDocuments":
     parts = ["hf", records.version, source.name, source.split, source.text_field]
     if source.malformed == "drop":
         parts.append(f"at most {source.malformed_limit} dropped")
-    if records.own is not None and records.own[0].states_columns:
-        form, files = records.own
-        check_column(source, form.columns(files)[0])
     return RowDocuments(source, records, fingerprint_of(parts))
 
 
@@ -96,7 +86,7 @@ class TextDocuments:
     def in_parts(self) -> Iterator[Iterable[str]]:
         not_utf8: list[Path] = []
         for path in self.files:
-            yield decoded(read_blocks(path), partial(not_utf8.append, path))
+            yield decoded(ListedFile.of(path).blocks(), partial(not_utf8.append, path))
         if not_utf8:
             logger.warning(
                 "%d of %d files are not UTF-8; their undecodable bytes were replaced by U+FFFD "
@@ -128,54 +118,12 @@ class RowDocuments:
     fingerprint: str
 
     def __len__(self) -> int:
-        return len(self._dataset if self.records.own is None else self.records)
+        return len(self.records)
 
     def __iter__(self) -> Iterator[str]:
-        dropped = DroppedRows(self.source)
-        if self.records.own is None:
-            yield from self._of_dataset(dropped)
-        else:
-            yield from self._of_rows(self.records.own[0], dropped)
-        dropped.report()
+        if not (yield from texts_of_rows(self.records, self.source)):
+            raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
 
     def in_parts(self) -> Iterator[Iterable[str]]:
         """See `Documents.in_parts`: a row is one part."""
         return ((text,) for text in self)
-
-    def _of_rows(self, form: Format, dropped: DroppedRows) -> Iterator[str]:
-        columns: dict[str, str] = {}
-        texts = checked_texts(self.records, self.source, dropped, columns)
-        yield from (text or "" for text in texts)
-        if form.states_columns:
-            return
-        if not columns and not dropped.count:
-            raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
-        check_column(self.source, columns)
-
-    @cached_property
-    def _dataset(self) -> Any:
-        dataset = self.records.dataset
-        kinds = arrow_kinds(dataset.features.arrow_schema)
-        if kinds.get(self.source.text_field) == _MIXED:
-            self._look_for_wrong_text()
-        check_column(self.source, kinds)
-        return dataset
-
-    def _of_dataset(self, dropped: DroppedRows) -> Iterator[str]:
-        column = self.source.text_field
-        dataset, number = self._dataset.select_columns([column]).with_format("arrow"), 0
-        for table in dataset.iter(batch_size=_ROWS_AT_ONCE):
-            try:
-                yield from (text or "" for text in table.column(0).to_pylist())
-            except UnicodeDecodeError:
-                self._look_for_wrong_text()
-                rows = rows_of(table.to_batches(), f"`{self.source.path}`", number)
-                yield from (
-                    text or "" for text in checked_texts(rows, self.source, dropped, {})
-                )
-            number += len(table)
-
-    def _look_for_wrong_text(self) -> None:
-        """Raise DataError for the first row of JSON files that is not as it must be."""
-        files = [file for file in self.records.files if format_of(file) is JSON]
-        JSON.explain(self.source, map(ListedFile.of, files))

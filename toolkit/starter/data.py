@@ -108,7 +108,7 @@ def _samples(recipe: Recipe, data: Path) -> int:
     train = recipe.data.train
     packed = recipe.data.packing != "none"
     form = format_of(data)
-    if isinstance(train, ChatRowsSource) and not packed and form and not form.whole_by_datasets:
+    if isinstance(train, ChatRowsSource) and not packed and form and not form.states_columns:
         return sum(1 for _ in form.rows(train, ListedFile.of(data).whole))
     tokens = data.stat().st_size / BYTES_PER_TOKEN
     return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)

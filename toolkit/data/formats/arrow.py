@@ -16,8 +16,7 @@ class Arrow(Format):
     """A row of a record batch."""
 
     endings = (".arrow",)
-    builder = "arrow"
-    whole_by_datasets = True
+    in_folders = True
 
     def columns(self, files: Sequence[ListedFile]) -> tuple[dict[str, str], bool]:
         columns: dict[str, str] = {}
@@ -29,15 +28,24 @@ class Arrow(Format):
     def rows(self, source: RowsSource, part: FileRange) -> Iterator[tuple[object, object]]:
         with readable(part.file), _opened(part.file) as (schema, batches):
             names = checked_columns(source, schema) or schema.names
-            yield from rows_of((batch.select(names) for batch in batches), part.file)
+            selected = (batch.select(names) for batch in batches)
+            yield from rows_of(selected, part.file, types=types_of(source, schema))
+
+    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
+        del source
+        total = 0
+        for file in files:
+            with readable(file), _opened(file) as (_, batches):
+                total += sum(map(len, batches))
+        return total
 
 
 @contextmanager
 def _opened(file: ListedFile) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """The schema and the record batches of a file."""
-    from pyarrow import ArrowInvalid, ipc
+    """The schema and the record batches of a file, memory-mapped if it is here."""
+    from pyarrow import ArrowInvalid, ipc, memory_map
 
-    with file.open() as stream:
+    with file.open() if file.remote else memory_map(str(file.path)) as stream:
         try:
             reader = ipc.open_stream(stream)
             batches = iter(reader)
@@ -68,17 +76,29 @@ def checked_columns(source: RowsSource, schema: Any) -> list[str] | None:
     return [source.text_field]
 
 
+def types_of(source: RowsSource, schema: Any) -> Any:
+    """The `Features` of `datasets`, which keeps values of several kinds as JSON: messages of
+    chats may have them. None for documents."""
+    if isinstance(source, HfSource):
+        return None
+    from datasets import Features
+
+    return Features.from_arrow_schema(schema)
+
+
 def rows_of(
-    batches: Iterable[Any], name: object, before: int = 0
+    batches: Iterable[Any], name: object, before: int = 0, types: Any = None
 ) -> Iterator[tuple[str, object]]:
-    """The rows of record batches of the file `name`; `before` rows of it come before."""
+    """The rows of record batches of the file `name`; `before` rows of it come before, and
+    `types_of` its schema decodes them."""
     for batch in batches:
         try:
             rows: list[object] = batch.to_pylist()
         except UnicodeDecodeError:
             rows = [_row(batch, number) for number in range(len(batch))]
         for number, row in enumerate(rows, before + 1):
-            yield f"{name}, row {number:,}", row
+            decoded = types is not None and isinstance(row, dict)
+            yield f"{name}, row {number:,}", types.decode_example(row) if decoded else row
         before += len(rows)
 
 

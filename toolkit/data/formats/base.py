@@ -5,11 +5,11 @@ a run for rows. A row belongs to one range of its file, and a whole file is one 
 that is tokenised before a run and data that is streamed are read by the same code.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from toolkit.data.dropped import DroppedRows
-from toolkit.data.formats.columns import TEXT, add_kinds, wrong_text
+from toolkit.data.formats.columns import TEXT, add_kinds, check_column, wrong_text
 from toolkit.data.formats.compressed import plain_ending
 from toolkit.data.formats.files import FileRange, ListedFile, ListedFolder
 from toolkit.errors import DataError
@@ -30,13 +30,10 @@ class Format:
     """Those of `endings` whose files can be read in ranges, not only whole."""
     states_columns = True
     """A file says what columns it has; otherwise all of its rows must be read for that."""
-    builder: str | None = None
-    """The builder of `datasets` for its files, which then also reads folders, splits and
-    slices."""
-    whole_by_datasets = False
-    """`datasets` reads whole local files, not `rows`."""
+    in_folders = False
+    """Folders of such files need no index: `datasets` determines which belong to a split."""
     has_splits = False
-    """A folder of it holds several splits."""
+    """An index names the files of several splits."""
 
     def holds(self, folder: ListedFolder) -> bool:
         """Whether the folder is of this format: an index in it names its files."""
@@ -62,12 +59,6 @@ class Format:
     def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
         """Rows of whole files, or a bound of their number."""
         return sum(1 for file in files for _ in self.rows(source, file.whole))
-
-    def check(self, source: RowsSource, file: ListedFile) -> None:
-        """Raise DataError for what `datasets`, which has no limits, must not read."""
-
-    def explain(self, source: RowsSource, files: Iterable[ListedFile]) -> None:
-        """Raise DataError for what is wrong with files that `datasets` cannot read."""
 
 
 FORMATS: Registry[Format] = Registry(
@@ -119,15 +110,15 @@ def only_format(files: Sequence[ListedFile | Path], path: str, known: str) -> Fo
     return form
 
 
-def checked_texts(
-    rows: Iterable[tuple[object, object]],
-    source: HfSource,
-    dropped: DroppedRows,
-    columns: dict[str, str],
-) -> Iterator[str | None]:
-    """The texts of rows with their places; `columns` gets what columns there are, until the
-    text's is known."""
-    column = source.text_field
+def texts_of_rows(
+    rows: Iterable[tuple[object, object]], source: HfSource
+) -> Generator[str, None, bool]:
+    """The texts of rows with their places, the empty string where one has none; returns
+    whether there was a row.
+
+    Raises DataError for a row that cannot be used, and where no row has the column.
+    """
+    column, dropped, columns = source.text_field, DroppedRows(source), dict[str, str]()
     for place, row in rows:
         if (why := wrong_text(row, column)) is not None:
             dropped.add(f"{place}: {why}")
@@ -135,4 +126,8 @@ def checked_texts(
         assert isinstance(row, dict), "anything else is wrong"
         if columns.get(column) != TEXT:
             add_kinds(columns, row)
-        yield row.get(column)
+        yield row.get(column) or ""
+    if columns:
+        check_column(source, columns)
+    dropped.report()
+    return bool(columns or dropped.count)

@@ -1,7 +1,7 @@
 """Files and folders as a run has listed them, here or in a store."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedReader
@@ -20,7 +20,7 @@ from toolkit.data.remote.store import list_files as stored_files
 from toolkit.errors import DataError
 
 _READ_BYTES = 2**20
-"""Smallest request to a store."""
+"""Of a block, and of the smallest request to a store."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ class ListedFile:
             return self.path.open("rb")
         # Not through the cache of blocks: what is tokenised is not read again.
         return BufferedReader(RemoteStream(read_range, self.remote), _READ_BYTES)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The file's bytes in blocks, none empty. Raises DataError when it cannot be read."""
+        try:
+            with self.open() as stream:
+                while block := stream.read(_READ_BYTES):
+                    yield block
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
     def check_unchanged(self) -> None:
         """Raise DataError when it is no longer the file that was listed; reading a file in a

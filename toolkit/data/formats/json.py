@@ -14,26 +14,24 @@ from contextlib import suppress
 from typing import Any
 
 from toolkit.data.formats.base import Format
-from toolkit.data.formats.columns import (
-    CORRECT,
-    Broken,
-    add_kinds,
-    wrong_text,
-)
+from toolkit.data.formats.columns import Broken, add_kinds
 from toolkit.data.formats.compressed import opened, undecodable
 from toolkit.data.formats.files import FileRange, ListedFile
-from toolkit.data.formats.lines import WHOLE, LinePlace, blocks, too_long, unreadable_lines
+from toolkit.data.formats.lines import (
+    WHOLE,
+    LinePlace,
+    blocks,
+    lines_of,
+    too_long,
+    unreadable_lines,
+)
 from toolkit.errors import DataError
-from toolkit.recipe.schema import HfSource, RowsSource
+from toolkit.recipe.schema import RowsSource
 from toolkit.text.units import MIB
 
 _READ_BYTES = 2**20
 _BEGINNING = 10 * 2**20
 """Bytes of a file whose columns are looked at: `datasets` takes them from as many."""
-_SEARCHED_BYTES = 2**30
-"""How far the first malformed row is looked for: a few seconds."""
-_NESTED = 1000
-"""More brackets in a line may crash the parser of `datasets`, which nests without a limit."""
 _SPACE = re.compile(r"\s*")
 _SCANNED = json.JSONDecoder().raw_decode
 _TOO_DEEP = Broken("it is nested too deeply")
@@ -45,7 +43,7 @@ class Json(Format):
     endings = (".json", ".jsonl")
     cut = (".jsonl",)
     states_columns = False
-    builder = "json"
+    in_folders = True
 
     def columns(self, files: Sequence[ListedFile]) -> tuple[dict[str, str], bool]:
         """See `Format.columns`: of the beginning of a file."""
@@ -74,33 +72,8 @@ class Json(Format):
                 if _is_list(place, block):
                     rows += sum(1 for _ in _rows_of_list(file.whole, source.row_limit_mib))
                 else:
-                    rows += block.count(b"\n") + (not block.endswith(b"\n"))
+                    rows += lines_of(block)
         return rows
-
-    def check(self, source: RowsSource, file: ListedFile) -> None:
-        """See `Format.check`: no row is longer than the limit, or nested too deeply."""
-        for place, block in blocks(file.whole, source.row_limit_mib, _begins_list):
-            if _is_list(place, block):
-                for _ in _rows_of_list(file.whole, source.row_limit_mib):
-                    pass
-                return
-            for number, line in enumerate(block.split(b"\n")):
-                nested = line.count(b"[") + line.count(b"{") > _NESTED
-                if nested and _parsed(line) == _TOO_DEEP:
-                    raise DataError(f"{place.behind(number)}: {_TOO_DEEP.why}", fix=WHOLE)
-
-    def explain(self, source: RowsSource, files: Iterable[ListedFile]) -> None:
-        """See `Format.explain`: the first row of documents whose text is not text or null."""
-        if not isinstance(source, HfSource):
-            return
-        column, searched = source.text_field, 0
-        for file in files:
-            for place, row in self.rows(source, file.whole):
-                if (why := wrong_text(row, column)) is not None:
-                    raise DataError(f"{place}: {why}", fix=CORRECT)
-                searched += len(row.get(column) or "") if isinstance(row, dict) else 0
-                if searched > _SEARCHED_BYTES:
-                    return
 
 
 def _is_list(place: LinePlace, block: bytes) -> bool:

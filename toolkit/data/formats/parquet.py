@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from toolkit.data.formats.arrow import checked_columns, readable, rows_of
+from toolkit.data.formats.arrow import checked_columns, readable, rows_of, types_of
 from toolkit.data.formats.base import Format
 from toolkit.data.formats.columns import arrow_kinds
 from toolkit.data.formats.files import FileRange, ListedFile
-from toolkit.errors import DataError
 from toolkit.recipe.schema import RowsSource
 
 
@@ -17,8 +16,7 @@ class Parquet(Format):
 
     endings = (".parquet",)
     cut = (".parquet",)
-    builder = "parquet"
-    whole_by_datasets = True
+    in_folders = True
 
     def columns(self, files: Sequence[ListedFile]) -> tuple[dict[str, str], bool]:
         columns: dict[str, str] = {}
@@ -31,7 +29,8 @@ class Parquet(Format):
 
         with readable(part.file):
             footer = _footer(part.file)
-            names = checked_columns(source, footer.schema.to_arrow_schema())
+            schema = footer.schema.to_arrow_schema()
+            names = checked_columns(source, schema)
             groups, before = [], 0
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)
@@ -44,16 +43,15 @@ class Parquet(Format):
             with part.file.open() as stream:
                 opened = parquet.ParquetFile(stream, metadata=footer)
                 batches = opened.iter_batches(row_groups=groups, columns=names)
-                yield from rows_of(batches, part.file, before)
+                yield from rows_of(batches, part.file, before, types_of(source, schema))
 
-    def explain(self, source: RowsSource, files: Iterable[ListedFile]) -> None:
-        """See `Format.explain`: the first file that is damaged, or empty."""
+    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
         del source
+        total = 0
         for file in files:
             with readable(file):
-                rows = _footer(file).num_rows
-            if not rows:
-                raise DataError(f"{file} has no rows", fix="leave the file out")
+                total += _footer(file).num_rows
+        return total
 
 
 @lru_cache(maxsize=8)

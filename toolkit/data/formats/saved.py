@@ -34,7 +34,6 @@ class SavedFolder(Format):
     """Arrow files that a folder's `state.json` names."""
 
     index = (_STATE, _SPLITS)
-    whole_by_datasets = True
     has_splits = True
 
     def files(self, source: RowsSource, folder: ListedFolder) -> list[ListedFile]:
