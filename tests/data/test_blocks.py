@@ -16,6 +16,7 @@ import pytest
 
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import build_data
+from toolkit.data.formats.files import ListedFile
 from toolkit.data.remote import blocks
 from toolkit.data.remote.blocks import BLOCK_BYTES, BlockCache
 from toolkit.data.remote.store import RemoteFile, list_files
@@ -75,11 +76,11 @@ def test_a_kept_block_is_not_fetched(
     assert len(kept(cache)) == 6
 
 
-def test_a_stream_reads_and_seeks(cache: BlockCache, tmp_path: Path) -> None:
+def test_a_stream_reads_and_seeks(tmp_path: Path) -> None:
     lines = [b"line %d\n" % number for number in range(200_000)]
     (tmp_path / "lines").write_bytes(b"".join(lines))
     (file,) = list_files(f"file://{tmp_path}/lines")
-    with cache.open(file) as stream:
+    with ListedFile.stored(file).open() as stream:
         assert list(stream) == lines
         stream.seek(len(lines[0]) * 3)
         assert stream.readline() == lines[3]

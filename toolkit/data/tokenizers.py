@@ -140,24 +140,14 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     It encodes any text and decodes it back without loss.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # Without merges there is nothing to gain from first splitting the text into words.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return _with_end_of_text(backend)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte, as in GPT-2.
-
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the
-    characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _with_end_of_text(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
@@ -188,7 +178,7 @@ def train_bpe(
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        initial_alphabet=_byte_characters(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[END_OF_TEXT],
         show_progress=progress and sys.stderr.isatty(),
     )

@@ -13,7 +13,6 @@ from toolkit.data.remote.store import (
     RemoteFile,
     RemoteStream,
     listed_url,
-    read_range,
     shown,
 )
 from toolkit.data.remote.store import list_files as stored_files
@@ -66,7 +65,7 @@ class ListedFile:
         if self.remote is None:
             return self.path.open("rb")
         # Not through the cache of blocks: what is tokenised is not read again.
-        return BufferedReader(RemoteStream(read_range, self.remote), _READ_BYTES)
+        return BufferedReader(RemoteStream(self.remote), _READ_BYTES)
 
     def blocks(self) -> Iterator[bytes]:
         """The file's bytes in blocks, none empty. Raises DataError when it cannot be read."""

@@ -2,8 +2,6 @@
 
     cache = BlockCache(folder, limit_bytes=50 * 2**30)
     data = cache.read(file, 10**12, 10**12 + 8192)     # fetches the blocks that are not here
-    with cache.open(file) as stream:                   # a BufferedReader: read, seek, lines
-        ...
 
 Each block is a separate file, named by the identity of the remote file and its index, with its
 hash in front. It is written under a temporary name and renamed, so any number of processes may
@@ -16,7 +14,6 @@ processes overwrite for each other, `filecache` and `simplecache` copy whole fil
 what it reads, and none is bounded in size.
 """
 
-import io
 import logging
 import os
 import threading
@@ -31,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.files import damage_hash
-from toolkit.data.remote.store import RemoteFile, RemoteStream, read_range
+from toolkit.data.remote.store import RemoteFile, read_range
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +99,6 @@ class BlockCache:
     def _fetched_one(self, file: RemoteFile, number: int) -> bytes:
         ((_, block),) = self._fetched(file, [number])
         return block
-
-    def open(self, file: RemoteFile) -> io.BufferedReader:
-        """The file as a stream that reads ahead; seekable."""
-        return io.BufferedReader(RemoteStream(self.read, file), BLOCK_BYTES * _REQUEST_BLOCKS)
 
     def _fetched(self, file: RemoteFile, numbers: list[int]) -> Iterator[tuple[int, bytes]]:
         """Adjacent blocks, from the remote file; kept."""

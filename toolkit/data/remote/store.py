@@ -153,12 +153,10 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
 
 
 class RemoteStream(io.RawIOBase):
-    """A remote file as a stream, whose bytes `read` gives: `read_range`, or a cache's."""
+    """A remote file as a stream."""
 
-    def __init__(self, read: Callable[[RemoteFile, int, int], bytes], file: RemoteFile) -> None:
-        self._read = read
-        self._file = file
-        self._at = 0
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
 
     def readable(self) -> bool:
         return True
@@ -176,7 +174,7 @@ class RemoteStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         stop = min(self._at + len(buffer), self._file.size)
-        data = self._read(self._file, self._at, stop) if stop > self._at else b""
+        data = read_range(self._file, self._at, stop) if stop > self._at else b""
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
