@@ -274,7 +274,7 @@ def test_blocks_of_a_file_are_the_same_pieces(
     while (found := tokenized._PIECE_END.search(whole, start + 10)) is not None:
         expected.append(whole[start : found.end()])
         start = found.end()
-    monkeypatch.setattr("toolkit.data.files._BLOCK_BYTES", block)
+    monkeypatch.setattr("toolkit.data.formats.files._READ_BYTES", block)
     documents = open_source(SOURCE, base=tmp_path, cache=tmp_path / "cache")
     pieces = list(tokenized._pieces(documents.in_parts()))
     assert [piece.text for piece in pieces] == [*expected, whole[start:]]

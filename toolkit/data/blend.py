@@ -27,7 +27,6 @@ class JoinedSamples(Generic[Part]):
         """Number of the first sample of each source, and behind the last."""
 
     def __len__(self) -> int:
-        """Number of samples of all sources."""
         return int(self.starts[-1])
 
     def rows(self, index: int) -> Sequence[Row]:

@@ -3,7 +3,7 @@ CLI."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +19,7 @@ from toolkit.data.listing import list_files
 from toolkit.data.order import InOrder, Order, Shuffled
 from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
-from toolkit.data.rows import Int64Array, Samples
+from toolkit.data.rows import Samples
 from toolkit.data.split import held_out_documents
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import MIB, StreamedSamples
@@ -62,8 +62,6 @@ def tokenised(samples: TrainingSamples) -> TokenisedSamples:
 
 @dataclass(frozen=True)
 class SourceData:
-    """The samples of one source."""
-
     title: str
     """Its name in a list of sources."""
     train: TrainingSamples
@@ -75,14 +73,11 @@ class SourceData:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """All data of a training run."""
-
     sources: tuple[SourceData, ...]
     """One, or those of a blend."""
     train: Samples
     """Their samples, of the longest length; of a blend, one source after the other."""
     order: Order
-    """The order in which these are used."""
     lengths: SequenceLengths
     """Number of parts into which each step splits them."""
     samples_per_epoch: int
@@ -93,7 +88,6 @@ class TrainingData:
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
     streams: Streams | None
-    """The sources that are streamed, if there are any."""
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
     isolated, i.e. with the content of sample *i*."""
@@ -285,7 +279,6 @@ class _Builder:
         return self._text(source, fraction)
 
     def _chats(self, source: ChatSource | PreferenceSource, fraction: float) -> SourceData:
-        """Samples of chats or preferences."""
         data, length = self.data, self.sequence_length
         stored = prepare_chats(
             source,
@@ -296,20 +289,15 @@ class _Builder:
             cache=self.cache,
             track=self.track,
         )
-
-        def samples(numbers: Int64Array, part: str) -> ChatSamples:
-            pairs = isinstance(source, PreferenceSource)
-            return chat_samples(
-                stored,
-                numbers,
-                length,
-                rows_per_sample=2 if pairs else 1,
-                packing=data.packing,
-                isolates=data.isolate_documents,
-                part=part,
-                cache=self.cache,
-            )
-
+        samples = partial(
+            chat_samples,
+            stored,
+            sequence_length=length,
+            rows_per_sample=2 if isinstance(source, PreferenceSource) else 1,
+            packing=data.packing,
+            isolates=data.isolate_documents,
+            cache=self.cache,
+        )
         identity = (stored.fingerprint, data.packing)
         if fraction == 0:
             numbers = np.arange(stored.indexed.n_documents, dtype=np.int64)

@@ -37,7 +37,6 @@ class DroppedRows:
             )
 
     def report(self) -> None:
-        """Log how many there were, if any."""
         if self.count:
             said = "`%s`: %s malformed rows dropped (the first: %s)"
             logger.warning(said, self.source.path, f"{self.count:,}", self.first)

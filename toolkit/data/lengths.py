@@ -26,7 +26,6 @@ class CutSamples:
         """The sample of `whole` that was read last: the next part is usually of the same."""
 
     def __len__(self) -> int:
-        """Number of parts."""
         return len(self.whole) * self.parts
 
     def rows(self, index: int) -> Sequence[Row]:

@@ -18,8 +18,6 @@ _ROUNDS = 8
 
 
 class Order(Protocol):
-    """An endless order of samples."""
-
     def indices(self, position: int, count: int) -> Int64Array:
         """Samples at places `position … position + count - 1`, int64 [count].
 

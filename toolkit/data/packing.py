@@ -40,7 +40,6 @@ class TokenStream:
 
     @classmethod
     def whole(cls, data: TokenizedData) -> "TokenStream":
-        """All documents."""
         return cls.without(data, np.zeros(0, dtype=np.int64))
 
     @classmethod
@@ -59,7 +58,6 @@ class TokenStream:
         )
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return int(self._at[-1])
 
     @property
@@ -166,7 +164,6 @@ class PackedDataset:
         self._isolates = isolate_documents
 
     def __len__(self) -> int:
-        """Number of samples."""
         return max(0, (len(self.stream) - 1) // self.sequence_length)
 
     @property
@@ -269,7 +266,6 @@ class FittedDataset(PackedDataset):
         self._rows = rows
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self._rows.n_documents
 
     @property

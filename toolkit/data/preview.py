@@ -42,16 +42,12 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample of training."""
-
     index: int
     documents: tuple[ShownDocument, ...]
 
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Documents of similar length."""
-
     up_to: int
     """Tokens; the bin before ends where this one begins."""
     documents: int
@@ -59,8 +55,6 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Preview:
-    """A preview of training data."""
-
     samples: tuple[ShownSample, ...]
     n_samples: int
     n_documents: int
@@ -110,7 +104,6 @@ def preview(
 
 
 def _documents(train: TokenisedSamples, index: int) -> Iterator[MarkedTokens]:
-    """The documents of a sample."""
     if isinstance(train, ChatSamples):
         yield from train.conversations(index)
         return

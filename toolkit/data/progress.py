@@ -9,9 +9,7 @@ Item = TypeVar("Item")
 class Track(Protocol):
     """Shows, while its result is consumed, how much of `total` items is done."""
 
-    def __call__(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
-        """The same items."""
-        ...
+    def __call__(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]: ...
 
 
 def untracked(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:

@@ -74,9 +74,7 @@ class Samples(Protocol):
     rows_per_sample: int
     """1; the rows of a pair, which stay in one micro batch, are 2."""
 
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def rows(self, index: int) -> Sequence[Row]:
         """The rows of sample `index`. Raises DataError for data that cannot be used."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from toolkit.data.files import content_fingerprint, find_files, fingerprint_of
 from toolkit.data.formats.base import texts_of_rows
@@ -22,30 +22,9 @@ from toolkit.recipe.schema import HfSource, TextSource
 logger = logging.getLogger(__name__)
 
 
-class Documents(Protocol):
-    """The documents of a source, read one by one."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the contents; stays the same when files are only moved."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of documents, empty ones included."""
-        ...
-
-    def __iter__(self) -> Iterator[str]:
-        """Texts in a fixed order; a document without text is the empty string."""
-        ...
-
-    def in_parts(self) -> Iterator[Iterable[str]]:
-        """The same texts, each in parts, so that a large file is never completely in memory."""
-        ...
-
-
 def open_source(
     source: TextSource | HfSource, *, base: Path, cache: Path, track: Track = untracked
-) -> Documents:
+) -> "Documents":
     """Find the documents of `source`; relative paths start at `base`.
 
     `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
@@ -76,6 +55,7 @@ class TextDocuments:
 
     files: tuple[Path, ...]
     fingerprint: str
+    """Changes with the contents; stays the same when files are only moved."""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -84,6 +64,7 @@ class TextDocuments:
         return map("".join, self.in_parts())
 
     def in_parts(self) -> Iterator[Iterable[str]]:
+        """The texts, each in parts, so that a large file is never completely in memory."""
         not_utf8: list[Path] = []
         for path in self.files:
             yield decoded(ListedFile.of(path).blocks(), partial(not_utf8.append, path))
@@ -111,7 +92,7 @@ def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator
 
 @dataclass(frozen=True)
 class RowDocuments:
-    """One document per row, from the column `text_field`."""
+    """One document per row, from the column `text_field`; the empty string where it is null."""
 
     source: HfSource
     records: Records
@@ -125,5 +106,8 @@ class RowDocuments:
             raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
 
     def in_parts(self) -> Iterator[Iterable[str]]:
-        """See `Documents.in_parts`: a row is one part."""
         return ((text,) for text in self)
+
+
+Documents: TypeAlias = TextDocuments | RowDocuments
+"""The documents of a source, read one by one, always in the same order."""

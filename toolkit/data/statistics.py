@@ -29,7 +29,6 @@ class SourceStatistics:
 
 
 def source_statistics(train: TokenisedSamples) -> SourceStatistics:
-    """Read a source, and count."""
     if isinstance(train, ChatSamples):
         lengths, hashes = train.lengths(), _chat_hashes(train)
     else:

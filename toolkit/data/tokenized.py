@@ -72,8 +72,6 @@ SentencePiece model may see one more word start per piece."""
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """The tokens of one source."""
-
     indexed: IndexedTokens
     fingerprint: str
     """Changes with the documents and with the tokenizer."""
@@ -96,7 +94,6 @@ class Encoding:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "Encoding":
-        """How `tokenizer` encodes."""
         backend = encoder(tokenizer, parse_special=parse_special)
         before = tuple(tokens_before_text(backend))
         eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))

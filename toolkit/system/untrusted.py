@@ -31,7 +31,6 @@ def read_bytes(path: Path, limit: int = MAX_BYTES, offset: int = 0) -> bytes:
 
 
 def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
-    """The value in a JSON file. Raises OSError or ValueError."""
     return parse_json(read_bytes(path, limit).decode("utf-8"))
 
 

@@ -41,7 +41,6 @@ class LossyStream:
         """The first failure; None until there is one."""
 
     def write(self, text: str) -> int:
-        """Write `text` or drop it; return its length."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -49,7 +48,6 @@ class LossyStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, if it can be."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -89,7 +87,6 @@ def lost_output() -> list[str]:
 
 
 def _discard(number: int) -> None:
-    """Let a file descriptor lead to nowhere."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != number:
         os.dup2(nowhere, number)

@@ -52,7 +52,6 @@ class ChatSamples:
         self._isolates = isolates or packed is not None
 
     def __len__(self) -> int:
-        """Number of samples."""
         if self._packed is not None:
             return self._packed.n_documents
         return len(self._numbers) // self.rows_per_sample
@@ -79,7 +78,6 @@ class ChatSamples:
         return [*map(self._isolated_row if self._isolates else self._row, rows)]
 
     def conversations(self, index: int) -> list[MarkedTokens]:
-        """The conversations of sample `index`."""
         return [self.chats.read(number) for number in self.stored_rows(index).tolist()]
 
     def stored_rows(self, index: int) -> Int64Array:
@@ -99,7 +97,6 @@ class ChatSamples:
         )
 
     def _trained(self, numbers: Int64Array) -> Int64Array:
-        """The trained tokens of some conversations."""
         chats = map(self.chats.read, numbers.tolist())
         return np.concatenate([chat.ids[1:][chat.trained[1:]] for chat in chats])
 
@@ -126,11 +123,11 @@ class ChatSamples:
 def chat_samples(
     chats: StoredChats,
     numbers: Int64Array,
-    sequence_length: int,
+    part: str,
     *,
+    sequence_length: int,
     rows_per_sample: int,
     packing: str,
-    part: str,
     cache: Path,
     isolates: bool = False,
 ) -> ChatSamples:

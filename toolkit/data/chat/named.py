@@ -15,7 +15,6 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The shipped template: works with every tokenizer, `bytes` included."""
 _SHIPPED = {"chatml": CHATML}
-"""Shipped templates by their name in a recipe."""
 
 
 def template_text(

@@ -49,8 +49,6 @@ class RewrittenHistory(Exception):
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Text with the characters that are trained."""
-
     text: str
     spans: tuple[Span, ...]
     """[start, end) of the trained characters, ascending."""
@@ -58,8 +56,6 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """Tokens with those that are trained."""
-
     ids: Int64Array
     """[tokens]."""
     trained: npt.NDArray[np.bool_]

@@ -57,8 +57,6 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class ChatReport:
-    """Report on the rows of a data set."""
-
     rows: int = 0
     malformed: int = 0
     """Rows that were dropped because they are not conversations."""
@@ -71,7 +69,6 @@ class ChatReport:
     cut_off: int = 0
     """Those of them whose trained tokens lay behind the cut."""
     rewritten: int = 0
-    """Conversations made into one sample per assistant turn."""
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -106,11 +103,11 @@ class StoredChats:
     def source_rows(self) -> Int64Array:
         """Row of the data set that each stored row comes from, int64 [rows]."""
         numbers = np.arange(self.indexed.n_documents, dtype=np.int64)
-        starts = self.indexed.document_starts(numbers)
-        return np.asarray(self.indexed.tokens[starts], dtype=np.int64)
+        starts, tokens = self.indexed.document_starts(numbers), self.indexed.tokens
+        assert isinstance(tokens, np.ndarray), "in the cache"
+        return np.asarray(tokens[starts], dtype=np.int64)
 
     def read(self, number: int) -> MarkedTokens:
-        """One stored row."""
         bounds = self.indexed.document_starts(np.array([number, number + 1]))
         stored = self.indexed.tokens[bounds[0] + 1 : bounds[1]].astype(np.int64)
         return MarkedTokens(np.where(stored < 0, ~stored, stored), stored < 0)

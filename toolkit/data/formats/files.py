@@ -29,7 +29,6 @@ class ListedFile:
     path: Path
     """Of a file in a store, made of its URL."""
     size: int
-    """Bytes."""
     version: int | str
     """Time of the last modification in ns, or what the store says of the contents."""
     remote: RemoteFile | None = None
@@ -43,7 +42,6 @@ class ListedFile:
 
     @classmethod
     def stored(cls, file: RemoteFile) -> "ListedFile":
-        """A file in a store."""
         return cls(Path(shown(file.url)), file.size, file.identity, file)
 
     @classmethod
@@ -57,11 +55,9 @@ class ListedFile:
 
     @property
     def whole(self) -> "FileRange":
-        """All of it."""
         return FileRange(self, 0, self.size)
 
     def open(self) -> BinaryIO:
-        """The file's bytes."""
         if self.remote is None:
             return self.path.open("rb")
         # Not through the cache of blocks: what is tokenised is not read again.
@@ -126,7 +122,6 @@ class ListedFolder:
 
     @classmethod
     def here(cls, folder: Path) -> "ListedFolder":
-        """A folder of this machine."""
 
         def listing() -> dict[str, ListedFile]:
             paths = [path for path in matching_paths("**/*", folder) if path.is_file()]
@@ -140,7 +135,6 @@ class ListedFolder:
 
     @classmethod
     def stored(cls, url: str) -> "ListedFolder":
-        """A folder in a store."""
         root = listed_url(url).rstrip("/")
         files = stored_files(f"{root}/**/*")
         names = [file.url.removeprefix(f"{root}/") for file in files]

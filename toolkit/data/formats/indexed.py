@@ -22,11 +22,11 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,6 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 
 
 def bin_path(prefix: Path) -> Path:
-    """Path of the tokens."""
     return prefix.with_name(prefix.name + ".bin")
 
 
@@ -75,29 +74,12 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
-class StoredTokens(Protocol):
-    """The interface of a token array: a local one is memory-mapped."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of tokens."""
-        ...
-
-    def __getitem__(self, key: Any) -> Any:
-        """Tokens from one place to another."""
-        ...
-
-
 @dataclass(frozen=True)
 class IndexedTokens:
     """A pair of files. Tokens are read lazily."""
 
-    tokens: StoredTokens
-    """Token ids [total], in the type they are stored in."""
+    tokens: TokenArray | BlockArray
+    """Token ids [total], in the type they are stored in; memory-mapped if they are here."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
     view into the (unaligned) index file: look things up with `bisect`, which reads a few
@@ -105,7 +87,6 @@ class IndexedTokens:
 
     @property
     def n_documents(self) -> int:
-        """Number of documents."""
         return len(self.document_offsets)
 
     def document_starts(self, documents: Int64Array) -> Int64Array:
@@ -125,28 +106,31 @@ def read_indexed(prefix: Path) -> IndexedTokens:
     for path in (index_file, token_file):
         if not path.is_file():
             raise _no_file(str(prefix), str(path))
-    index = read_index(index_file)
-    _check_bytes(str(token_file), token_file.stat().st_size, index)
-    return IndexedTokens(_map(token_file, index.dtype), index.document_offsets)
+    size = token_file.stat().st_size
+    return _indexed(index_file, str(token_file), size, lambda dtype: _map(token_file, dtype))
 
 
-@dataclass(frozen=True)
-class TokenIndex:
-    """The index's description of the tokens."""
+def _indexed(
+    path: Path, name: str, size: int, tokens: Callable[[type[Any]], TokenArray | BlockArray]
+) -> IndexedTokens:
+    """The `tokens` of the file `name`, as the index at `path` describes them.
 
-    dtype: type[np.integer[Any]]
-    n_tokens: int
-    document_offsets: Int64Array
-    """See `IndexedTokens`."""
-
-
-def read_index(path: Path) -> TokenIndex:
-    """Map the index file. Raises DataError when it is not one."""
+    Raises DataError when that is none, or one of a file of another size.
+    """
     index = _map(path, np.uint8)
     dtype, n_sequences, n_marks = _read_header(path, index)
     lengths, pointers, marks = _index_arrays(path, index, n_sequences, n_marks)
-    n_tokens = _checked_total(path, dtype, lengths, pointers)
-    return TokenIndex(dtype, n_tokens, _document_offsets(path, pointers, marks))
+    n_tokens, itemsize = (
+        _checked_total(path, dtype, lengths, pointers),
+        np.dtype(dtype).itemsize,
+    )
+    if size != n_tokens * itemsize:
+        raise DataError(
+            f"{name} has {size:,} bytes; its index says {n_tokens:,} tokens of "
+            f"{itemsize} bytes",
+            fix=_REBUILD,
+        )
+    return IndexedTokens(tokens(dtype), _document_offsets(path, pointers, marks))
 
 
 def read_remote_indexed(
@@ -165,12 +149,14 @@ def read_remote_indexed(
         missing = ".idx" if index_file is None else ".bin"
         raise _no_file(shown(prefix), shown(f"{prefix}{missing}"))
     (copy,) = copied([index_file], cache, track)
-    index = read_index(copy)
-    _check_bytes(shown(token_file.url), token_file.size, index)
     blocks = BlockCache(cache / "remote" / "blocks", limit_bytes)
-    tokens = BlockArray(blocks, token_file, index.dtype)
-    identity = fingerprint_of([index_file.identity, token_file.identity])
-    return IndexedTokens(tokens, index.document_offsets), identity
+    indexed = _indexed(
+        copy,
+        shown(token_file.url),
+        token_file.size,
+        lambda dtype: BlockArray(blocks, token_file, dtype),
+    )
+    return indexed, fingerprint_of([index_file.identity, token_file.identity])
 
 
 def _no_file(prefix: str, path: str) -> DataError:
@@ -178,16 +164,6 @@ def _no_file(prefix: str, path: str) -> DataError:
         f"indexed data {prefix}: there is no file {path}",
         fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
     )
-
-
-def _check_bytes(name: str, size: int, index: TokenIndex) -> None:
-    itemsize = np.dtype(index.dtype).itemsize
-    if size != index.n_tokens * itemsize:
-        raise DataError(
-            f"{name} has {size:,} bytes; its index says {index.n_tokens:,} tokens of "
-            f"{itemsize} bytes",
-            fix=_REBUILD,
-        )
 
 
 def _map(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:
@@ -302,7 +278,6 @@ class IndexedWriter:
         self._open_document += len(ids)
 
     def end_document(self) -> None:
-        """Close the document being written."""
         self.end_documents([self._open_document])
 
     def end_documents(self, lengths: Sequence[int]) -> None:

@@ -155,7 +155,6 @@ def _copy(file: RemoteFile, path: Path, pool: ThreadPoolExecutor) -> Iterator[No
 
 
 def hash_path(copy: Path) -> Path:
-    """Where the hash of a copy is written."""
     return copy.with_name(copy.name + ".xxh128")
 
 

@@ -96,7 +96,6 @@ class RemoteFile:
 
     url: str
     size: int
-    """Bytes."""
     identity: str
     """Hex; changes with the contents. The same contents elsewhere have the same one where the
     store reports a checksum of them."""
@@ -153,8 +152,6 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
 
 
 class RemoteStream(io.RawIOBase):
-    """A remote file as a stream."""
-
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import IO, Self, TypeAlias
 
 from toolkit.data.remote.store import RETRIES
@@ -121,33 +122,11 @@ def _write(pipe: IO[bytes] | None, message: bytes) -> None:
         pipe.flush()
 
 
-class _Mailbox:
-    """The newest list of chunks."""
-
-    def __init__(self) -> None:
-        self._wanted: Wanted = []
-        self._changed = threading.Condition()
-        self.number = 0
-        """Lists received."""
-
-    def put(self, wanted: Wanted) -> None:
-        with self._changed:
-            self._wanted = wanted
-            self.number += 1
-            self._changed.notify()
-
-    def newer_than(self, number: int) -> tuple[Wanted, int]:
-        """The newest list and its number; waits for one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.number > number)
-            return self._wanted, self.number
-
-
-def _receive(box: _Mailbox) -> None:
+def _receive(inbox: "SimpleQueue[Wanted]") -> None:
     """Receive lists from the run; exit with it."""
     try:
         while True:
-            box.put(pickle.load(sys.stdin.buffer))
+            inbox.put(pickle.load(sys.stdin.buffer))
     finally:
         os._exit(0)
 
@@ -167,21 +146,20 @@ def main() -> None:
     os.nice(_NICENESS)
     RETRIES.told = partial(print, flush=True)
     sources: list[ChunkedSource | None] = pickle.load(sys.stdin.buffer)
-    box, number, failed = _Mailbox(), 0, set[tuple[int, int]]()
-    threading.Thread(target=_receive, args=(box,), daemon=True).start()
+    inbox, failed = SimpleQueue[Wanted](), set[tuple[int, int]]()
+    threading.Thread(target=_receive, args=(inbox,), daemon=True).start()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
-        wanted, number = box.newer_than(number)
-        for one in wanted:
-            if box.number != number:
+        for number, chunk in inbox.get():
+            if not inbox.empty():  # only the newest list counts
                 break
-            source, chunk = sources[one[0]], one[1]
+            source = sources[number]
             assert source is not None, "streamed"
             try:
-                if one not in failed:
+                if (number, chunk) not in failed:
                     source.tokenise_ahead(chunk)
             except (DmtError, OSError):  # the rank that needs it reports it
-                failed.add(one)
+                failed.add((number, chunk))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ class Chunks(Sequence[tuple[FileRange, ...]]):
         self._behind = list(accumulate(parts for _, _, parts in self._groups))
 
     def __len__(self) -> int:
-        """Number of chunks."""
         return self._behind[-1] if self._behind else 0
 
     def __getitem__(self, number: int) -> tuple[FileRange, ...]:  # type: ignore[override]

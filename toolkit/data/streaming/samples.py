@@ -83,7 +83,6 @@ class StreamedSamples:
         """The sample that was asked for last."""
 
     def __len__(self) -> int:
-        """More samples than any run sees."""
         return ENDLESS
 
     def rows(self, index: int) -> Sequence[Row]:
@@ -188,7 +187,6 @@ class StreamedSamples:
         return StreamPlace(place.epoch + 1, 0, samples)
 
     def _chunks(self, place: StreamPlace) -> list[int]:
-        """The chunks of a window."""
         first, size = int(self._begins[place.window]), self._sizes[place.window]
         places = np.arange(first, first + size, dtype=np.uint64)
         key = derive_key(self._key[0], CHUNK_ORDER, place.epoch, self._key[1])
@@ -210,11 +208,8 @@ class StreamedSamples:
 
 @dataclass(frozen=True)
 class _Window:
-    """A window whose chunks are tokenised."""
-
     samples: JoinedSamples[PackedDataset]
     order: UInt64Array
-    """Their order."""
 
 
 def _window_sizes(n_chunks: int, shuffled: int) -> Iterator[int]:

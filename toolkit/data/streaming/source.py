@@ -46,7 +46,6 @@ class ChunkedSource:
 
     @cached_property
     def folder(self) -> Path:
-        """Where its tokens are kept."""
         return self.cache / "tokens" / "chunks" / self.fingerprint
 
     @property

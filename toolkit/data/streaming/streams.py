@@ -18,8 +18,6 @@ from toolkit.text.units import GIB
 
 
 class Streams:
-    """The streamed sources of a run."""
-
     def __init__(
         self,
         parts: Sequence[StreamedSamples | None],
