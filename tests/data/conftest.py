@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.data.formats.indexed import IndexedWriter, read_indexed
+from toolkit.data.formats.indexed import read_indexed, write_indexed
 from toolkit.data.tokenized import TokenizedData
 
 
@@ -29,11 +29,7 @@ def tokenized(tmp_path: Path) -> Callable[[Sequence[Sequence[int]]], TokenizedDa
 
     def write(documents: Sequence[Sequence[int]]) -> TokenizedData:
         prefix = tmp_path / "given"
-        with IndexedWriter(prefix, np.uint16) as writer:
-            for document in documents:
-                writer.append(document)
-                writer.end_document()
-            writer.commit()
+        write_indexed(prefix, np.uint16, documents)
         return TokenizedData(read_indexed(prefix), "fingerprint", str(prefix))
 
     return write

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.formats.indexed import bin_path, idx_path, write_indexed
 
 GOOD = '{"text": "good"}\n'
 
@@ -198,11 +198,7 @@ def pair(change: Callable[[Path], object]) -> Callable[[Path], object]:
     """A whole pair in Megatron's format, then changed."""
 
     def write(prefix: Path) -> None:
-        with IndexedWriter(prefix, np.uint16) as writer:
-            for length in (3, 5):
-                writer.append(np.arange(length))
-                writer.end_document()
-            writer.commit()
+        write_indexed(prefix, np.uint16, map(np.arange, (3, 5)))
         change(prefix)
 
     return write

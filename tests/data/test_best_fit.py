@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.building import built
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data import packing
-from toolkit.data.build import TrainingData, build_data
+from toolkit.data.build import TrainingData
 from toolkit.data.rows import Row
-from toolkit.recipe.schema import DataSection
 
 LENGTH = 8
 EOS = 256
@@ -22,22 +22,9 @@ EOS = 256
 def build(folder: Path, texts: list[str], **data: Any) -> TrainingData:
     for number, text in enumerate(texts):
         (folder / f"{number:03}.txt").write_text(text)
-    section = DataSection.model_validate(
-        {
-            "train": {"kind": "text", "files": ["*.txt"]},
-            "packing": "best_fit",
-            "cache": "cache",
-            **data,
-        }
-    )
-    return build_data(
-        section,
-        sequence_length=LENGTH,
-        global_batch_size=1,
-        seed=1,
-        vocab_size=257,
-        base=folder,
-    )
+    train = {"kind": "text", "files": ["*.txt"]}
+    section = {"train": train, "packing": "best_fit", "cache": "cache", **data}
+    return built(folder, section, LENGTH)
 
 
 def row(data: TrainingData, index: int) -> Row:

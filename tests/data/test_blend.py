@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.building import built
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
-from toolkit.data.build import TrainingData, build_data
+from toolkit.data.build import TrainingData
 from toolkit.data.interleave import Interleaving
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
 
 BYTES = {"a": 400, "b": 200, "c": 100}
 """Characters of each source's only document."""
@@ -70,10 +70,7 @@ def build(folder: Path, **data: Any) -> TrainingData:
         {"kind": "text", "files": [f"{name}.txt"], "label": name, "weight": weight}
         for name, weight in zip(BYTES, (0.5, 0.3, 0.2), strict=True)
     ]
-    section = DataSection.model_validate({"train": sources, "cache": "cache", **data})
-    return build_data(
-        section, sequence_length=4, global_batch_size=8, seed=1, vocab_size=257, base=folder
-    )
+    return built(folder, {"train": sources, "cache": "cache", **data}, 4, 8)
 
 
 def letters(data: TrainingData, start: int, count: int) -> Counter[str]:

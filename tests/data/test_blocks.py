@@ -14,13 +14,12 @@ import fsspec
 import numpy as np
 import pytest
 
+from tests.data.building import built
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.build import build_data
 from toolkit.data.formats.files import ListedFile
 from toolkit.data.remote import blocks
 from toolkit.data.remote.blocks import BLOCK_BYTES, BlockCache
 from toolkit.data.remote.store import RemoteFile, list_files
-from toolkit.recipe.schema import DataSection
 
 SIZE = 5 * BLOCK_BYTES + 1234
 
@@ -219,14 +218,7 @@ def test_a_terabyte_begins_soon(tmp_path: Path) -> None:
         np.arange(n_documents + 1, dtype=np.int64).tofile(stream)
     train = {"kind": "megatron", "prefix": f"file://{tmp_path}/tokens"}
     started = time.monotonic()
-    data = build_data(
-        DataSection.model_validate({"train": train, "cache": str(tmp_path / "cache")}),
-        sequence_length=4096,
-        global_batch_size=256,
-        seed=1,
-        vocab_size=None,
-        base=tmp_path,
-    )
+    data = built(tmp_path, {"train": train, "cache": "cache"}, 4096, 256)
     batches = GlobalBatches(data.train, data.order, 256)
     (batch,) = batches.micro_batches(2**26, 3, 4, 64)
     assert time.monotonic() - started < 100  # hours where it grows with the tokens

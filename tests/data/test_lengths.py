@@ -12,15 +12,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.data.building import built
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
-from toolkit.data.build import TrainingData, build_data
-from toolkit.data.formats.indexed import IndexedWriter
+from toolkit.data.build import TrainingData
+from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.lengths import cut
 from toolkit.data.rows import Int64Array
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import DataSection, StageSection, TrainingSection
+from toolkit.recipe.schema import StageSection, TrainingSection
 
 BATCH, FIRST = 8, 8
 STAGES = [
@@ -40,24 +41,13 @@ def write_documents(folder: Path, name: str, first: int, tokens: int) -> list[In
         size = min(chance.choice([1, 3, 7, 31, 90]), first + tokens - at)
         documents.append(np.arange(at, at + size))
         at += size
-    with IndexedWriter(folder / name, np.int32) as writer:
-        for document in documents:
-            writer.append(document)
-            writer.end_document()
-        writer.commit()
+    write_indexed(folder / name, np.int32, documents)
     return documents
 
 
 def build(folder: Path, *, length: int = FIRST, **data: Any) -> TrainingData:
     section = {"train": {"kind": "megatron", "prefix": "one"}, "stages": STAGES, **data}
-    return build_data(
-        DataSection.model_validate({"cache": "cache", **section}),
-        sequence_length=length,
-        global_batch_size=BATCH,
-        seed=3,
-        vocab_size=None,
-        base=folder,
-    )
+    return built(folder, {"cache": "cache", **section}, length, BATCH, 3, None)
 
 
 def one_source(folder: Path, **data: Any) -> TrainingData:

@@ -16,18 +16,18 @@ import s3fs
 import xxhash
 
 from tests.data import s3
+from tests.data.building import built
 from tests.data.s3 import Store
 from tests.processes import wait_until
 from toolkit.data import packing, statistics
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.build import TrainingData, build_data
-from toolkit.data.formats.indexed import IndexedWriter, idx_path
+from toolkit.data.build import TrainingData
+from toolkit.data.formats.indexed import idx_path, write_indexed
 from toolkit.data.remote import blocks, copies
 from toolkit.data.remote import store as remote
 from toolkit.data.remote.store import RETRIES, list_files, read_range
 from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
 
 LENGTH = 1024
 
@@ -69,23 +69,12 @@ def put(store: Store) -> Callable[[Path | bytes, str], None]:
 
 def write_tokens(prefix: Path, n_documents: int, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for length in rng.integers(1, 3000, n_documents).tolist():
-            writer.append(rng.integers(0, 257, length))
-            writer.end_document()
-        writer.commit()
+    lengths = rng.integers(1, 3000, n_documents).tolist()
+    write_indexed(prefix, np.uint16, (rng.integers(0, 257, length) for length in lengths))
 
 
-def built(cache: Path, train: dict[str, Any], **settings: Any) -> TrainingData:
-    data = DataSection.model_validate({"train": train, "cache": str(cache), **settings})
-    return build_data(
-        data,
-        sequence_length=LENGTH,
-        global_batch_size=4,
-        seed=1,
-        vocab_size=None,
-        base=cache.parent,
-    )
+def build(cache: Path, train: dict[str, Any], **settings: Any) -> TrainingData:
+    return built(cache.parent, {"train": train, "cache": str(cache), **settings}, LENGTH, 4)
 
 
 def sequence(data: TrainingData) -> list[list[int]]:
@@ -127,22 +116,22 @@ def pair(tmp_path: Path, put: Any) -> Path:
 
 
 def test_tokens_are_those_of_the_local_pair(tmp_path: Path, pair: Path) -> None:
-    local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
+    local = build(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
     there = {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"}
-    from_s3 = built(tmp_path / "cache", there)
+    from_s3 = build(tmp_path / "cache", there)
     assert sequence(from_s3) == sequence(local)
-    again = built(tmp_path / "cache", there)
+    again = build(tmp_path / "cache", there)
     assert again.fingerprint == from_s3.fingerprint
     for settings in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
-        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **settings)
-        assert sequence(built(tmp_path / "cache", there, **settings)) == sequence(local)
+        local = build(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **settings)
+        assert sequence(build(tmp_path / "cache", there, **settings)) == sequence(local)
 
 
 def test_tokens_are_not_read_before_they_are_used(
     tmp_path: Path, pair: Path, store: Store
 ) -> None:
     store.sent = 0
-    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    data = build(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     data.train.rows(0)
     index = pair.with_suffix(".idx").stat().st_size
     assert store.sent < index + blocks.BLOCK_BYTES + 20_000
@@ -152,7 +141,7 @@ def test_tokens_are_not_read_before_they_are_used(
 @pytest.mark.usefixtures("pair")
 def test_statistics_read_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "REMOTE_COUNTED_TOKENS", 5000)
-    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    data = build(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     train = data.sources[0].train
     assert train.token_counts().sum() == 5000
     found = statistics.source_statistics(train)
@@ -165,7 +154,7 @@ def test_a_batch_is_fetched_at_once(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples of this batch and the next are on their way together."""
-    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    data = build(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     store.delay_s = 0.2
     batches = GlobalBatches(data.train, data.order, 4)
     (found,) = batches.micro_batches(0, 0, 1, 4)
@@ -181,7 +170,7 @@ def test_a_batch_is_fetched_at_once(
 
 @pytest.mark.slow
 def test_many_failures(tmp_path: Path, pair: Path, store: Store) -> None:
-    local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
+    local = build(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
     before = RETRIES.count
     kinds = ["error", "cut"] * 18 + ["slow"] * 4
     random.Random(0).shuffle(kinds)
@@ -189,7 +178,7 @@ def test_many_failures(tmp_path: Path, pair: Path, store: Store) -> None:
     # At most two in a row fail, of more reads than there would be with a larger cache.
     store.failures.extend(kind for some in pairs for kind in (*some, ""))
     there = {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"}
-    found = sequence(built(tmp_path / "cache", there, remote_cache_gib=2**-12))
+    found = sequence(build(tmp_path / "cache", there, remote_cache_gib=2**-12))
     assert not [kind for kind in store.failures if kind]
     assert found == sequence(local)
     assert RETRIES.count - before >= 40
@@ -246,21 +235,21 @@ def test_files_are_copied_once(
             for key, value in train.items()
         }
 
-    local = built(tmp_path / "local", at(str(documents)), **settings)
-    from_s3 = built(tmp_path / "cache", at("s3://data/web"), **settings)
+    local = build(tmp_path / "local", at(str(documents)), **settings)
+    from_s3 = build(tmp_path / "cache", at("s3://data/web"), **settings)
     assert sequence(from_s3) == sequence(local)
     assert from_s3.fingerprint == local.fingerprint, "the same contents, wherever they lie"
     store.asked.clear()
-    built(tmp_path / "cache", at("s3://data/web"), **settings)
+    build(tmp_path / "cache", at("s3://data/web"), **settings)
     assert not [one for one in store.asked if one[2]], "nothing is downloaded again"
 
 
 def test_a_file_of_the_folder_has_changed(tmp_path: Path, documents: Path, put: Any) -> None:
     train = {"kind": "hf", "path": "s3://data/web/part/*.jsonl"}
-    before = built(tmp_path / "cache", train)
+    before = build(tmp_path / "cache", train)
     lines = (documents / "part" / "1.jsonl").read_text()
     put(lines.replace("document", "Document").encode(), "web/part/1.jsonl")
-    after = built(tmp_path / "cache", train)
+    after = build(tmp_path / "cache", train)
     assert before.fingerprint != after.fingerprint
     copies = [*(tmp_path / "cache" / "remote" / "files").glob("*/*.jsonl")]
     assert sorted(path.name for path in copies) == ["0.jsonl", "1.jsonl", "1.jsonl"]
@@ -269,7 +258,7 @@ def test_a_file_of_the_folder_has_changed(tmp_path: Path, documents: Path, put: 
 def test_a_malformed_line_is_named(tmp_path: Path, put: Any) -> None:
     put(b'{"text": "a"}\n{"text": 3}\n', "web/bad.jsonl")
     with pytest.raises(DataError, match=r"data/web/bad\.jsonl:2: `text` holds a number"):
-        built(tmp_path / "cache", {"kind": "hf", "path": "s3://data/web/*.jsonl"})
+        build(tmp_path / "cache", {"kind": "hf", "path": "s3://data/web/*.jsonl"})
 
 
 COPIER = """
@@ -326,7 +315,7 @@ def test_retries_of_processes_that_tokenise_ahead_are_counted(
     put("\n".join(rows).encode(), "web/a.jsonl")
     train = {"kind": "hf", "path": "s3://data/web/*.jsonl"}
     streaming = {"chunk_mib": 0.002, "shuffled_chunks": 1, "workers": 1}
-    data = built(tmp_path, train, streaming=streaming)
+    data = build(tmp_path, train, streaming=streaming)
     assert data.streams is not None
     (source,), chunks = data.streams.sources, data.streams.all_chunks()
     assert source is not None and len(chunks) > 1

@@ -18,18 +18,18 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.data.building import built
 from tests.processes import ROOT, wait_until
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.build import TrainingData, build_data
-from toolkit.data.formats.indexed import IndexedWriter
+from toolkit.data.build import TrainingData
+from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import OpenedWindow, StreamedSamples
 from toolkit.data.streaming.source import PREPARED
 from toolkit.data.streaming.streams import Streams
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
 
 LENGTH, BATCH = 16, 8
 SOURCES = {"web": 60, "code": 25, "rare": 4}
@@ -58,14 +58,7 @@ def write_corpus(tmp_path: Path) -> Path:
 
 def build(corpus: Path, **data: Any) -> TrainingData:
     section = {"train": {"kind": "hf", "path": "web-*.jsonl"}, "streaming": SMALL} | data
-    return build_data(
-        DataSection.model_validate({"cache": "cache", **section}),
-        sequence_length=LENGTH,
-        global_batch_size=BATCH,
-        seed=3,
-        vocab_size=257,
-        base=corpus,
-    )
+    return built(corpus, {"cache": "cache", **section}, LENGTH, BATCH, seed=3)
 
 
 def blend(corpus: Path, **data: Any) -> TrainingData:
@@ -74,11 +67,8 @@ def blend(corpus: Path, **data: Any) -> TrainingData:
         {"kind": "hf", "path": f"{name}-*.jsonl", "label": name, "weight": weight}
         for name, weight in weights.items()
     ]
-    with IndexedWriter(corpus / "math", np.uint16) as writer:
-        for number in range(30):
-            writer.append([number] * (LENGTH + number))
-            writer.end_document()
-        writer.commit()
+    documents = ([number] * (LENGTH + number) for number in range(30))
+    write_indexed(corpus / "math", np.uint16, documents)
     train.append({"kind": "megatron", "prefix": "math", "label": "math", "weight": 0.2})
     stages = [{"from_step": 9, "weights": {"web": 0.1, "code": 0.5, "rare": 0.4, "math": 0}}]
     return build(corpus, train=train, stages=stages, **data)

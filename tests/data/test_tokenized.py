@@ -17,7 +17,7 @@ import pytest
 
 from toolkit.data import tokenized
 from toolkit.data.formats import indexed
-from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path, write_indexed
 from toolkit.data.sources import open_source
 from toolkit.data.tokenized import TokenizedData, prepare
 from toolkit.data.tokenizers import (
@@ -198,12 +198,9 @@ def test_batches_write_the_files_of_one_document_after_the_other(
         )
     backend = encoder(tokenizer, parse_special=parse_special)
     before = tokens_before_text(backend)
-    with IndexedWriter(tmp_path / "expected", np.uint16) as writer:
-        for text in filter(None, texts):
-            ids = backend.encode(text, add_special_tokens=False).ids
-            writer.append([*before, *ids, tokenizer.eos_token_id])
-            writer.end_document()
-        writer.commit()
+    encoded = (backend.encode(text, add_special_tokens=False) for text in filter(None, texts))
+    expected = [[*before, *one.ids, tokenizer.eos_token_id] for one in encoded]
+    write_indexed(tmp_path / "expected", np.uint16, expected)
     for characters in (1, 100, 2**20):
         monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", characters)
         cache = tmp_path / f"cache {characters}"
@@ -356,10 +353,7 @@ def test_one_altered_token_of_a_large_megatron_source_is_noticed(
     """Also with its old size and modification time; unaltered, it is hashed once."""
     monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
     tokens = np.zeros(2**22, dtype=np.uint16)
-    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
-        writer.append(tokens)
-        writer.end_document()
-        writer.commit()
+    write_indexed(tmp_path / "data", np.uint16, [tokens])
 
     def fingerprint() -> str:
         source = MegatronSource(kind="megatron", prefix="data")

@@ -36,6 +36,7 @@ from toolkit.data.formats.indexed import (
     read_indexed,
     read_remote_indexed,
     token_dtype,
+    write_indexed,
 )
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.store import shown
@@ -238,14 +239,7 @@ def cached_rows(
 ) -> IndexedTokens:
     """As `cached_tokens`, with the numbers of each of `rows` as a document."""
 
-    def write() -> None:
-        with IndexedWriter(prefix, dtype) as writer:
-            for row in rows():
-                writer.append(row)
-                writer.end_document()
-            writer.commit()
-
-    return cached_tokens(prefix, write, lock=lock)
+    return cached_tokens(prefix, lambda: write_indexed(prefix, dtype, rows()), lock=lock)
 
 
 def write_tokens(

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.build import TrainingData, build_data
+from toolkit.data.build import TrainingData
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
 
 Row = dict[str, Any]
 
@@ -43,14 +43,7 @@ def build(base: Path, train: Row | None = None, length: int = 128, **data: Any) 
     """Data of `rows.jsonl`, tokenised by bytes with the shipped template."""
     source = {"kind": "chat", "path": "rows.jsonl", **(train or {})}
     section = {"train": source, "chat_template": "chatml", **data}
-    return build_data(
-        DataSection.model_validate(section),
-        sequence_length=length,
-        global_batch_size=1,
-        seed=1,
-        vocab_size=None,
-        base=base,
-    )
+    return built(base, section, length, vocab_size=None)
 
 
 def samples_of(data: TrainingData) -> ChatSamples:

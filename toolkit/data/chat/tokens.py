@@ -35,7 +35,7 @@ from toolkit.data.chat.template import (
 )
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import fingerprint_of, write_atomically
-from toolkit.data.formats.indexed import IndexedTokens, IndexedWriter
+from toolkit.data.formats.indexed import IndexedTokens, write_indexed
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
 from toolkit.data.rows import Int64Array
@@ -147,13 +147,13 @@ def prepare_chats(
         template = ChatTemplate(text, tokenizer)
         special = template.special if data.special_tokens == "text" else None
         maker = _Maker(source, template, special, sequence_length)
-        with IndexedWriter(prefix, np.int32) as writer:
-            for stored in maker.samples(track(records, "tokenising", len(records))):
-                writer.append(stored)
-                writer.end_document()
+
+        def rows() -> Iterator[Int64Array]:
+            yield from maker.samples(track(records, "tokenising", len(records)))
             _check_enough(maker.report, source, sequence_length)
             write_atomically(report_file, json.dumps(asdict(maker.report)))
-            writer.commit()
+
+        write_indexed(prefix, np.int32, rows())
 
     indexed = cached_tokens(prefix, make, report_file)
     report = ChatReport(**json.loads(report_file.read_text()))

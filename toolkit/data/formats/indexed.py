@@ -22,7 +22,7 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -316,6 +316,17 @@ class IndexedWriter:
         idx_path(self._prefix).unlink(missing_ok=True)
         self._bin_tmp.replace(bin_path(self._prefix))
         self._idx_tmp.replace(idx_path(self._prefix))
+
+
+def write_indexed(
+    prefix: Path, dtype: type[np.integer[Any]], documents: Iterable[npt.ArrayLike]
+) -> None:
+    """Write the token ids of each document, as a pair of files."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.append(document)
+            writer.end_document()
+        writer.commit()
 
 
 def _sync_and_close(stream: Any) -> None:
