@@ -1,6 +1,7 @@
 """`accelerate launch --config_file` really starts what the files say."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,22 +20,17 @@ WORKER = ROOT / "launch" / "train.py"
 LOOP = ROOT / "launch" / "examples" / "accelerate_loop.py"
 TRAINER = ROOT / "launch" / "examples" / "hf_trainer.py"
 CHANGES: dict[str, dict[str, object]] = {
-    "ddp": {"parallel.engine": "ddp"},
-    "zero1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
-    "zero2": {"parallel.engine": "deepspeed", "parallel.zero.stage": 2},
-    "zero2_offload": {
-        "parallel.engine": "deepspeed",
-        "parallel.zero.stage": 2,
-        "parallel.zero.offload_optimizer": "cpu",
-    },
-    "zero3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
-    "zero3_offload": {
-        "parallel.engine": "deepspeed",
-        "parallel.zero.stage": 3,
-        "parallel.zero.offload_optimizer": "cpu",
-        "parallel.zero.offload_parameters": "cpu",
-    },
-    "fsdp2": {"parallel.engine": "fsdp", "parallel.zero.stage": 3},
+    name: {f"parallel.{key}": value for key, value in layout.items()}
+    for name, layout in {
+        **{name: LAYOUTS[name] for name in ("ddp", "zero1", "zero2", "zero3")},
+        "zero2_offload": LAYOUTS["zero2 offload"],
+        "zero3_offload": {
+            **LAYOUTS["zero3"],
+            "zero.offload_optimizer": "cpu",
+            "zero.offload_parameters": "cpu",
+        },
+        "fsdp2": {"engine": "fsdp", "zero.stage": 3},
+    }.items()
 }
 """What a recipe must say to run on what a common file starts."""
 SAME = {"zero2_offload": 1e-4, "zero3_offload": 1e-4}
@@ -55,6 +51,15 @@ def worker_trains(name: str, project: Project, expected: list[float]) -> None:
     assert ended.code == 0, ended.err
     losses = [loss for loss, _ in curve(project.folder / run_dir).values()]
     assert losses == pytest.approx(expected, rel=SAME.get(name, 1e-5))
+
+
+def losses_by_rendered_file(project: Project, changes: Mapping[str, object]) -> list[float]:
+    """Of the own loop, started by the file that `dmt render` writes of a recipe."""
+    file, stated = project.folder / "rendered.yaml", settings(changes)
+    rendered = dmt("render", project.recipe, "--to", "accelerate", "--out", file, *stated)
+    run(rendered, project.folder, code=0)
+    start = tool("accelerate", "launch", "--config_file", file, LOOP, project.recipe)
+    return printed_losses(run([*start, *stated], project.folder, code=0))
 
 
 def test_the_worker_under_fsdp2(finetune: Project, worker_losses: list[float]) -> None:
@@ -80,13 +85,8 @@ def test_scripts_that_train_all_weights_refuse_adapters(script: str, finetune: P
 
 def test_a_loop_of_ones_own_under_zero_2(finetune: Project, worker_losses: list[float]) -> None:
     """By the file of the recipe, as it is."""
-    changes = settings(CHANGES["zero2"])
-    file = finetune.folder / "zero2.yaml"
-    rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
-    assert run(rendered, finetune.folder).code == 0
-    start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
-    ended = run([*start, *changes], finetune.folder, code=0)
-    assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
+    found = losses_by_rendered_file(finetune, CHANGES["zero2"])
+    assert found == pytest.approx(worker_losses, rel=1e-6)
 
 
 @pytest.mark.soak
@@ -114,16 +114,9 @@ def test_every_rendered_file_starts(
     name: str, finetune: Project, worker_losses: list[float]
 ) -> None:
     """Also with activations that are computed again, and gradients that are not clipped."""
-    changes = settings(
-        {f"parallel.{key}": value for key, value in LAYOUTS[name].items()}
-        | {"parallel.recompute": "full"}
-    )
-    file = finetune.folder / "rendered.yaml"
-    rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
-    assert run(rendered, finetune.folder).code == 0
-    start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
-    ended = run([*start, *changes], finetune.folder, code=0)
-    assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-4)
+    changes = {f"parallel.{key}": value for key, value in LAYOUTS[name].items()}
+    found = losses_by_rendered_file(finetune, changes | {"parallel.recompute": "full"})
+    assert found == pytest.approx(worker_losses, rel=1e-4)
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.accelerate.examples_worker import ENGINES, EXAMPLES, forget
-from tests.accelerate.trl_ranks import SAID, Seen, Watch
+from tests.accelerate.trl_ranks import SAID, Seen, train_watched
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.intake.load import load_recipe
 
@@ -81,15 +81,7 @@ def sharded(folder: Path) -> dict[str, Seen]:
 
 def train(trainer: Any) -> Seen:
     """Train and save."""
-    watch = Watch([])
-    trainer.add_callback(watch)
-    trainer.train()
-    trainer.save_model()
+    seen = train_watched(trainer)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     margins = [entry["rewards/margins"] for entry in logged if "rewards/margins" in entry]
-    return {
-        "losses": watch.losses,
-        "margins": margins,
-        "kind": watch.kind,
-        "share": watch.share,
-    }
+    return {**seen, "margins": margins}

@@ -160,8 +160,7 @@ def by_trainer(folder: Path, overrides: list[str], **more: Any) -> Seen:
 
 
 def train(folder: Path, client: str, arguments: Any) -> Seen:
-    """Train and save."""
-    watch = Watch([])
+    """Train and save by SFTTrainer."""
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     trainer = trl.SFTTrainer(
         model=str(folder / "start"),
@@ -169,8 +168,14 @@ def train(folder: Path, client: str, arguments: Any) -> Seen:
         train_dataset=texts(),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "start"),
         peft_config=lora if client == "lora" else None,
-        callbacks=[watch],
     )
+    return train_watched(trainer)
+
+
+def train_watched(trainer: Trainer) -> Seen:
+    """Train and save."""
+    watch = Watch([])
+    trainer.add_callback(watch)
     trainer.train()
     trainer.save_model()
     return {"losses": watch.losses, "kind": watch.kind, "share": watch.share}

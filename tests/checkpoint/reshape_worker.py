@@ -9,38 +9,19 @@ import torch
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    curves,
     new_engine,
     read_state,
-    unmasked,
+    steps,
     write_state,
 )
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.store import folder_name
-from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
-from toolkit.layout import Layout
 
 SAVED_AT = 2
 FURTHER = 3
-
-
-def steps(
-    engine: Engine, layout: Layout, ranks: Ranks, first: int, last: int, rate: float = 1e-3
-) -> dict[str, list[float]]:
-    """Train steps [first, last); loss and gradient norm of each."""
-    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-    for step, (inputs, labels) in enumerate(global_batches(last)):
-        if step < first:
-            continue
-        torch.manual_seed(step)
-        batches = micro_batches(inputs, labels, ranks, layout)
-        result = engine.train_step(batches, unmasked(labels), rate)
-        found["loss"].append(result.loss)
-        found["grad_norm"].append(result.grad_norm)
-    return found
 
 
 def save(folder: Path, name: str, case: Case, ranks: Ranks) -> dict[str, Any]:
@@ -50,7 +31,7 @@ def save(folder: Path, name: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     write_state(case, ranks, engine, SAVED_AT, folder / name)
     unbroken = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER, case.learning_rate)
     engine.close()
-    return unbroken
+    return curves(unbroken)
 
 
 def load(folder: Path, name: str, case: Case, ranks: Ranks, source: str) -> dict[str, Any]:
@@ -61,7 +42,7 @@ def load(folder: Path, name: str, case: Case, ranks: Ranks, source: str) -> dict
     different = differences(checkpoint, again) if ranks.rank == 0 else []
     continued = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER, case.learning_rate)
     engine.close()
-    return {**continued, "different": different}
+    return {**curves(continued), "different": different}
 
 
 def differences(one: Path, other: Path) -> list[str]:

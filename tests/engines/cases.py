@@ -1,6 +1,9 @@
 """Cases of the engines' tests, and how near to the reference they must be."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import pytest
 
 from tests.engines.parity_worker import Case, each_case, train
 from tests.forked import call_ranks
@@ -14,6 +17,19 @@ OFFLOAD_TOLERANCE = 1e-4
 def run(cases: list[Case], world: int) -> dict[str, Any]:
     """Train `cases` one after the other in one group of `world` real processes."""
     return call_ranks(each_case, world, train, cases)[0]
+
+
+def assert_curves(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    steps: int | None = None,
+    tolerance: float = TOLERANCE,
+    name: str = "",
+) -> None:
+    """Loss and gradient norm of each step are those of the reference, of its first `steps`."""
+    for quantity in ("loss", "grad_norm"):
+        wanted = expected[quantity][:steps]
+        assert found[quantity] == pytest.approx(wanted, rel=tolerance), f"{quantity} {name}"
 
 
 LAYERS = {"num_hidden_layers": 5}

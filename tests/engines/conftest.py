@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.forked import end_groups
 
@@ -18,6 +19,16 @@ def megatron_core() -> None:
         cpu.before_import()
         import megatron.core.models.gpt.gpt_model
         import megatron.core.optimizer  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For a reference in this process: the ranks have the cores, too, and on a busy machine two
+    threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package", autouse=True)

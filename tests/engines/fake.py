@@ -15,13 +15,13 @@ from torch import Tensor
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, whole_block
 from toolkit.engines import totals
-from toolkit.engines.base import Counters, EvalResult, StepResult, refusal
+from toolkit.engines.base import Counters, Engine, EvalResult, StepResult, refusal
 from toolkit.models.log_probs import label_log_probs
 from toolkit.objectives.base import Objective
 from toolkit.objectives.pretrain import Pretrain
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """A unigram model of `vocab_size` tokens, trained by plain gradient descent."""
 
     def __init__(self, vocab_size: int, objective: Objective | None = None) -> None:
@@ -39,7 +39,6 @@ class FakeEngine:
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        """See `Engine.train_step`."""
         self.learning_rates.append(learning_rate)
         gradient = torch.zeros_like(self.logits)
         sums = torch.zeros(1 + len(self.objective.metrics), dtype=torch.float64)
@@ -57,7 +56,6 @@ class FakeEngine:
         return StepResult(mean_loss, norm, skipped, totals.named(self.objective, metrics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """See `Engine.evaluate`."""
         return totals.evaluate(
             self.objective,
             micro_batches,
@@ -66,17 +64,15 @@ class FakeEngine:
         )
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See `Engine.sequence_log_probs`."""
         return totals.sequence_log_probs(
             micro_batches, lambda batch: _log_probs(self.logits, batch), self.logits.device
         )
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`."""
         yield "logits", self.logits
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`; its moments are zeros, plain gradient descent has none."""
+        """Its moments are zeros, plain gradient descent has none."""
         values = {
             "weight": self.logits,
             "exp_avg": self.unused[0],
@@ -87,15 +83,13 @@ class FakeEngine:
         yield StateShard(blocks, values, saved_here=first)
 
     def counters(self) -> Counters:
-        """See `Engine.counters`."""
         return Counters(self.steps)
 
     def set_counters(self, counters: Counters) -> None:
-        """See `Engine.set_counters`."""
         self.steps = counters.optimizer_steps
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """Nothing."""
 
 
 def _log_probs(logits: Tensor, batch: MicroBatch) -> Tensor:

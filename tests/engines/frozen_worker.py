@@ -11,11 +11,11 @@ from torch import nn
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    global_batches,
-    micro_batches,
+    curves,
+    first_batch,
     new_engine,
     recipe,
-    unmasked,
+    steps,
     write_state,
 )
 from toolkit.checkpoint.export import DTYPES
@@ -31,18 +31,15 @@ STEPS = 4
 def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     """A few steps of a case, its checkpoint, and what its optimizer holds on this rank."""
     engine, layout = new_engine(case, ranks, SEED)
-    results = []
-    for inputs, labels in global_batches(STEPS):
-        batches = micro_batches(inputs, labels, ranks, layout)
-        results.append(engine.train_step(batches, unmasked(labels), 1e-3))
-    refused = engine.train_step(batches, unmasked(labels), 1e-3, max_loss=0.5)
+    trained_steps = steps(engine, layout, ranks, 0, STEPS)
+    batches, count = first_batch(ranks, layout)
+    refused = engine.train_step(batches, count, 1e-3, max_loss=0.5)
     parameters = list(parameters_of(engine))
     away = any(is_away(p) for p in parameters if not p.requires_grad)
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
     checkpoint = write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     found = {
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
+        **curves(trained_steps),
         "refused": refused.skipped,
         "optimizer_steps": engine.counters().optimizer_steps,
         "gradients": sum(p.grad is not None for p in parameters if not p.requires_grad),

@@ -16,6 +16,7 @@ from tests.engines.parity_worker import (
     VOCABULARY,
     Case,
     clipped,
+    curves,
     global_batches,
     micro_batches,
     new_engine,
@@ -125,9 +126,7 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     engine.close()
     return {
-        "isolated": isolated, "own": own, "crossing": crossing,
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
+        "isolated": isolated, "own": own, "crossing": crossing, **curves(results),
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.adapters.weights import fingerprint
 from toolkit.backend import BACKENDS
@@ -23,7 +23,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
-from toolkit.engines.base import Counters, Engine
+from toolkit.engines.base import Counters, Engine, StepResult
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup
@@ -202,6 +202,15 @@ def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens[:, :-1], labels
 
 
+def plain_model(case: Case, seed: int = SEED) -> PreTrainedModel:
+    """transformers' model with the weights that every engine starts with."""
+    wanted = recipe(case, world=1)
+    config = hf.build_config(wanted.model)
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(wanted.model, config, seed))
+    return model
+
+
 def reference_model(
     case: Case, frozen: Callable[[str], bool] = lambda _: False
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -209,20 +218,21 @@ def reference_model(
 
     `frozen` says of a parameter's name that it does not train.
     """
-    wanted = recipe(case, world=1)
-    config = hf.build_config(wanted.model)
-    model = hf.empty_model(config, torch.device("cpu"))
-    hf.fill(model, hf.weight_source(wanted.model, config, SEED))
+    model = plain_model(case)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
+    return model, adamw(model)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's, with weight decay of matrices alone."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     vectors = [p for name, p in trained.items() if p.ndim == 1 or name.endswith("bias")]
     matrices = [p for name, p in trained.items() if p.ndim > 1 and not name.endswith("bias")]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
-    return model, optimizer
 
 
 def clipped(model: torch.nn.Module) -> float:
@@ -293,30 +303,57 @@ def new_engine(
 ) -> tuple[Engine, Layout]:
     """The engine of a case, built as the worker builds it: to start, or to continue."""
     wanted = recipe(case, ranks.world)
-    plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
     weights: WeightSource = hf.weight_source(wanted.model, config, seed)
     if saved is not None:
         weights = SavedWeights(saved, hf.parameter_shapes(config))
+    return build(wanted, ranks, weights, case.bucket)
+
+
+def build(
+    wanted: Recipe, ranks: Ranks, weights: WeightSource, bucket: int | None = None
+) -> tuple[Engine, Layout]:
+    """The engine of a recipe, as the worker builds it."""
+    plan = plan_recipe(wanted)
+    config = hf.build_config(wanted.model)
     rendered = BACKENDS[plan.engine].render(wanted, plan.layout)
-    if case.bucket is not None:
-        rendered["ddp"]["bucket_size"] = case.bucket
+    if bucket is not None:
+        rendered["ddp"]["bucket_size"] = bucket
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup), plan.layout
+
+
+def steps(
+    engine: Engine, layout: Layout, ranks: Ranks, first: int, last: int, rate: float = 1e-3
+) -> list[StepResult]:
+    """Train steps [first, last)."""
+    results = []
+    for step, (inputs, labels) in enumerate(global_batches(last)):
+        if step >= first:
+            torch.manual_seed(step)  # as the training loop does, for dropout
+            batches = micro_batches(inputs, labels, ranks, layout)
+            results.append(engine.train_step(batches, unmasked(labels), rate))
+    return results
+
+
+def curves(results: Sequence[StepResult]) -> dict[str, list[float]]:
+    """Loss and gradient norm of each step."""
+    return {
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+    }
 
 
 def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train one case; loss and gradient norm per step, and a validation loss."""
     engine, layout = new_engine(case, ranks, SEED)
-    results = []
-    for step, (inputs, labels) in enumerate(global_batches(case.steps)):
-        if case.resume_in is not None and step == case.steps // 2:
-            folder = Path(case.resume_in) / case.name
-            folder.mkdir(parents=True, exist_ok=True)
-            engine, layout = save_and_load(case, ranks, engine, folder)
-        batches = micro_batches(inputs, labels, ranks, layout)
-        torch.manual_seed(step)  # as the training loop does, for dropout
-        results.append(engine.train_step(batches, unmasked(labels), case.learning_rate))
+    half = case.steps // 2
+    results = steps(engine, layout, ranks, 0, half, case.learning_rate)
+    if case.resume_in is not None:
+        folder = Path(case.resume_in) / case.name
+        folder.mkdir(parents=True, exist_ok=True)
+        engine, layout = save_and_load(case, ranks, engine, folder)
+    results += steps(engine, layout, ranks, half, case.steps, case.learning_rate)
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
@@ -328,8 +365,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     return {
         "exported": exported,
         "biases": biases,
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
+        **curves(results),
         "validation": validation.loss,
         "metrics": [dict(result.metrics) for result in results],
     }
@@ -387,13 +423,18 @@ def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Pat
 
 def read_state(case: Case, ranks: Ranks, folder: Path, seed: int) -> tuple[Engine, Layout]:
     """A new engine that continues from a checkpoint."""
-    saved = SavedState(folder)
-    engine, layout = new_engine(case, ranks, seed, saved)
+    engine, layout = new_engine(case, ranks, seed, SavedState(folder))
+    restore(engine, folder)
+    return engine, layout
+
+
+def restore(engine: Engine, folder: Path) -> int:
+    """Load a checkpoint into an engine that was built with its weights; its step."""
+    saved, manifest = SavedState(folder), Manifest.read(folder)
     for shard in engine.state():
         saved.load(shard)
-    manifest = Manifest.read(folder)
     engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
-    return engine, layout
+    return manifest.step
 
 
 def save_and_load(
@@ -415,13 +456,13 @@ def exported_loss(
     if ranks.rank != 0:
         return None
     export(checkpoint, folder)
-    return loss_of(folder, inputs, labels)
+    return loss_of(AutoModelForCausalLM.from_pretrained(folder), inputs, labels)
 
 
 @torch.no_grad()
-def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """The loss of a Hugging Face folder, by transformers alone."""
-    logits = AutoModelForCausalLM.from_pretrained(folder)(inputs).logits
+def loss_of(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """The loss of a model, by transformers alone."""
+    logits = model(inputs).logits
     return cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
     ).item()

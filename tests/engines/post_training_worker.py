@@ -20,7 +20,6 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast
 
 from tests.engines import parity_worker as parity
-from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
 from toolkit.data.chat.dataset import ChatSamples, chat_samples
@@ -28,12 +27,9 @@ from toolkit.data.chat.tokens import ChatReport, StoredChats
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
-from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.setup import EngineSetup
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
-from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
 STEPS = 6
@@ -169,11 +165,7 @@ def micro_batch(samples: Sequence[Any], reference: Sequence[float] = ()) -> Micr
 
 def initial_model(seed: int = parity.SEED, **family: Any) -> torch.nn.Module:
     """transformers' model with the weights that every engine starts with."""
-    wanted = parity.recipe(parity.Case("ddp", 1, family=family), world=1)
-    config = hf.build_config(wanted.model)
-    model = hf.empty_model(config, torch.device("cpu"))
-    hf.fill(model, hf.weight_source(wanted.model, config, seed))
-    return model
+    return parity.plain_model(parity.Case("ddp", 1, family=family), seed)
 
 
 @torch.no_grad()
@@ -209,12 +201,9 @@ def new_engine(
     case: parity.Case, objective: Objective, ranks: Ranks
 ) -> tuple[Engine, Layout, Recipe]:
     wanted = recipe(case, objective, ranks.world)
-    plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
     weights = hf.weight_source(wanted.model, config, parity.SEED)
-    rendered = BACKENDS[plan.engine].render(wanted, plan.layout)
-    setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
-    return build_engine(plan.engine, setup), plan.layout, wanted
+    return *parity.build(wanted, ranks, weights), wanted
 
 
 def shares(
@@ -278,8 +267,7 @@ def train(
         results.append(engine.train_step(batches, count, 1e-3))
     engine.close()
     return {
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
+        **parity.curves(results),
         **{name: [r.metrics[name] for r in results] for name in results[0].metrics},
     }
 
@@ -339,24 +327,18 @@ class InOrder:
         return SequentialSampler(dataset or self.train_dataset)
 
 
-class Dpo(InOrder, trl.DPOTrainer):
-    """TRL's."""
-
-
-class Sft(InOrder, trl.SFTTrainer):
-    """TRL's."""
-
-
-def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    made = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    return made, None
-
-
-def logged(trainer: Any) -> dict[str, list[float]]:
-    """What the trainer logged, by name."""
+def logged(
+    kind: type, model: torch.nn.Module, arguments: Any, samples: list[Any], **more: Any
+) -> dict[str, list[float]]:
+    """What a trainer of TRL logs, by name."""
+    trainer: Any = type("", (InOrder, kind), {})(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(samples),
+        processing_class=tokenizer(),
+        optimizers=(parity.adamw(model), None),
+        **more,
+    )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == STEPS
@@ -373,16 +355,7 @@ def by_dpo_trainer(
         for p in batch
     ]
     arguments = trl.DPOConfig(output_dir=str(folder), loss_type=[loss], beta=beta, **ARGUMENTS)
-    return logged(
-        Dpo(
-            model=model,
-            ref_model=reference,
-            args=arguments,
-            train_dataset=Dataset.from_list(samples),
-            processing_class=tokenizer(),
-            optimizers=optimizer_of(model),
-        )
-    )
+    return logged(trl.DPOTrainer, model, arguments, samples, ref_model=reference)
 
 
 def by_sft_trainer(
@@ -399,22 +372,14 @@ def by_sft_trainer(
     ]
     size = {"per_device_train_batch_size": len(batches[0])}
     arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS | size)
-    return logged(
-        Sft(
-            model=model,
-            args=arguments,
-            train_dataset=Dataset.from_list(samples),
-            processing_class=tokenizer(),
-            optimizers=optimizer_of(model),
-        )
-    )
+    return logged(trl.SFTTrainer, model, arguments, samples)
 
 
 def plain_sft(
     model: torch.nn.Module, batches: list[list[Conversation]]
 ) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step, by transformers and torch alone, without padding."""
-    optimizer, _ = optimizer_of(model)
+    optimizer = parity.adamw(model)
     losses, norms = [], []
     for batch in batches:
         trained = sum(sum(mask[1:]) for _, mask in batch)

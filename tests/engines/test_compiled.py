@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.engines.cases import LAYERS, TOLERANCE, run
+from tests.engines.cases import LAYERS, assert_curves, run
 from tests.engines.parity_worker import Case, reference
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
@@ -50,9 +50,7 @@ def test_resumed(tmp_path: Path) -> None:
     expected = reference(family=LAYERS)
     resumed = replace(case(Case("fsdp", 2, 2)), resume_in=str(tmp_path))
     (result,) = run([resumed], 2).values()
-    for quantity in ("loss", "grad_norm"):
-        wanted = expected[quantity][:STEPS]
-        assert result[quantity] == pytest.approx(wanted, rel=TOLERANCE)
+    assert_curves(result, expected, STEPS)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launchers_set_what_libraries_read_once(tmp_path: Path) -> None:
     assert gpu_variables(recipe(cluster__gpu="cpu", training__deterministic=True)) == {}
     assert gpu_variables(recipe(**GPU)) == ALLOCATOR
-    wanted = {name: one.value for name, one in VARIABLES.items()}
+    wanted = {name: values[0] for name, values in VARIABLES.items()}
     assert gpu_variables(recipe(**ASKED)) == {**ALLOCATOR, **wanted}
     job = job_of(decide(recipe(**ASKED), tmp_path / "run"))
     assert {**ALLOCATOR, **wanted}.items() <= job.env.items()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engines.cases import LAYERS, TOLERANCE, megatron
+from tests.engines.cases import LAYERS, assert_curves, megatron
 from tests.engines.eager_worker import train_eagerly
 from tests.engines.parity_worker import Case, each_case, plain_loop, reference_model
 from tests.forked import call_ranks
@@ -34,5 +34,4 @@ def test_layouts(case: Case) -> None:
     model.set_attn_implementation("eager")  # type: ignore[operator]
     expected = plain_loop(model, optimizer, STEPS)
     (result,) = call_ranks(each_case, 2, train_eagerly, [eager(case)])[0].values()
-    for quantity in ("loss", "grad_norm"):
-        assert result[quantity] == pytest.approx(expected[quantity], rel=TOLERANCE), quantity
+    assert_curves(result, expected)

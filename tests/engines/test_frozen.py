@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
-from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
+from tests.engines.cases import LAYERS, TOLERANCE, assert_curves, megatron, zero
 from tests.engines.frozen_worker import STEPS, look
 from tests.engines.parity_worker import Case, each_case, reference
 from tests.forked import call_ranks
@@ -89,9 +89,7 @@ def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> 
         print(case.name)
         ranks = [results[case.name] for results in found]
         expected = _reference(case.freeze, tuple(case.family.items()), case.wide)
-        for quantity in ("loss", "grad_norm"):
-            wanted = expected[quantity][:STEPS]
-            assert ranks[0][quantity] == pytest.approx(wanted, rel=tolerance)
+        assert_curves(ranks[0], expected, STEPS, tolerance)
         for rank in ranks:
             assert rank["refused"] == "the loss is above 0.5"
             assert rank["optimizer_steps"] == STEPS

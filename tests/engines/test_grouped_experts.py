@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
+from tests.engines.cases import MIXTRAL, assert_curves, megatron, run
 from tests.engines.parity_worker import Case, reference
 from tests.models.configs import config_of
 
@@ -30,9 +30,7 @@ def check(cases: list[Case]) -> None:
     results = run(grouped, 2)
     for case in grouped:
         expected = _reference(case.family.get("num_local_experts"))
-        for quantity in ("loss", "grad_norm"):
-            found = results[case.name][quantity]
-            assert found == pytest.approx(expected[quantity][:STEPS], rel=TOLERANCE), case.name
+        assert_curves(results[case.name], expected, STEPS, name=case.name)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.cases import MIXTRAL, TOLERANCE, megatron
+from tests.engines.cases import MIXTRAL, assert_curves, megatron
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
@@ -65,8 +65,7 @@ def assert_isolated(cases: list[Case], world: int) -> None:
         assert found["own"] > 0
         assert found["crossing"] > 0, "the probe sees what it looks for"
         expected = _reference(tuple(case.family.items()))
-        assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
+        assert_curves(found, expected)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from tests.engines.cases import (
     MIXTRAL,
     OFFLOAD_TOLERANCE,
     TOLERANCE,
+    assert_curves,
     megatron,
     run,
     zero,
@@ -102,9 +103,7 @@ def _reference(family: str) -> dict[str, list[float]]:
 def assert_equals_reference(case: Case, result: dict[str, Any], tolerance: float) -> None:
     expected = _reference(json.dumps(case.family))
     print(case.name)
-    for quantity in ("loss", "grad_norm"):
-        wanted = expected[quantity][: case.steps]
-        assert result[quantity] == pytest.approx(wanted, rel=tolerance)
+    assert_curves(result, expected, case.steps, tolerance)
 
 
 def rendered_config(case: Case) -> dict[str, Any]:
@@ -118,6 +117,15 @@ def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[s
     for case in cases:
         assert_equals_reference(case, results[case.name], tolerance)
     return results
+
+
+def check_resumed(unbroken: list[Case], world: int, folder: Path) -> None:
+    """To the bit."""
+    resumed = [replace(case, resume_in=str(folder)) for case in unbroken]
+    results = run([*unbroken, *resumed], world=world)
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
+        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
 
 
 @pytest.mark.slow
@@ -204,11 +212,7 @@ def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
         zero(1),
     ]
     unbroken = [replace(case, steps=6, precision="bf16") for case in unbroken]
-    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=2)
-    for one, other in zip(unbroken, resumed, strict=True):
-        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
-        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
+    check_resumed(unbroken, 2, tmp_path)
 
 
 @pytest.mark.soak
@@ -225,11 +229,7 @@ def test_resumed_on_four_ranks_to_the_bit(tmp_path: Path) -> None:
             Case("megatron", 2, stage=1, wide=True),
         )
     ]
-    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=4)
-    for one, other in zip(unbroken, resumed, strict=True):
-        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
-        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
+    check_resumed(unbroken, 4, tmp_path)
 
 
 @pytest.mark.slow

@@ -4,11 +4,10 @@ Masks are uneven across ranks and micro batches, so any mean of means would diff
 digits. What one feature does by itself, and what an engine keeps, is in the other files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import pytest
-import torch
 
 from tests.engines.pairs import (
     LAYOUTS,
@@ -33,16 +32,10 @@ FOUR = {
 }
 """Layouts of four processes that share the features: theirs by twos are among `TWO`."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For the reference: the ranks have the cores, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def check(cases: Sequence[Case]) -> None:

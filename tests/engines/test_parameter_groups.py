@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
-from tests.engines.cases import LAYERS, TOLERANCE, megatron, run
+from tests.engines.cases import LAYERS, TOLERANCE, assert_curves, megatron, run
 from tests.engines.lora_worker import adapter, look
 from tests.engines.lora_worker import reference as lora_reference
 from tests.engines.parity_worker import (
     Case,
-    clipped,
     each_case,
-    global_batches,
+    plain_loop,
     reference_model,
 )
 from tests.forked import call_ranks
@@ -72,16 +70,7 @@ def _loop(model: Any, multipliers: Mapping[str, tuple[float, float]]) -> dict[st
         ],
         betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
-    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-    for inputs, labels in global_batches(STEPS):
-        logits = model(inputs).logits
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        found["grad_norm"].append(clipped(model))
-        optimizer.step()
-        found["loss"].append(loss.item())
-    return found
+    return plain_loop(model, optimizer, STEPS)
 
 
 def test_by_hand_differs() -> None:
@@ -135,10 +124,9 @@ def test_two_processes(tmp_path: Path) -> None:
     results = run([*RESUMED, *broken], 2)
     expected = _reference(tuple(LAYERS.items()))
     for one, other in zip(RESUMED, broken, strict=True):
+        assert_curves(results[one.name], expected, name=one.name)
         for quantity in ("loss", "grad_norm"):
-            found = results[one.name][quantity]
-            assert found == pytest.approx(expected[quantity], rel=TOLERANCE), one.name
-            assert found == results[other.name][quantity], one.name
+            assert results[one.name][quantity] == results[other.name][quantity], one.name
 
 
 @pytest.mark.slow
@@ -150,8 +138,7 @@ def test_layer_decay() -> None:
     ]
     for case, (name, result) in zip(cases, run(cases, 2).items(), strict=True):
         expected = _decayed_reference(groups=bool(case.groups))
-        for quantity in ("loss", "grad_norm"):
-            assert result[quantity] == pytest.approx(expected[quantity], rel=TOLERANCE), name
+        assert_curves(result, expected, name=name)
 
 
 @pytest.mark.slow
@@ -178,6 +165,4 @@ def test_adapters(tmp_path: Path) -> None:
     found = call_ranks(each_case, 2, partial(look, str(tmp_path)), cases)[0]
     expected = lora_reference(cases[0], rate_of_b=4e-3)
     for case in cases:
-        for quantity in ("loss", "grad_norm"):
-            curve = found[case.name][quantity]
-            assert curve == pytest.approx(expected[quantity], rel=TOLERANCE), case.name
+        assert_curves(found[case.name], expected, name=case.name)

@@ -4,13 +4,11 @@ What a step logs must be equal: loss, gradient norm, rewards. Outside of pipelin
 their shares into micro batches of one and two pairs, each in another order.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from tests.engines.cases import LAYERS, TOLERANCE, megatron
 from tests.engines.parity_worker import Case
@@ -31,8 +29,11 @@ from tests.engines.post_training_worker import (
 )
 from tests.forked import call_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-"""TRL calls transformers by a name that it renames."""
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # TRL calls transformers by a name that it renames.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 
 OTHER_SEED = 99
 """Of the reference model: with the policy's own weights, all rewards would begin at 0."""
@@ -54,15 +55,6 @@ CASES = [
     megatron(3, pipeline=2),
 ]
 """What else layouts can do to an objective is in test_pairs.py."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For TRL and the plain loop: on a busy machine, two would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -12,7 +12,9 @@ from toolkit.data.rows import Samples
 from toolkit.engines.base import StepResult
 from toolkit.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
-from toolkit.train.loop import Progress, StepReport, TrainingRun
+from toolkit.train.loop import Progress, StepReport, TrainingRun, train
+from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StepReduction
 
 VOCABULARY = 8
 STEPS = 40
@@ -63,6 +65,19 @@ def job(
         guard=guard,
         objective=engine.objective,
     )
+
+
+def run(
+    asked: TrainingRun,
+    progress: Progress | None = None,
+    hooks: Recorder | None = None,
+    reduction: type[StepReduction] = StepReduction,
+) -> Recorder:
+    """Train from `progress`; what the hooks saw."""
+    hooks = hooks or Recorder()
+    with StopRequest() as stop:
+        train(asked, progress or Progress(), hooks, reduction(stop))
+    return hooks
 
 
 class SpoiledEngine(FakeEngine):

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from tests.engines.fake import FakeEngine
-from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
+from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.loop import Progress, train
-from toolkit.train.signals import StopRequest
+from toolkit.train.loop import Progress
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -34,9 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 
 def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
-    hooks = Recorder()
-    with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
+    hooks = run(job(dataset, FakeEngine(VOCABULARY)))
     assert hooks.losses[0] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
     shares = dataset.token_counts() / dataset.n_tokens
     entropy = -sum(share * math.log(share) for share in shares if share)
@@ -46,16 +43,14 @@ def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
 
 
 def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), whole, StepReduction(stop))
-        engine, progress = FakeEngine(VOCABULARY), Progress()
-        train(job(dataset, engine, steps=15), progress, first, StepReduction(stop))
-        resumed = FakeEngine(VOCABULARY)
-        for mine, saved in zip(resumed.state(), engine.state(), strict=True):
-            mine.put("weight", saved.get("weight"))
-        assert progress == Progress(15, 60, tuple(first.losses), sum(first.tokens))
-        train(job(dataset, resumed), progress, second, StepReduction(stop))
+    whole = run(job(dataset, FakeEngine(VOCABULARY)))
+    engine, progress = FakeEngine(VOCABULARY), Progress()
+    first = run(job(dataset, engine, steps=15), progress)
+    resumed = FakeEngine(VOCABULARY)
+    for mine, saved in zip(resumed.state(), engine.state(), strict=True):
+        mine.put("weight", saved.get("weight"))
+    assert progress == Progress(15, 60, tuple(first.losses), sum(first.tokens))
+    second = run(job(dataset, resumed), progress)
     assert progress.consumed_tokens == sum(whole.tokens) > 0
     assert first.losses + second.losses == whole.losses
 
@@ -69,12 +64,9 @@ class TwoTensorRanks(StepReduction):
 
 
 def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -> None:
-    alone, two = Recorder(), Recorder()
-    with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), alone, StepReduction(stop))
-    with StopRequest() as stop:
-        split = replace(job(dataset, FakeEngine(VOCABULARY)), layout=replace(LAYOUT, tp=2))
-        train(split, Progress(), two, TwoTensorRanks(stop))
+    alone = run(job(dataset, FakeEngine(VOCABULARY)))
+    split = replace(job(dataset, FakeEngine(VOCABULARY)), layout=replace(LAYOUT, tp=2))
+    two = run(split, reduction=TwoTensorRanks)
     assert two.tokens == alone.tokens
     assert two.losses == alone.losses
 
@@ -84,8 +76,8 @@ def skipped_steps(
 ) -> tuple[dict[int, str], Recorder]:
     """Train to the end or to a failure of the guard; why which steps were skipped."""
     hooks = Recorder()
-    with StopRequest() as stop, suppress(RunFailed):
-        train(job(dataset, engine, guard=guard), progress, hooks, StepReduction(stop))
+    with suppress(RunFailed):
+        run(job(dataset, engine, guard=guard), progress, hooks)
     return hooks.skipped, hooks
 
 
@@ -136,10 +128,8 @@ def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDat
     nan = dict.fromkeys([2, 3, *range(7, 20)], math.nan)
     hooks, progress = Recorder(), Progress()
     guard = GuardSection(max_skips_in_a_row=3)
-    with StopRequest() as stop, pytest.raises(RunFailed) as failure:
-        train(
-            job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks, StepReduction(stop)
-        )
+    with pytest.raises(RunFailed) as failure:
+        run(job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks)
     assert list(hooks.skipped) == [3, 4, 8, 9, 10], "two in a row are no reason to stop"
     assert "steps 8 to 10 were all skipped: the loss is not finite." in str(failure.value)
     assert "The weights are those of step 7" in str(failure.value)
@@ -164,22 +154,15 @@ def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
 
 def test_signal_saves_and_stops(dataset: PackedDataset) -> None:
     hooks = Recorder(signal_at=7)
-    with StopRequest() as stop, pytest.raises(Stopped, match="after saving step 7 of 40"):
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
+    with pytest.raises(Stopped, match="after saving step 7 of 40"):
+        run(job(dataset, FakeEngine(VOCABULARY)), hooks=hooks)
     assert hooks.calls[-1] == ("stop", 7)
 
 
 def test_signal_at_the_last_step_ends_normally(dataset: PackedDataset) -> None:
-    hooks = Recorder(signal_at=STEPS)
-    with StopRequest() as stop:
-        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, StepReduction(stop))
+    hooks = run(job(dataset, FakeEngine(VOCABULARY)), hooks=Recorder(signal_at=STEPS))
     assert hooks.calls[-2:] == [("save", STEPS), ("evaluate", STEPS)]
 
 
 def test_finished_run_does_nothing(dataset: PackedDataset) -> None:
-    hooks = Recorder()
-    with StopRequest() as stop:
-        train(
-            job(dataset, FakeEngine(VOCABULARY)), Progress(STEPS, 0), hooks, StepReduction(stop)
-        )
-    assert hooks.calls == []
+    assert run(job(dataset, FakeEngine(VOCABULARY)), Progress(STEPS, 0)).calls == []

@@ -6,7 +6,7 @@ torch.cuda is replaced by as much of it as a thread needs, so that the loop runs
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engines.fake import FakeEngine
-from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
+from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.order import Shuffled
@@ -22,10 +22,8 @@ from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
 from toolkit.errors import DataError, RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.loop import Progress, StepReport, train
+from toolkit.train.loop import Progress, StepReport
 from toolkit.train.prefetch import Prefetch
-from toolkit.train.signals import StopRequest
-from toolkit.train.step_reduction import StepReduction
 
 PER_STEP = LAYOUT.global_batch
 PATIENCE_S = 20.0
@@ -62,18 +60,6 @@ class Watching(FakeEngine):
         return StepResult(loss=1.0, grad_norm=1.0)
 
 
-def run(
-    engine: FakeEngine,
-    data: Numbers,
-    progress: Progress | None = None,
-    hooks: Recorder | None = None,
-    **changed: Any,
-) -> None:
-    asked = replace(job(data, engine), **changed)
-    with StopRequest() as stop:
-        train(asked, progress or Progress(), hooks or Recorder(), StepReduction(stop))
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, object]]]:
     """Which thread did what with device 3; in the end, none of them is left."""
@@ -105,7 +91,7 @@ def test_the_sequence_is_that_of_the_order(
     if device == "gpu":
         request.getfixturevalue("gpu")
     engine = Watching()
-    run(engine, Numbers(), Progress(done, done * PER_STEP))
+    run(job(Numbers(), engine), Progress(done, done * PER_STEP))
     batches = GlobalBatches(Numbers(), Shuffled(1, len(Numbers())), PER_STEP)
     assert engine.samples == [
         tuple(
@@ -135,7 +121,7 @@ def test_the_next_batch_is_built_while_a_step_runs() -> None:
         with more:
             assert more.wait_for(lambda: read == wanted, PATIENCE_S), (step, read)
 
-    run(Watching(during), Numbers(before))
+    run(job(Numbers(before), Watching(during)))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -151,17 +137,17 @@ def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
 
     engine, progress = Watching(), Progress()
     with pytest.raises(DataError, match="row 17 is wrong"):
-        run(engine, Numbers(before), progress)
+        run(job(Numbers(before), engine), progress)
     assert progress.step == 4, "the batch of step 6 was wanted before step 5"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
     with pytest.raises(Stopped):
-        run(Watching(), Numbers(), hooks=Recorder(signal_at=3))
+        run(job(Numbers(), Watching()), hooks=Recorder(signal_at=3))
     with pytest.raises(RunFailed):
         spoiled = SpoiledEngine(dict.fromkeys(range(STEPS), float("nan")))
-        run(spoiled, Numbers(), guard=GuardSection(max_skips_in_a_row=2))
+        run(job(Numbers(), spoiled, guard=GuardSection(max_skips_in_a_row=2)))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -193,7 +179,7 @@ def test_waiting_for_slow_data_is_measured() -> None:
     def slow(_: int) -> None:
         time.sleep(0.02)
 
-    run(Watching(), Numbers(slow), hooks=Hooks(), total_steps=6)
+    run(job(Numbers(slow), Watching(), steps=6), hooks=Hooks())
     waited = [report.data_wait_s for report in reports]
     assert 0.5 < sum(waited) / sum(report.seconds for report in reports) <= 1
     assert waited[-1] < max(waited) / 2, "behind the last step there is nothing to build"
@@ -212,5 +198,5 @@ def test_batches_are_pinned_on_the_device_of_the_run(gpu: list[tuple[str, object
 
 def test_without_a_gpu_there_is_no_thread() -> None:
     built_by: list[int] = []
-    run(Watching(), Numbers(lambda _: built_by.append(threading.get_ident())))
+    run(job(Numbers(lambda _: built_by.append(threading.get_ident())), Watching()))
     assert set(built_by) == {threading.get_ident()} and len(built_by) == STEPS * PER_STEP

@@ -6,40 +6,18 @@ set them (`toolkit/launchers/job.py`) and the worker checks them.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from toolkit.errors import BackendUnavailable, RunFailed
 
+VARIABLES: Mapping[str, tuple[str, ...]] = {
+    # cuBLAS and NCCL add in a fixed order; Transformer Engine's attention is deterministic.
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+"""Accepted parts of each variable's value, between commas; launchers set the first.
 
-@dataclass(frozen=True)
-class DeterministicVariable:
-    """One environment variable."""
-
-    value: str
-    """The value that launchers set."""
-    accepted: frozenset[str]
-    """The comma-separated parts that a user's own value may have."""
-    why: str
-
-    def accepts(self, text: str) -> bool:
-        """Whether a run with this value is deterministic."""
-        parts = {part.strip() for part in text.split(",")}
-        return parts <= self.accepted
-
-
-VARIABLES: Mapping[str, DeterministicVariable] = {
-    "CUBLAS_WORKSPACE_CONFIG": DeterministicVariable(
-        ":4096:8", frozenset((":4096:8", ":16:8")), "cuBLAS adds in a fixed order"
-    ),
-    "NCCL_ALGO": DeterministicVariable(
-        "Ring", frozenset(("Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
-        "NCCL adds in a fixed order",
-    ),
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": DeterministicVariable(
-        "0", frozenset(("0",)), "Transformer Engine's attention is deterministic"
-    ),
-}  # fmt: skip
-"""As NVIDIA's Megatron-LM checks them (megatron/training/determinism.py); cuBLAS' own
+As NVIDIA's Megatron-LM checks them (megatron/training/determinism.py); cuBLAS' own
 documentation, "Results reproducibility", has the first."""
 
 _NO_WAY = "does not have a deterministic implementation"
@@ -49,12 +27,15 @@ _NO_WAY = "does not have a deterministic implementation"
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that launchers add to the environment of workers; the user's own values are
     kept."""
-    return {name: one.value for name, one in VARIABLES.items() if name not in environ}
+    return {name: values[0] for name, values in VARIABLES.items() if name not in environ}
 
 
 def unsuitable(environ: Mapping[str, str]) -> Iterator[str]:
     """Names of the variables that are set to a nondeterministic value."""
-    return (n for n, one in VARIABLES.items() if n in environ and not one.accepts(environ[n]))
+    for name, accepted in VARIABLES.items():
+        stated = environ.get(name, accepted[0]).split(",")
+        if not {part.strip() for part in stated} <= {*accepted}:
+            yield name
 
 
 def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
@@ -67,7 +48,7 @@ def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
     if on_gpu:
         missing = [name for name in VARIABLES if name not in environ]
         if wrong := [*missing, *unsuitable(environ)]:
-            settings = " ".join(f"{name}={VARIABLES[name].value}" for name in wrong)
+            settings = " ".join(f"{name}={VARIABLES[name][0]}" for name in wrong)
             raise BackendUnavailable(
                 f"training.deterministic needs {', '.join(wrong)} set before the ranks start",
                 fix=f"`dmt launch` sets them; for a launcher of your own: export {settings}",

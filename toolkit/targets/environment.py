@@ -301,7 +301,7 @@ class _Reader:
                 "training.deterministic",
                 OneOf((False,)),
                 winner="environment",
-                advice=f"unset {name}, or set it to {deterministic.VARIABLES[name].value}",
+                advice=f"unset {name}, or set it to {deterministic.VARIABLES[name][0]}",
                 breaks=True,
             )
 
