@@ -34,7 +34,6 @@ from toolkit.plan.cost.traffic import (
     LayerTraffic,
     PlacedLayout,
     data_traffic,
-    layer_tensor_s,
     layer_traffic,
     pipeline_message_s,
     tied_embedding_s,
@@ -261,9 +260,10 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
     layer = layer_time(workload, part, "full" if some else layout.recompute, machine)
     if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
         layer = layer.reached(workload.spec.reached)
+    traffic = layer_traffic(place, layer.forward.attention)
     return StageParts(
         layer=layer,
-        traffic=layer_traffic(place, layer.forward.attention),
+        traffic=traffic,
         recomputed=recomputed_of_stages(
             layout.recompute,
             workload.spec.layers,
@@ -272,7 +272,7 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
             workload.recomputed_layers,
         ),
         ends=ends_time(workload, part, layout.loss, machine),
-        ends_traffic_s=layer_tensor_s(place) / 2,
+        ends_traffic_s=traffic.tensor / 2,
     )
 
 

@@ -69,7 +69,7 @@ class LayerTraffic:
 
 def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
-    tensor, expert = layer_tensor_s(place), _expert_s(place)
+    tensor, expert = _layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
     layout = place.layout
     again = 0.0
@@ -94,7 +94,7 @@ def layer_collectives(place: PlacedLayout) -> list[Collectives]:
     return [Collectives(kind, ring, size, 2) for kind in kinds]
 
 
-def layer_tensor_s(place: PlacedLayout) -> float:
+def _layer_tensor_s(place: PlacedLayout) -> float:
     """Exposed seconds of a layer's collectives in each pass."""
     sent = sum(one.seconds for one in layer_collectives(place))
     everywhere = place.workload.tensor_overlap == "all"

@@ -118,10 +118,10 @@ class Workload:
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's
         activation function is not in experts."""
         grouped, compiled = layout.experts == "grouped", layout.compile != "none"
-        if layout.compiles is None and not grouped:
+        fused, liger = layout.fused != "none", layout.fused == "liger"
+        if not (compiled or fused or grouped):
             return self
-        liger = layout.fused == "liger"
-        glu = layout.compiles is not None and not (liger and self.spec.moe_layers)
+        glu = (compiled or fused) and not (liger and self.spec.moe_layers)
         return _in_layout(self, compiled, glu, liger, grouped)
 
 
