@@ -117,7 +117,8 @@ class Dimension:
 _PLAIN = Layout()
 
 
-def _is_above_one(value: object) -> bool:
+def is_above_one(value: object) -> bool:
+    """Whether a degree is stated and splits anything."""
     return isinstance(value, int) and value > 1
 
 
@@ -147,7 +148,7 @@ def _degree(field: str, name: str, *, key: str | None = None, **more: Any) -> Di
         key = f"parallel.{name.replace(' ', '_')}"
     word = f"{field}{{}}".format
     return Dimension(
-        field, key, name, word, shown="{}", degree=True, parts=_is_above_one, **more
+        field, key, name, word, shown="{}", degree=True, parts=is_above_one, **more
     )
 
 
@@ -173,7 +174,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         open=lambda choice: choice.layout.pp > 1,
         needs=(
             Need(
-                _is_above_one,
+                is_above_one,
                 "parallel.pipeline",
                 lambda pipeline: pipeline != 1,
                 "1 without pipeline stages",
@@ -236,7 +237,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         open=lambda choice: choice.support.largest("replicate") > 1 and choice.layout.dp > 1,
         needs=(
             Need(
-                _is_above_one,
+                is_above_one,
                 "parallel.zero.offload_parameters",
                 lambda place: not _is_offloaded(place),
                 "1 with offload, which is for models that copies of shards leave no room for",
@@ -244,7 +245,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
             ),
         ),
         disruption=8,
-        parts=_is_above_one,
+        parts=is_above_one,
         scaled=_replicated,
     ),
     Dimension(
@@ -254,7 +255,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "hpz{}".format,
         title="second copy over",
         shown="{}",
-        parts=_is_above_one,
+        parts=is_above_one,
         scaled=_replicated,
     ),
     Dimension(

@@ -210,7 +210,14 @@ def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
 def _cost(found: Search, dimension: Dimension, value: Any) -> str:
     """The cost of another value: what the planner chooses for it, and what it costs with all
     else as chosen, if that is another layout."""
-    best = best_with(found, dimension, value)
+    known = [one for one in found.fitting if getattr(one.layout, dimension.field) == value]
+    # The products of experts follow from the size of a micro batch.
+    sized = dimension.field == "micro_batch" and found.job.spec.moe_layers
+    best: Candidate | None
+    if known and dimension.tried == "all" and not sized:
+        best = ranked(known, found.cluster)[0]
+    else:
+        best = stated(found, {dimension.key: value})
     if best is None:
         return ""
     name, only = dimension.named(value), alone(found, dimension, value)
@@ -251,17 +258,6 @@ def _compared(
     if cost == slower:
         return f"{name} {slower}"
     return f"{name} alone {cost}, and with {changes} it {slower}"
-
-
-def best_with(found: Search, dimension: Dimension, value: Any) -> Candidate | None:
-    """What the planner chooses if the recipe states this value of a dimension; None if no
-    layout has it."""
-    known = [one for one in found.fitting if getattr(one.layout, dimension.field) == value]
-    # The products of experts follow from the size of a micro batch.
-    sized = dimension.field == "micro_batch" and found.job.spec.moe_layers
-    if known and dimension.tried == "all" and not sized:
-        return ranked(known, found.cluster)[0]
-    return stated(found, {dimension.key: value})
 
 
 def alone(found: Search, dimension: Dimension, value: Any) -> Candidate | None:

@@ -14,7 +14,7 @@ from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
 from toolkit.features.base import intent_problems
 from toolkit.layout import Pair, Precision, Stage
-from toolkit.plan.dimensions import DEGREES, SETTABLE
+from toolkit.plan.dimensions import DEGREES, SETTABLE, is_above_one
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
@@ -248,7 +248,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     or_engine = or_zero(parallel, pair)
     if zero.stage != "auto" and zero.stage not in support.zero_stages:
         stages = ", ".join(map(str, support.zero_stages))
-        why = _PIPELINE_AND_ZERO if _above_one(parallel.pipeline) else ""
+        why = _PIPELINE_AND_ZERO if is_above_one(parallel.pipeline) else ""
         instead = f"set parallel.zero.stage to auto{or_engine}"
         refuse("zero.stage", zero.stage, stages, instead, why)
     for name in ("offload_optimizer", "offload_parameters"):
@@ -320,10 +320,6 @@ def or_zero(parallel: ParallelSection, pair: Pair) -> str:
         return ""
     degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
     engines = [pair.engine for pair, support in table().items() if support.zero_config]
-    if not engines or any(map(_above_one, degrees)):
+    if not engines or any(map(is_above_one, degrees)):
         return ""
     return f", or set parallel.engine to {engines[0]}"
-
-
-def _above_one(degree: object) -> bool:
-    return isinstance(degree, int) and degree > 1
