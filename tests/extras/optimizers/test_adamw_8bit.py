@@ -118,6 +118,7 @@ def test_convert(tmp_path: Path) -> None:
             assert found.dtype == (torch.uint8 if "code" in quantity else torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["launch", "rehearse"])
 def test_without_bitsandbytes(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -292,6 +292,7 @@ def test_pretrained_weights_are_to_be_converted() -> None:
     assert "dmt convert meta-llama/Llama-3.1-8B" in notes and "--vocab-multiple 2" in notes
 
 
+@pytest.mark.slow
 def test_every_shipped_recipe_is_rendered_or_refused() -> None:
     refused = []
     for path in sorted(RECIPES.glob("*/*.yaml")):
