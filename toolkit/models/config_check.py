@@ -1,8 +1,7 @@
 """Checks that transformers can build a Hugging Face config dict, and reports every mistake.
-Nothing here raises:
 
-for any values, the result is a list of problems, and an empty list means that
-`families.model_spec` may be called.
+Nothing here raises: for any values, the result is a list of problems, and an empty list means
+that `families.model_spec` may be called.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -204,16 +203,12 @@ def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
 
 
 def _check_layer_types(settings: Settings) -> Iterable[Problem]:
-    types, layers = settings["layer_types"], settings["num_hidden_layers"]
-    turned = settings["no_rope_layers"]
-    if turned is not None and len(turned) != layers:
-        allowed = f"one entry per layer (num_hidden_layers: {layers})"
-        yield Problem("no_rope_layers", f"{len(turned)} entries", allowed)
-    if types is None:
-        return
-    if len(types) != layers:
-        allowed = f"one entry per layer (num_hidden_layers: {layers})"
-        yield Problem("layer_types", f"{len(types)} entries", allowed)
+    layers = settings["num_hidden_layers"]
+    for name in ("no_rope_layers", "layer_types"):
+        if settings[name] is not None and len(settings[name]) != layers:
+            allowed = f"one entry per layer (num_hidden_layers: {layers})"
+            yield Problem(name, f"{len(settings[name])} entries", allowed)
+    types = settings["layer_types"] or ()
     if "sliding_attention" in types and settings["use_sliding_window"] is False:
         allowed = "true, for sliding_attention layers"
         yield Problem("use_sliding_window", "false", allowed)
@@ -365,26 +360,19 @@ def _check_rope_factors(settings: Settings) -> Iterable[Problem]:
     """longrope has a factor for every rotated pair; llama3's low factor is below its high
     one."""
     for where, rope in _rope_maps(settings):
-        yield from _check_rope_factors_of(settings, where, rope)
-
-
-def _check_rope_factors_of(
-    settings: Settings, where: str, rope: Mapping[str, Any]
-) -> Iterable[Problem]:
-    low, high = (rope.get(name, 0) for name in ("low_freq_factor", "high_freq_factor"))
-    if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low > high:
-        allowed = f"no less than low_freq_factor ({shown(low)})"
-        yield Problem(f"{where}.high_freq_factor", shown(high), allowed)
-    head_dim = settings.head_dim
-    share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
-    for name in ("short_factor", "long_factor"):
-        factors = rope.get(name, ())
-        if not NUMBERS.accepts(factors) or not UNIT_FLOAT.accepts(share):
-            continue  # _check_rope says so
-        if len(factors) != int(head_dim * share) // 2:
-            found = f"{len(factors)} factors"
-            allowed = f"{int(head_dim * share) // 2}, one for every pair that turns"
-            yield Problem(f"{where}.{name}", found, allowed)
+        low, high = (rope.get(name, 0) for name in ("low_freq_factor", "high_freq_factor"))
+        if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low > high:
+            allowed = f"no less than low_freq_factor ({shown(low)})"
+            yield Problem(f"{where}.high_freq_factor", shown(high), allowed)
+        share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
+        for name in ("short_factor", "long_factor"):
+            factors = rope.get(name, ())
+            if not NUMBERS.accepts(factors) or not UNIT_FLOAT.accepts(share):
+                continue  # _check_rope says so
+            pairs = int(settings.head_dim * share) // 2
+            if len(factors) != pairs:
+                allowed = f"{pairs}, one for every pair that turns"
+                yield Problem(f"{where}.{name}", f"{len(factors)} factors", allowed)
 
 
 _ROTARY = (
