@@ -12,7 +12,7 @@ from toolkit.models.families import common, llama
 from toolkit.models.families.base import STACKED_NAMES, Family, MegatronModel, Settings
 from toolkit.models.families.llama_like import even_layers
 from toolkit.models.families.mixtures import mixture, unsupported_normalised_router
-from toolkit.models.families.shape import counted
+from toolkit.models.families.shape import counted, moe_layers
 from toolkit.models.families.tensors import (
     TensorMap,
     by_columns,
@@ -61,8 +61,8 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
         "moe_router_pre_softmax": False,
     }
     attention = [*llama.attention_tensors(spec, settings), sinks]
-    layers = frozenset(range(spec.layers))
-    return mixture(spec, settings, layers, expert_tensors(spec), fields, attention)
+    experts = expert_tensors(spec)
+    return mixture(spec, settings, moe_layers(settings), experts, fields, attention)
 
 
 def unsupported(spec: ModelSpec, settings: Settings) -> str | None:

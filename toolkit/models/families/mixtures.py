@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.models.config_keys import COUNT, Key, keys_of
 from toolkit.models.families import common, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
-from toolkit.models.families.shape import counted
+from toolkit.models.families.shape import counted, moe_layers
 from toolkit.models.families.tensors import TensorMap, whole
 from toolkit.models.spec import ModelSpec
 
@@ -69,8 +69,8 @@ def _mixtral(spec: ModelSpec, settings: Settings) -> MegatronModel:
     transformers normalises the chosen experts' probabilities to a sum of 1, which is the
     softmax over the chosen experts' logits alone: Megatron's softmax after top-k.
     """
-    layers, router = frozenset(range(spec.layers)), {"moe_router_pre_softmax": False}
-    return mixture(spec, settings, layers, expert_tensors(spec), router)
+    router = {"moe_router_pre_softmax": False}
+    return mixture(spec, settings, moe_layers(settings), expert_tensors(spec), router)
 
 
 def _unsupported_mixtral(spec: ModelSpec, settings: Settings) -> str | None:
@@ -102,9 +102,6 @@ MIXTRAL = Family(
 
 def _qwen(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """Qwen2-MoE or Qwen3-MoE as a megatron-core GPTModel."""
-    # Every `decoder_sparse_step`-th layer, less those that the config names as dense.
-    dense, step = settings["mlp_only_layers"] or (), settings["decoder_sparse_step"]
-    layers = frozenset(i for i in range(step - 1, spec.layers, step) if i not in dense)
     # Without normalisation the softmax runs over all experts, before the choice.
     fields = {"moe_router_pre_softmax": not settings["norm_topk_prob"]}
     experts = expert_tensors(spec)
@@ -117,7 +114,7 @@ def _qwen(spec: ModelSpec, settings: Settings) -> MegatronModel:
             "moe_shared_expert_intermediate_size": inner,
             "moe_shared_expert_gate": True,
         }
-    return mixture(spec, settings, layers, experts, fields)
+    return mixture(spec, settings, moe_layers(settings), experts, fields)
 
 
 def _unsupported_qwen(spec: ModelSpec, settings: Settings) -> str | None:

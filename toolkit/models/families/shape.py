@@ -58,7 +58,7 @@ def sizes(settings: Settings) -> ModelSpec:
     family = settings.family
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     sliding = len(sliding_layers(settings))
-    moe_layers = _moe_layers(settings)
+    mixtures = len(moe_layers(settings))
     bias, own_bias = bool(settings["attention_bias"]), family.attention_output_bias
     return ModelSpec(
         family=family.model_type,
@@ -75,9 +75,9 @@ def sizes(settings: Settings) -> ModelSpec:
         sliding_layers=sliding,
         experts=settings["num_experts"] or 0,
         experts_per_token=settings["num_experts_per_tok"] or 0,
-        expert_intermediate=_expert_intermediate(settings) if moe_layers else 0,
-        moe_layers=moe_layers,
-        shared_intermediate=_shared_intermediate(settings) if moe_layers else 0,
+        expert_intermediate=_expert_intermediate(settings) if mixtures else 0,
+        moe_layers=mixtures,
+        shared_intermediate=_shared_intermediate(settings) if mixtures else 0,
         gated_mlp=family.gated_mlp,
         learned_positions=not family.rotary,
         qkv_bias=family.qkv_bias or bias or bool(settings["qkv_bias"]),
@@ -102,14 +102,14 @@ def sliding_layers(settings: Settings) -> Sequence[int]:
     return settings.family.sliding(settings)
 
 
-def _moe_layers(settings: Settings) -> int:
-    """Layers that hold experts: all of them, unless the config leaves some dense."""
-    layers = settings["num_hidden_layers"]
+def moe_layers(settings: Settings) -> frozenset[int]:
+    """Layers that hold experts: every `decoder_sparse_step`-th (without the key, all), less
+    those that the config names as dense."""
     if settings["num_experts"] is None:
-        return 0
+        return frozenset()
     step = settings["decoder_sparse_step"] or 1
-    dense = {i for i in settings["mlp_only_layers"] or () if (i + 1) % step == 0}
-    return int(layers // step - len(dense))
+    layers = range(step - 1, settings["num_hidden_layers"], step)
+    return frozenset(layers).difference(settings["mlp_only_layers"] or ())
 
 
 def _shared_intermediate(settings: Settings) -> int:
