@@ -81,6 +81,13 @@ def test_mistakes_are_one_message(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None
         assert words in error and "Traceback" not in error
 
 
+def test_weights_that_are_cut_short(qwen2: Path, tmp_path: Path, dmt: Dmt) -> None:
+    weights = qwen2 / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert "Traceback" not in dmt("convert", qwen2, tmp_path / "out", code=2).err
+    assert not (tmp_path / "out").exists()
+
+
 def test_example_in_the_help_is_a_folder(dmt: Dmt) -> None:
     words = " ".join(dmt("convert", "--help").out.split())
     assert "dmt convert ./" in words and ".DST.partial-" in words
