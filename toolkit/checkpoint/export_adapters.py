@@ -1,7 +1,6 @@
 """Exports a checkpoint of a run with adapters: a PEFT folder, or merged weights."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from toolkit.adapters.lora import Lora
 from toolkit.adapters.weights import fingerprint
 from toolkit.checkpoint.locate import locate
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.saved_state import ELEMENTS_AT_ONCE, SavedState, SavedWeights
-from toolkit.checkpoint.shards import block_numel, whole_block
+from toolkit.checkpoint.saved_state import SavedState, SavedWeights, pieces
+from toolkit.checkpoint.shards import whole_block
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
 from toolkit.models.safetensors_stream import TensorToWrite, write_file
@@ -73,14 +72,11 @@ class Merged:
 
     def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
         """See `SavedState.in_pieces`; `quantity` is `weight`."""
-        whole = whole_block(tensor, self.shapes[tensor])
-        step = max(1, ELEMENTS_AT_ONCE * whole.rows[1] // block_numel(whole))
         down, up = self._factors(quantity, tensor.removesuffix(".weight"))
-        for first in range(0, whole.rows[1], step):
-            rows = first, min(first + step, whole.rows[1])
-            piece = self.base.read_block(replace(whole, rows=rows)).float()
+        for block in pieces(whole_block(tensor, self.shapes[tensor])):
+            piece = self.base.read_block(block).float()
             if down is not None:
-                piece = piece + self.lora.scaling * (up[slice(*rows)] @ down)
+                piece = piece + self.lora.scaling * (up[slice(*block.rows)] @ down)
             yield piece
 
     def _factors(self, quantity: str, module: str) -> tuple[Tensor | None, Tensor]:

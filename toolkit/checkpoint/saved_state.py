@@ -19,6 +19,7 @@ from toolkit.checkpoint.shards import (
     block_shape,
     cut,
     dtype_of,
+    joint_shape,
     parameter_blocks,
     parse_key,
     whole_quantity,
@@ -87,9 +88,7 @@ class SavedState:
         found: dict[str, tuple[int, ...]] = {}
         for (quantity, tensor), parts in self._index.items():
             if quantity == "weight":
-                rows = max(block.rows[1] for block, _, _ in parts)
-                ends = [block.columns[1] for block, _, _ in parts if block.columns is not None]
-                found[tensor] = (rows, max(ends)) if ends else (rows,)
+                found[tensor] = joint_shape([block for block, _, _ in parts])
         return dict(sorted(found.items()))
 
     @property
@@ -149,11 +148,8 @@ class SavedState:
 
     def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
         """A whole quantity, some rows at a time: fp32, [rows, columns] or [rows]."""
-        whole = whole_quantity(quantity, tensor, self.shapes[tensor])
-        last = whole.rows[1]
-        step = max(1, ELEMENTS_AT_ONCE * last // block_numel(whole))
-        for first in range(0, last, step):
-            yield self.read(quantity, replace(whole, rows=(first, min(first + step, last))))
+        for piece in pieces(whole_quantity(quantity, tensor, self.shapes[tensor])):
+            yield self.read(quantity, piece)
 
     def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
         try:
@@ -204,6 +200,14 @@ class SavedWeights:
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`: fp32."""
         return self.state.read("weight", block)
+
+
+def pieces(whole: Block) -> Iterator[Block]:
+    """A whole tensor in rectangles of some rows, of about `ELEMENTS_AT_ONCE`."""
+    last = whole.rows[1]
+    step = max(1, ELEMENTS_AT_ONCE * last // block_numel(whole))
+    for first in range(0, last, step):
+        yield replace(whole, rows=(first, min(first + step, last)))
 
 
 def intersection(a: Block, b: Block) -> Block | None:

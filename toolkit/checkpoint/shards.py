@@ -88,6 +88,13 @@ def bias_shards(model: nn.Module, *, saved_here: bool) -> Iterator[StateShard]:
         yield StateShard(blocks, {"weight": bias}, saved_here=saved_here)
 
 
+def joint_shape(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """The shape of the tensor that these rectangles cover: (rows,) or (rows, columns)."""
+    rows = max(block.rows[1] for block in blocks)
+    columns = [block.columns[1] for block in blocks if block.columns is not None]
+    return (rows, max(columns)) if columns else (rows,)
+
+
 def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """(rows,) or (rows, columns): the further axes of a convolution are columns, too."""
     rows, *others = shape or (1,)

@@ -26,7 +26,7 @@ from toolkit.engines.base import (
     refusal,
 )
 from toolkit.engines.distributed import RunningSum, to_device
-from toolkit.engines.owners import OwnerOptimizer, bind, new_optimizer, owned_by
+from toolkit.engines.owners import bind, new_optimizer, owned_by
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -50,27 +50,27 @@ class DataParallelEngine(Engine):
             enabled=setup.precision == "fp16",
         )
 
-    def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """The recipe's optimizer, with fused AdamW: torch's default makes about ten passes over
-        all states, and on GPUs allocates a temporary as large as the weights."""
+    def build_optimizer(self, model: nn.Module) -> None:
+        """Build the recipe's optimizer, the last part of an engine: one with owners is bound
+        to the tensors of this rank.
+
+        AdamW is fused: torch's default makes about ten passes over all states, and on GPUs
+        allocates a temporary as large as the weights.
+        """
         settings = self.setup.optimizer
         groups = adam.parameter_groups(hf.tensors_of(model), settings, self.setup.layers)
         if settings.kind.whole is not None:
             placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
-            return new_optimizer(groups, placed, settings)
-        return torch.optim.AdamW(
+            self.optimizer = optimizer = new_optimizer(groups, placed, settings)
+            bind(owned_by(optimizer), self.state, self.setup)
+            return
+        self.optimizer = torch.optim.AdamW(
             groups,
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
             fused=True,
         )
-
-    def bind_optimizer(self) -> None:
-        """Bind an optimizer with owners to the tensors of this rank, once everything is
-        built."""
-        if isinstance(self.optimizer, OwnerOptimizer):
-            bind(owned_by(self.optimizer), self.state, self.setup)
 
     def train_step(
         self,

@@ -24,6 +24,7 @@ from toolkit.checkpoint.shards import (
     StateShard,
     block_numel,
     block_shape,
+    joint_shape,
     stored_values,
     whole_block,
     with_offsets,
@@ -199,9 +200,7 @@ def _owned(
 
 def _shape(blocks: Sequence[Block]) -> tuple[int, ...]:
     """The shape of the tensor covered by these rectangles, which may contain duplicates."""
-    rows = max(block.rows[1] for block in blocks)
-    ends = [block.columns[1] for block in blocks if block.columns is not None]
-    whole = (rows, max(ends)) if ends else (rows,)
+    whole = joint_shape(blocks)
     complete = sum(map(block_numel, set(blocks))) == prod(whole)
     assert complete, f"the ranks hold every element of {blocks[0].tensor} in one rectangle"
     return whole

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +13,8 @@ from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import nn
 
 from tests.checkpoint.reshape_worker import SAVED_AT
-from tests.checkpoint.reshaping import around, write_all
-from tests.checkpoint.reshaping import check as check_reshape
-from tests.engines.cases import MIXTRAL
-from tests.engines.owner_cases import (
-    deepspeed,
-    small,
-    zeros,
-)
-from tests.engines.parity_worker import Case
+from tests.checkpoint.reshaping import write_all
+from tests.engines.owner_cases import EXPERTS, LAYOUTS, check_reshaped, zeros
 from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
@@ -33,13 +25,7 @@ from toolkit.extras.optimizers.adamw_8bit import ADAMW_8BIT
 from toolkit.extras.optimizers.adamw_8bit_update import AdamW8bit
 from toolkit.recipe.schema import OptimizerSection
 
-RATE = 1e-4
-OTHER = {"betas": [0.8, 0.99], "eps": 1e-6}
-
-
-def eight(case: Case, **settings: Any) -> Case:
-    optimizer = {"name": "adamw_8bit", "learning_rate": RATE, **settings}
-    return replace(case, optimizer=optimizer)
+OPTIMIZER = {"name": "adamw_8bit", "learning_rate": 1e-4}
 
 
 @pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])
@@ -65,19 +51,7 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_reshape(tmp_path: Path) -> None:
-    """Saved in each layout, continued in another one with the same losses, and in itself to
-    the bit; the weights and codes that it saves again are the same to the bit."""
-    layouts = {
-        "tp2": (2, eight(small(tensor=2))),
-        "zero2": (2, eight(deepspeed(2))),
-        "pp2": (2, eight(small(pipeline=2))),
-        "distributed": (2, eight(small(stage=1))),
-        "fsdp3": (2, eight(Case("fsdp", 2, 3))),
-        "zero3": (2, eight(deepspeed(3))),
-    }
-    itself = [(name, name) for name in layouts]
-    unbroken = write_all(tmp_path, layouts)
-    state = SavedState(tmp_path / "tp2" / folder_name(SAVED_AT))
+    state = check_reshaped(tmp_path, OPTIMIZER)
     assert state.quantities("model.layers.1.mlp.up_proj.weight") == [
         "weight", "exp_avg_code", "exp_avg_sq_code", "exp_avg_scale", "exp_avg_sq_scale",
     ]  # fmt: skip
@@ -85,25 +59,17 @@ def test_reshape(tmp_path: Path) -> None:
         assert state.quantities(small_or_embedding) == ["weight", "exp_avg", "exp_avg_sq"]
     assert [*coverage_problems(state, optimizer="adamw_8bit")] == []
     assert "which adamw does not keep" in next(coverage_problems(state))
-    check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
 
 
 @pytest.mark.soak
 def test_reshape_experts(tmp_path: Path) -> None:
-    layouts = {
-        "ep2": (2, eight(small(expert=2, family=MIXTRAL))),
-        "zero3": (2, eight(deepspeed(3, family=MIXTRAL))),
-        "tp2": (2, eight(small(tensor=2, sequence=True, family=MIXTRAL))),
-    }
-    itself = [(name, name) for name in layouts]
-    unbroken = write_all(tmp_path, layouts)
-    check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
+    check_reshaped(tmp_path, OPTIMIZER, EXPERTS)
 
 
 @pytest.mark.slow
 def test_convert(tmp_path: Path) -> None:
     """Whole codes and scales, in their own types, and as many bytes as were announced."""
-    write_all(tmp_path, {"zero2": (2, eight(deepspeed(2)))})
+    write_all(tmp_path, {"zero2": (2, replace(LAYOUTS["zero2"], optimizer=OPTIMIZER))})
     src, dst = tmp_path / "zero2" / folder_name(SAVED_AT), tmp_path / "whole"
     written: list[int] = []
     convert(src, dst, written.append)

@@ -78,8 +78,7 @@ class DdpEngine(DataParallelEngine):
                 **sync,
             )
             self._settle_buckets()
-        self.optimizer = self.new_optimizer(self.model)
-        self.bind_optimizer()
+        self.build_optimizer(self.model)
 
     def _settle_buckets(self) -> None:
         """Run one backward pass without effect.

@@ -62,8 +62,7 @@ class FsdpEngine(DataParallelEngine):
         hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()
         self.replica = self.model
-        self.optimizer = self.new_optimizer(self.model)
-        self.bind_optimizer()
+        self.build_optimizer(self.model)
 
     def _shard(self, config: dict[str, Any]) -> list[FSDPModule]:
         """Wrap layers, embedding, head and model as `fsdp.json` says."""
