@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in
+from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in, write_synced
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
 from toolkit.checkpoint.shards import block_shape, dtype_of, key_of, whole_quantity
-from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
+from toolkit.checkpoint.store import STEP, folder_name, sync_folder
 from toolkit.errors import CheckpointError
 from toolkit.models.new_folder import appearing, check_destination
 from toolkit.models.safetensors_stream import (

@@ -153,10 +153,7 @@ class Manifest:
         """Write it to disk and sync."""
         content = asdict(self)
         content["sha256"] = _digest(content)
-        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(_text(content))
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(folder / MANIFEST, _text(content).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -216,6 +213,16 @@ def _check_inside(name: str) -> None:
     """Raise ValueError for a path that leads out of the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         raise ValueError(f"it names a file outside its folder: {name!r:.80}")
+
+
+def write_synced(path: Path, content: bytes) -> FileRecord:
+    """Write a small file to disk and sync it; the caller syncs its folder."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileRecord:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.checkpoint.copies import HostCopies
-from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.shards import (
     StateShard,
     block_shape,
@@ -31,7 +31,7 @@ from toolkit.checkpoint.shards import (
     stored_values,
     with_offsets,
 )
-from toolkit.checkpoint.store import CheckpointStore, sync_folder, write_synced
+from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_stream import TensorToWrite, write_file

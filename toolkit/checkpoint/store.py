@@ -6,7 +6,6 @@ folder. `latest` names the newest one for people and scripts; it is only used he
 that a checkpoint once existed.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import CheckpointError
 from toolkit.system.failpoints import failpoint
 
@@ -30,10 +29,7 @@ def folder_name(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     """The step of a folder of `CheckpointStore.finished`: its manifest's, regardless of the
-    name; the name's if the manifest cannot be read.
-
-
-    """
+    name; the name's if the manifest cannot be read."""
     try:
         return Manifest.read(folder).step
     except CheckpointError:
@@ -152,13 +148,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_synced(path: Path, content: bytes) -> FileRecord:
-    """Write a small file to disk and sync it; the caller syncs its folder."""
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
