@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.shards import stored_values
+from toolkit.checkpoint.shards import block_numel, stored_values
 from toolkit.engines import owners
 from toolkit.engines.distributed import join, leave
 from toolkit.models.families.tensors import Block
@@ -39,9 +39,8 @@ def orthogonalized() -> dict[str, Any]:
     blocks = HELD[ranks.rank]
     held = {}
     for block in blocks:
-        flat = torch.empty((block.rows[1] - block.rows[0]) * block.columns[1])
         stored = block.stored
-        held[stored] = stored_values(block, 0, flat[: _numel(block)])
+        held[stored] = stored_values(block, 0, torch.empty(block_numel(block)))
         held[stored].copy_(_cut(wholes, stored))
     settings = OptimizerSection(name="muon", learning_rate=1.0)
     exchange = owners.Exchange([*held], settings, ranks.device)
@@ -69,8 +68,3 @@ def by_torch(gradient: torch.Tensor) -> torch.Tensor:
 def _cut(wholes: dict[str, torch.Tensor], block: Block) -> torch.Tensor:
     assert block.columns is not None
     return wholes[block.tensor][slice(*block.rows), slice(*block.columns)]
-
-
-def _numel(block: Block) -> int:
-    assert block.columns is not None
-    return (block.rows[1] - block.rows[0]) * (block.columns[1] - block.columns[0])

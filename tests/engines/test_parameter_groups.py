@@ -16,6 +16,7 @@ from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import LAYERS, TOLERANCE, assert_curves, megatron, run
 from tests.engines.lora_worker import adapter, look
 from tests.engines.lora_worker import reference as lora_reference
+from tests.engines.pairs import GROUPS
 from tests.engines.parity_worker import (
     Case,
     each_case,
@@ -27,13 +28,6 @@ from tests.forked import call_ranks
 STEPS = 6
 RATE = 3e-4
 """At larger ones AdamW makes a difference of 1e-5 of what is rounded otherwise."""
-GROUPS = (
-    {"parameters": ("model.embed_tokens.*",), "lr_mult": 0.25, "wd_mult": 0.0},
-    {"parameters": ("model.layers.0.*", "*.1.mlp.*"), "lr_mult": 0.5},
-    {"parameters": ("model.layers.[0-2].*",), "lr_mult": 1.5, "wd_mult": 40.0},
-    {"parameters": ("*norm.weight",), "lr_mult": 2.0, "wd_mult": 5.0},
-)
-"""Some that overlap, one for all that has no weight decay, and parameters in none."""
 
 
 def by_hand(name: str) -> tuple[float, float]:
