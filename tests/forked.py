@@ -30,15 +30,16 @@ from toolkit.launchers.base import free_port
 
 Result = TypeVar("Result")
 
+PRELOADED = (
+    "toolkit.cli.launch",
+    "toolkit.train.worker",
+    "tests.with_deepspeed",
+    *(BACKENDS[name].engine.partition(":")[0] for name in BACKENDS.names),
+)
+"""Modules that a server has imported before it forks."""
 SERVER = multiprocessing.get_context("forkserver")
 """One for each process that runs tests."""
-SERVER.set_forkserver_preload(
-    [
-        "toolkit.train.worker",
-        "tests.with_deepspeed",
-        *(BACKENDS[name].engine.partition(":")[0] for name in BACKENDS.names),
-    ]
-)
+SERVER.set_forkserver_preload([*PRELOADED])
 
 
 class _LikeGloo(type(ProcessGroupGloo)):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
+from tests.rehearse import warm_gpu
 from tests.warm import SUBPROCESS
 from toolkit.cli.main import main
 
@@ -29,8 +30,13 @@ SHORTER = {"launch": ["--dry-run"], "rehearse": ["--layouts", "ddp", "--steps", 
 
 
 @pytest.mark.slow
-@pytest.mark.quick
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        command if "--gpu" in command else pytest.param(command, marks=pytest.mark.quick)
+        for command in COMMANDS
+    ],
+)
 def test_command(
     command: str,
     tmp_path: Path,
@@ -40,6 +46,7 @@ def test_command(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DMT_CACHE", str(tmp_path))
     monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
+    monkeypatch.setattr("toolkit.rehearse.gpu.dress.subprocess", warm_gpu.SUBPROCESS)
     words = [
         str(path) if "*" in word else word
         for word in shlex.split(command)

@@ -15,19 +15,20 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from io import TextIOWrapper
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import patch
 
 import fsspec
 import psutil
 
-from tests.forked import SERVER, take_environment
+from tests.forked import PRELOADED, SERVER, take_environment
 from tests.processes import ROOT, wait_until
 
 REGISTER = "DMT_TEST_REGISTER"
@@ -42,6 +43,34 @@ THEIR_LAUNCHERS = {
     "deepspeed.launcher.launch": ("deepspeed.launcher.launch",),
 }
 """Programs of others that start ranks, by the modules that do it."""
+IMPORTED_WITH = os.environ.get("PYTHONPATH", "")
+"""What a server that has imported this module began with."""
+OTHER_SERVERS: dict[str, forkserver.ForkServer] = {}
+"""Besides that of tests/forked.py, by their PYTHONPATH: packages on it were there when they
+imported the toolkit, which asks for entry points."""
+
+
+def new_server(preloaded: Sequence[str], python_path: str) -> forkserver.ForkServer:
+    """A server that has imported these modules; it ends with this process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*preloaded])
+    paths = [*python_path.split(":"), *sys.path]  # some Pythons pass on this process's own
+    with patch.dict(os.environ, PYTHONPATH=python_path), patch.object(sys, "path", paths):
+        server.ensure_running()
+    return server
+
+
+def serve(python_path: str) -> None:
+    """Let this process have a server with this PYTHONPATH."""
+    if python_path not in OTHER_SERVERS:
+        OTHER_SERVERS[python_path] = new_server(["tests.warm", *PRELOADED], python_path)
+
+
+@contextmanager
+def forking_from(server: forkserver.ForkServer) -> Iterator[None]:
+    """Let multiprocessing fork from this server instead of that of tests/forked.py."""
+    with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        yield
 
 
 class _Descriptor:
@@ -79,7 +108,9 @@ class WarmPython:
         streams = _Descriptor(out), _Descriptor(err)
         arguments = (list(argv[1:]), dict(env), cwd or Path.cwd(), streams, groups)
         self._process = SERVER.Process(target=_python, args=arguments)
-        self._process.start()
+        server = OTHER_SERVERS.get(env.get("PYTHONPATH", ""))
+        with forking_from(server) if server is not None else nullcontext():
+            self._process.start()
         self.pid: int = self._process.pid
         if theirs is not None:
             os.close(theirs)
@@ -202,10 +233,10 @@ def _read_variables() -> None:
     """
     fsspec.config.conf.clear()
     fsspec.config.set_conf_env(fsspec.config.conf)
-    paths = os.environ.get("PYTHONPATH", "").split(":")
-    new = [path for path in paths if path and path not in sys.path]
+    python_path = os.environ.get("PYTHONPATH", "")
+    new = [path for path in python_path.split(":") if path and path not in sys.path]
     sys.path[1:1] = new
-    if {*new} - {str(ROOT)}:
+    if {*new} - {str(ROOT)} and python_path != IMPORTED_WITH:
         for name in [name for name in sys.modules if name.partition(".")[0] == "toolkit"]:
             del sys.modules[name]
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import ROOT, curve, dmt, events, records, run, settings
+from tests.warm import serve
 
 ENTRY_POINTS = """
 [dmt.objectives]
@@ -27,7 +28,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    return {"PYTHONPATH": f"{ROOT}:{site}"}
+    path = f"{ROOT}:{site}"
+    serve(path)
+    return {"PYTHONPATH": path}
 
 
 def test_check_and_plan_know_it(project: Project, installed: dict[str, str]) -> None:

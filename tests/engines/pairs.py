@@ -5,13 +5,16 @@ each new case has as many as it can that its layout has not met.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partialmethod
 from itertools import cycle, product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks
@@ -50,6 +53,8 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "zero3-hpz2": (4, {"engine": "deepspeed", "zero": {"stage": 3, "hpz": 2}}),
 }  # fmt: skip
 """By name, the number of processes and `parallel`."""
+
+WITH_INDUCTOR = ("ddp", "zero2", "fsdp2")
 
 DENSE = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -337,11 +342,24 @@ def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
     return weighted(global_batches(recipe, recipe.model.config["vocab_size"]))
 
 
+@contextmanager
+def kernels_of(case: Case) -> Iterator[None]:
+    """Graphs are run by torch's own kernels, but for one layout of each engine: inductor takes
+    ten times as long to make some, whatever the layout."""
+    if case.layout in WITH_INDUCTOR:
+        yield
+        return
+    compiled = partialmethod(nn.Module.compile, backend="aot_eager")
+    with patch.object(nn.Module, "compile", compiled):
+        yield
+
+
 def record(case: Case, ranks: Ranks) -> Record:
     """What a rank does for a case."""
     recipe = recipe_of(case)
     assert recipe is not None
-    results = [*small_run(decide(recipe, None), ranks, batches_of(case, recipe))]
+    with kernels_of(case):
+        results = [*small_run(decide(recipe, None), ranks, batches_of(case, recipe))]
     return Record(tuple(one.loss for one in results), tuple(one.grad_norm for one in results))
 
 

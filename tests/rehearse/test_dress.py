@@ -5,6 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import pytest
 
 from tests.needs import unmet
 from tests.processes import ROOT
+from tests.rehearse.warm_gpu import SUBPROCESS
+from toolkit.cli.main import main
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 
 LLAMA = "recipes/tiny/llama-bytes.yaml"
@@ -35,15 +40,27 @@ NVME = [
 MIB = 2**20
 
 
-def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(autouse=True)
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked; paths are relative to the repository."""
+    monkeypatch.setattr("toolkit.rehearse.gpu.dress.subprocess", SUBPROCESS)
+    monkeypatch.chdir(ROOT)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command printed, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> Done:
     settings = [word for one in overrides for word in ("--set", one)]
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit.cli.main", *arguments, *settings],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = main([*arguments, *settings])
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def rehearsed(*parallel: str, ranks: str = "", recipe: str = LLAMA) -> dict[str, Any]:

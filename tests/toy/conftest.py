@@ -7,14 +7,13 @@ import pytest
 from tests.e2e.conftest import write_project
 from tests.e2e.product import Ended, dmt, run, settings
 from tests.processes import ROOT
+from tests.warm import serve
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Where the package of the toys is installed."""
-    site = tmp_path / "site"
+def install(site: Path) -> Path:
+    """Put the package of the toys into a folder."""
     information = site / "toy-0.0.dist-info"
     information.mkdir(parents=True)
     information.joinpath("METADATA").write_text(
@@ -25,14 +24,32 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
+@pytest.fixture(scope="session")
+def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH with the toys, which a server has imported."""
+    path = f"{install(tmp_path_factory.mktemp('toys') / 'site')}:{ROOT}"
+    serve(path)
+    return path
+
+
 @pytest.fixture
-def with_toys(site: Path, tmp_path: Path) -> Callable[..., Ended]:
+def site(tmp_path: Path) -> Path:
+    """Where the toys are installed for a test that damages one."""
+    return install(tmp_path / "site")
+
+
+@pytest.fixture
+def with_toys(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ended]:
     """Run a verb of `dmt` on a changed small recipe, where the toys are installed."""
     recipe = write_project(tmp_path)
-    paths = {"PYTHONPATH": f"{site}:{ROOT}"}
+    damaged = "site" in request.fixturenames
+    if damaged:
+        paths = {"PYTHONPATH": f"{request.getfixturevalue('site')}:{ROOT}"}
+    else:
+        paths = {"PYTHONPATH": request.getfixturevalue("python_path")}
 
     def start(changes: dict[str, object], name: str, *arguments: str) -> Ended:
         command = dmt(*name.split(), recipe, *settings(changes), *arguments)
-        return run(command, tmp_path, paths)
+        return run(command, tmp_path, paths, cold=damaged)
 
     return start
