@@ -88,16 +88,8 @@ class Case:
     """The recipe's `optimizer.groups`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Further settings of the recipe's `optimizer`."""
-    loss: str = "auto"
-    """The recipe's `kernels.loss`."""
-    fused: str = "none"
-    """The recipe's `kernels.fused`."""
-    experts: str = "auto"
-    """The recipe's `kernels.experts`."""
-    compile: str = "none"
-    """The recipe's `kernels.compile`."""
-    attention: str = "auto"
-    """The recipe's `kernels.attention`."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """The recipe's `kernels`; nothing is compiled or fused unless they say so."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
     gpu: str = "cpu"
@@ -112,20 +104,13 @@ class Case:
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, str(self.recompute)]
-        settings = self.parallel | self.zero
-        parts += [f"{key}{value}" for key, value in settings.items()]
-        parts += [f"{key}{value}" for key, value in self.family.items()]
+        for settings in (self.parallel, self.zero, self.family, self.optimizer, self.kernels):
+            parts += [f"{key} {value}" for key, value in settings.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
         parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
-        parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         parts += [f"fp8 {self.fp8}"] if self.fp8 else []
-        parts += [f"{self.loss} loss"] if self.loss != "auto" else []
-        parts += [f"attention {self.attention}"] if self.attention != "auto" else []
-        parts += [f"compiled {self.compile}"] if self.compile != "none" else []
-        parts += [f"fused by {self.fused}"] if self.fused != "none" else []
-        parts += [f"{self.experts} experts"] if self.experts != "auto" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["in buckets"] * (self.bucket is not None)
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -177,13 +162,7 @@ def recipe(case: Case, world: int) -> Recipe:
                     **case.zero,
                 },
             },
-            "kernels": {
-                "loss": case.loss,
-                "compile": case.compile,
-                "fused": case.fused,
-                "experts": case.experts,
-                "attention": case.attention,
-            },
+            "kernels": {"compile": "none", "fused": "none", **case.kernels},
             **({"fp8": case.fp8} if case.fp8 else {}),
             "cluster": {"gpus_per_node": world, "gpu": case.gpu},
         }

@@ -41,7 +41,7 @@ DENSE = [
 
 
 def case(one: Case) -> Case:
-    return replace(one, steps=STEPS, family=LAYERS, compile="layers")
+    return replace(one, steps=STEPS, family=LAYERS, kernels={"compile": "layers"})
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ CHUNKED = config_of("llama4_text", vocab_size=101)
 
 
 def eager(case: Case) -> Case:
-    return replace(case, steps=STEPS, attention="eager")
+    return replace(case, steps=STEPS, kernels={"attention": "eager"})
 
 
 @pytest.mark.slow

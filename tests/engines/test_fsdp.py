@@ -108,8 +108,8 @@ def test_what_is_gathered_and_reduced_in_a_step(seen: dict[str, Any], case: Case
 def test_embedding_and_head_are_gathered_by_themselves() -> None:
     """The backward pass needs no embedding, and at once the head. One that runs in chunks would
     be reduced after each of them."""
-    whole = Case("fsdp", 1, stage=3, family=UNTIED, loss="whole")
-    chunked = Case("fsdp", 1, stage=3, family=UNTIED, loss="chunked")
+    whole = Case("fsdp", 1, stage=3, family=UNTIED, kernels={"loss": "whole"})
+    chunked = Case("fsdp", 1, stage=3, family=UNTIED, kernels={"loss": "chunked"})
     found = call_ranks(each_case, 2, look, [whole, chunked])[0]
     for case, units in ((whole, LAYERS + 3), (chunked, LAYERS + 2)):
         assert found[case.name]["in_step"] == {

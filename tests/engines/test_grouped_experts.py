@@ -26,7 +26,8 @@ def _reference(mixtral: int | None) -> dict[str, list[float]]:
 
 
 def check(cases: list[Case]) -> None:
-    grouped = [replace(case, steps=STEPS, experts="grouped") for case in cases]
+    kernels = {"experts": "grouped"}
+    grouped = [replace(case, steps=STEPS, kernels=kernels) for case in cases]
     results = run(grouped, 2)
     for case in grouped:
         expected = _reference(case.family.get("num_local_experts"))

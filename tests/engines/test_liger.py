@@ -47,7 +47,8 @@ def interpreted(cases: list[Case]) -> dict[str, Any]:
 @pytest.mark.parametrize("cases", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_every_engine(cases: list[Case]) -> None:
     expected = reference(family=cases[0].family)
-    fused = [replace(one, steps=STEPS, fused="liger", gpu="h100-80gb") for one in cases]
+    how: dict[str, Any] = {"kernels": {"fused": "liger"}, "gpu": "h100-80gb"}
+    fused = [replace(one, steps=STEPS, **how) for one in cases]
     for name, result in run_ranks(interpreted, 2, fused)[0].items():
         assert_curves(result, expected, STEPS, name=name)
 

@@ -8,7 +8,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.cases import TOLERANCE, run
+from tests.engines.cases import TOLERANCE, assert_curves, run
 from tests.engines.parity_worker import Case, plain_loop, reference_model
 from toolkit.errors import PlanError
 from toolkit.features.fp8 import Fp8Section, LayersInBf16
@@ -50,13 +50,11 @@ def test_every_layout(recipe: str, layouts: list[Case]) -> None:
     cases = [replace(case, steps=STEPS, fp8={"recipe": recipe}) for case in layouts]
     kept = {"recipe": recipe, "layers_in_bf16": {"last": 1}}
     cases.append(replace(cases[0], fp8=kept))
-    cases.append(replace(cases[1], compile="layers"))
+    cases.append(replace(cases[1], kernels={"compile": "layers"}))
     results = run(cases, 2)
     for case in cases:
         expected = reference(recipe, (0,) if case.fp8 == kept else (0, 1))
-        for quantity in ("loss", "grad_norm"):
-            found = results[case.name][quantity]
-            assert found == pytest.approx(expected[quantity], rel=TOLERANCE), case.name
+        assert_curves(results[case.name], expected, name=case.name)
     plain = plain_loop(*reference_model(Case("ddp", 1)), STEPS)
     assert reference(recipe, (0, 1))["loss"] != pytest.approx(plain["loss"], rel=TOLERANCE)
 

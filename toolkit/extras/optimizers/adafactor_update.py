@@ -26,7 +26,6 @@ class Adafactor(UpdateRule):
     """The owner of a tensor keeps its averages."""
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:
-        """See `UpdateRule.update`."""
         new = step**-self.own.decay
         square = whole.square().add_(self.own.eps)
         if whole.ndim == 1:

@@ -29,7 +29,6 @@ class AdamW8bit(UpdateRule):
         self._bitsandbytes = operators()
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:
-        """See `UpdateRule.update`."""
         first, second, *scales = states.values()
         (beta1, beta2), eps = self.settings.betas, self.settings.eps
         gradient = whole.contiguous()
