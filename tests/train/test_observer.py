@@ -62,6 +62,7 @@ def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
         directory=RunDirectory(folder),
         assignment=SimpleNamespace(prediction=None),
         phases=SimpleNamespace(begin=lambda _: None),
+        watchdog=SimpleNamespace(mark=lambda *_: None),
     )
     checkpoints: Any = saves
     return Observer(start, checkpoints, {}, checkpoints, None)

@@ -107,7 +107,7 @@ class Reporter:
 
 
 class Observer:
-    """The hooks of the loop."""
+    """The hooks of the loop. Each is a mark for the watchdog."""
 
     def __init__(
         self,
@@ -147,6 +147,7 @@ class Observer:
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
+        self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
         length = self._lengths.stage_of(progress.step - 1).sequence_length
         flops_per_token = self.start.plan.flops_per_token_at(length)
         self._window.add(report, self._lengths.step_tokens(length), flops_per_token)
@@ -213,9 +214,12 @@ class Observer:
 
     def evaluate(self, progress: Progress) -> None:
         """Validate when due during training."""
+        mark, step = self.start.watchdog.mark, progress.step
+        mark(f"validating at step {step}", step)
         every = self.start.recipe.evaluation.every_steps
-        if every and progress.step % every == 0:
+        if every and step % every == 0:
             self.evaluate_now(progress)
+        mark(f"step {step + 1}", step)
 
     def evaluate_now(self, progress: Progress) -> None:
         """Validate, unless that was done at this step already."""
@@ -239,6 +243,7 @@ class Observer:
         without new weights would evict good checkpoints, and reset the restart count of a run
         that is stuck.
         """
+        self.start.watchdog.mark(f"saving step {progress.step}", progress.step)
         self.checkpoints.tell()
         every = self.start.recipe.checkpoint.every_steps
         self._save_due |= bool(every and progress.step % every == 0)

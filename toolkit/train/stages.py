@@ -40,7 +40,7 @@ from toolkit.train.phases import BUILDING, CountedWeights
 from toolkit.train.reference import RunReference
 from toolkit.train.start import Start
 from toolkit.train.step_reduction import StepReduction
-from toolkit.train.watchdog import Watched, collective_limit, replayed
+from toolkit.train.watchdog import collective_limit, replayed
 
 
 def work(start: Start) -> None:
@@ -275,7 +275,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
     with reporter.progress if reporter is not None else nullcontext():
         try:
             reduction = StepReduction(start.stop, start.together.group)
-            train(job, progress, Watched(observer, start.watchdog), reduction)
+            train(job, progress, observer, reduction)
         except (RunFailed, PeerFailed):
             # Raised on every rank: the save in flight is good.
             observer.checkpoints.tell(wait=True)

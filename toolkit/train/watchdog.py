@@ -34,7 +34,6 @@ from toolkit.run.ending import STACKS_SIGNAL, grace_over
 from toolkit.run.events import EventLog
 from toolkit.system.untrusted import read_json
 from toolkit.text.terminal import tell
-from toolkit.train.loop import Hooks, Progress, StepReport
 from toolkit.train.phases import WAITING
 from toolkit.train.signals import StopRequest
 
@@ -347,28 +346,3 @@ def diagnosis(
     waiting = [f"rank {rank} at {place}" for rank, place in where.items()]
     message += f" ({step} steps done); {', '.join(waiting)}"
     return {"message": message, "ranks": still or behind, "step": step, "where": where}
-
-
-class Watched:
-    """The hooks of the loop, with a mark for the watchdog around each."""
-
-    def __init__(self, hooks: Hooks, watchdog: Watchdog) -> None:
-        self._hooks = hooks
-        self._watchdog = watchdog
-
-    def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Mark the step, then log."""
-        step = progress.step
-        self._watchdog.mark(f"logging step {step}", step, report.seconds)
-        self._hooks.after_step(progress, report)
-
-    def save(self, progress: Progress, *, stopping: bool) -> None:
-        """Save, when due."""
-        self._watchdog.mark(f"saving step {progress.step}", progress.step)
-        self._hooks.save(progress, stopping=stopping)
-
-    def evaluate(self, progress: Progress) -> None:
-        """Validate, when due."""
-        self._watchdog.mark(f"validating at step {progress.step}", progress.step)
-        self._hooks.evaluate(progress)
-        self._watchdog.mark(f"step {progress.step + 1}", progress.step)
