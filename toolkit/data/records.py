@@ -17,7 +17,7 @@ from toolkit.data.huggingface import (
     slices,
     split_name,
 )
-from toolkit.data.listing import local_files, split_files
+from toolkit.data.listing import local_files, local_folder, split_files
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
 from toolkit.recipe.schema import RowsSource
@@ -35,10 +35,19 @@ class Records:
     """Of the contents: stays the same when files are only moved."""
 
     @cached_property
+    def index(self) -> tuple[Format, list[ListedFile]] | None:
+        """The format whose index names all files of a local folder, and these files."""
+        indexed = local_folder(self.source, self.base) if self.files else None
+        if indexed is None or indexed[0].has_splits:
+            return None
+        form, folder = indexed
+        return form, form.files(self.source, folder)
+
+    @cached_property
     def _own(self) -> tuple[Format, list[ListedFile]] | None:
         """The format that reads the files, and those of the split; None where `datasets`
         reads."""
-        return split_files(self.source, self.base, self.files)
+        return self.index or split_files(self.source, self.base, self.files)
 
     @cached_property
     def _dataset(self) -> Any:

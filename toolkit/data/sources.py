@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from toolkit.data.files import content_fingerprint, find_files, fingerprint_of
 from toolkit.data.formats.base import texts_of_rows
-from toolkit.data.formats.columns import CORRECT
+from toolkit.data.formats.columns import CORRECT, check_column
 from toolkit.data.formats.files import ListedFile
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
@@ -46,6 +46,9 @@ def _open_rows(records: Records) -> "RowDocuments":
     parts = ["hf", records.version, source.name, source.split, source.text_field]
     if source.malformed == "drop":
         parts.append(f"at most {source.malformed_limit} dropped")
+    if (index := records.index) is not None:
+        form, files = index
+        check_column(source, form.columns(files)[0])
     return RowDocuments(source, records, fingerprint_of(parts))
 
 
@@ -102,7 +105,8 @@ class RowDocuments:
         return len(self.records)
 
     def __iter__(self) -> Iterator[str]:
-        if not (yield from texts_of_rows(self.records, self.source)):
+        seen = yield from texts_of_rows(self.records, self.source)
+        if not seen and self.records.index is None:
             raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
 
     def in_parts(self) -> Iterator[Iterable[str]]:
