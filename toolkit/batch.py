@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss (PyTorch's and transformers' convention)."""
+LEAST_ENDS = 32
+"""Length of `MicroBatch.ends` for few documents."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class MicroBatch:
     """Which samples of the training data the rows are; for the sample log only."""
 
     @cached_property
+    def ends(self) -> "torch.Tensor | None":
+        """int32 [n]: in the rows one after the other, where each document of `segments` begins,
+        and then where the last one ends, up to a power of two: layers are compiled for few
+        shapes. None without segments. Counted before a batch is copied to a GPU, which would
+        make the host wait."""
+        if self.segments is None:
+            return None
+        begins = self.segments.new_ones(self.segments.shape)
+        begins[:, 1:] = self.segments.diff(dim=1)
+        places = begins.flatten().nonzero().flatten()
+        length = max(LEAST_ENDS, 1 << len(places).bit_length())
+        ends = places.new_full((length,), begins.numel())
+        ends[: len(places)] = places
+        return ends.int()
+
+    @cached_property
     def trained(self) -> "torch.Tensor":
         """bool [micro_batch, sequence]: whether the label counts."""
         return self.labels != IGNORE_INDEX
@@ -49,15 +67,21 @@ class MicroBatch:
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """The batch with all its tensors on `device`; pinned ones are copied meanwhile."""
-        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
         """The batch in pinned memory, from which a GPU copies while the caller continues."""
-        return self._with_each(lambda tensor: tensor.pin_memory())
+        return self._moved(lambda tensor: tensor.pin_memory())
 
     def rows(self, first: int, end: int) -> "MicroBatch":
         """Rows [first, end) of it."""
         return self._with_each(lambda tensor: tensor[first:end])
+
+    def _moved(self, move: "Callable[[torch.Tensor], torch.Tensor]") -> "MicroBatch":
+        moved = self._with_each(move)
+        if self.ends is not None:
+            moved.__dict__["ends"] = move(self.ends)
+        return moved
 
     def _with_each(self, change: "Callable[[torch.Tensor], torch.Tensor]") -> "MicroBatch":
         def changed(tensor: "torch.Tensor | None") -> "torch.Tensor | None":

@@ -18,7 +18,7 @@ Recompute = RecomputeWay | int
 """Of each layer nothing, attention, or everything; or everything of the first so many layers of
 each pipeline chunk, of the model where there is no pipeline."""
 LossKernel = Literal["whole", "chunked"]
-AttentionKernel = Literal["sdpa", "cudnn", "flash", "eager"]
+AttentionKernel = Literal["sdpa", "cudnn", "flash", "varlen", "eager"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]

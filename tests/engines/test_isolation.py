@@ -12,7 +12,7 @@ from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
 from tests.models.small import FAMILIES
 from toolkit.engines.distributed import join, leave
-from toolkit.models.families import unsupported
+from toolkit.models.families import attention, unsupported
 
 WINDOWED = {"model_type": "mistral", "sliding_window": 3, "tie_word_embeddings": False}
 """Shorter than most documents."""
@@ -31,6 +31,8 @@ CASES = [
     megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
     megatron(expert=2, family=MIXTRAL),
     Case("ddp", 2, family=SOME_WINDOWED, recompute="full"),
+    Case("fsdp", 2, stage=3, family=SOME_WINDOWED, recompute="full", attention="varlen"),
+    replace(megatron(pipeline=2, family=WINDOWED), attention="varlen"),
 ]
 
 
@@ -47,7 +49,10 @@ def _of_family(model_type: str) -> list[Case]:
         # All experts: two of equal score would be chosen by the last digit.
         every = config | {"num_experts_per_tok": config["num_local_experts"]}
         return [replace(plain, engine="megatron", family=every)]
-    return [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
+    cases = [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
+    if attention(config) == "sdpa" and "attention_chunk_size" not in config:
+        cases += [replace(case, attention="varlen") for case in cases]
+    return cases
 
 
 @cache

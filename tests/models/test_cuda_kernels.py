@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig
 
 from toolkit.batch import MicroBatch
-from toolkit.models import cuda_kernels
+from toolkit.models import cuda_kernels, documents
 from toolkit.models import huggingface as hf
 
 CONFIG = MixtralConfig(
@@ -55,7 +55,7 @@ def test_nobody_looks_for_documents_in_the_positions(monkeypatch: pytest.MonkeyP
     def refuse(_: torch.Tensor) -> None:
         raise AssertionError("looked")
 
-    monkeypatch.setattr(cuda_kernels, "_find_documents", refuse)
+    monkeypatch.setattr(documents, "_find_documents", refuse)
     model = hf.new_model(CONFIG, torch.float32)
     tokens = torch.arange(32).view(2, 16)
     place = torch.arange(16).expand(2, -1) % 8

@@ -32,7 +32,26 @@ def planned(**changes: Any) -> Plan:
         ({"cluster__gpu": "cpu"}, "sdpa"),
         ({"cluster__gpu": {"like": "h200", "memory_gib": 100}}, "cudnn"),
         ({"training__precision": "fp32"}, "sdpa"),
-        ({"data__isolate_documents": True}, "sdpa"),
+        ({"data__isolate_documents": True}, "varlen"),
+        ({"data__isolate_documents": True, "cluster__gpu": "a100-80gb"}, "varlen"),
+        (
+            {
+                "data__isolate_documents": True,
+                "cluster__gpu": "v100-32gb",
+                "training__precision": "fp16",
+            },
+            "sdpa",
+        ),
+        ({"data__isolate_documents": True, "cluster__gpu": "cpu"}, "sdpa"),
+        ({"data__isolate_documents": True, "training__precision": "fp32"}, "sdpa"),
+        ({"data__isolate_documents": True, "training__deterministic": True}, "sdpa"),
+        (
+            {
+                "data__isolate_documents": True,
+                "model__config": TINY | {"attention_dropout": 0.1},
+            },
+            "sdpa",
+        ),
         ({"model__config": TINY | {"head_dim": 256}}, "sdpa"),
         ({"model__config": GEMMA2}, "eager"),
         ({"kernels__attention": "eager"}, "eager"),
@@ -61,6 +80,14 @@ def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel
         ({"training__precision": "fp32"}, "not cudnn: it computes in 16 bits"),
         ({"model__config": GEMMA2}, "not cudnn: gemma2's attention is computed by plain"),
         ({"kernels__attention": "eager"}, "attention eager: asked for"),
+        (
+            {"data__isolate_documents": True},
+            "attention varlen: auto, as documents are isolated",
+        ),
+        (
+            {"data__isolate_documents": True, "training__precision": "fp32"},
+            "attention sdpa: auto; not varlen: it computes in 16 bits",
+        ),
         ({"parallel__engine": "fsdp"}, "overlap auto: engine fsdp always has it"),
         (
             {"parallel__engine": "megatron"},

@@ -33,7 +33,7 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
 
 def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
     """Let torch's attention try this kernel before the others; a recomputed layer, too."""
-    if kernel in ("sdpa", "eager"):
+    if kernel not in ("cudnn", "flash"):
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

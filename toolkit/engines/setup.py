@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora, lora_of
+from toolkit.batch import MicroBatch
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
 from toolkit.features.base import Settings, hooks
@@ -17,6 +18,7 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
     from toolkit.engines.distributed import Ranks
@@ -68,6 +70,10 @@ class EngineSetup:
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
 
+    def ends_of(self, batch: MicroBatch) -> "Tensor | None":
+        """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
+        return batch.ends if self.attention_kernel == "varlen" else None
+
     @property
     def layers(self) -> int:
         """Decoder layers of the whole model."""
@@ -105,7 +111,8 @@ class EngineSetup:
             megatron = replace(megatron, eager=plan.attention == "eager")
         if wrong := [*balance_problems(recipe.model.balance, model_config.to_dict())]:
             raise RecipeError(wrong)
-        model_config._attn_implementation = plan.attention
+        varlen = plan.attention_kernel == "varlen"
+        model_config._attn_implementation = "documents" if varlen else plan.attention
         return cls(
             model_config=model_config,
             weights=weights,

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.layout import LossKernel, Recompute, loss_chunks, recomputed_layers
-from toolkit.models import cuda_kernels
+from toolkit.models import cuda_kernels, documents
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
@@ -154,6 +154,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
 def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `config` describes, on the current default device."""
     cuda_kernels.choose()
+    documents.register()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=dtype, trust_remote_code=False
     )
@@ -268,7 +269,7 @@ def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
     if batch.positions is not None:
         inputs["position_ids"] = batch.positions
     trained = getattr(model, "module", model)  # of DDP, of DeepSpeed
-    with cuda_kernels.documents(batch.segments):
+    with documents.of(batch):
         if getattr(trained, _IN_CHUNKS, False):
             found: Tensor = model(targets=batch.labels, **inputs)
             return found

@@ -12,8 +12,9 @@ also hold the stack, a tensor per expert is a slice of it.
 """
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -336,10 +337,12 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
     """Fill `out` with elements [start, start + len(out)) of the piece's random stream.
 
     Each block of BLOCK elements has its own counter-based generator, keyed by the seed,
-    the tensor's name and the block's index, so any range can be drawn on its own.
+    the tensor's name and the block's index, so any range can be drawn on its own, and blocks
+    in several threads: as many as PyTorch has on this rank.
     """
     stop = start + len(out)
-    for block in range(start // BLOCK, -(-stop // BLOCK)):
+
+    def draw(block: int) -> None:
         first = block * BLOCK
         last = min(first + BLOCK, piece.numel)
         digest = blake2b(f"{seed}\0{piece.name}\0{block}".encode(), digest_size=16).digest()
@@ -347,6 +350,13 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
         values = generator.standard_normal(last - first, dtype=np.float32)
         low, high = max(start, first), min(stop, last)
         out[low - start : high - start] = values[low - first : high - first]
+
+    blocks = range(start // BLOCK, -(-stop // BLOCK))
+    if len(blocks) == 1:
+        draw(blocks[0])
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        deque(threads.map(draw, blocks), maxlen=0)  # raises what a thread raised
 
 
 # --- more rows than are stored ---------------------------------------------------------

@@ -119,8 +119,9 @@ def _exact(
     yield "optimizer states", optimizer.kind.ledger.states
     if plan.attention is not None:
         kernel = plan.attention_kernel
-        first = "" if kernel in ("sdpa", "eager") else f", {kernel}'s kernel first,"
-        yield "attention", f"{plan.attention}{first} in every engine and model implementation"
+        first = f", {kernel}'s kernel first," if kernel in ("cudnn", "flash") else ""
+        how = kernel if kernel == "varlen" else plan.attention
+        yield "attention", f"{how}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     yield from own["exact"]

@@ -155,11 +155,7 @@ def first_loss_scale(precision: str) -> float | None:
 
 def _attention_reason(job: PlanRequest) -> str:
     """What computes attention, and why."""
-    kernel, why = attention.kernel(job), "asked for"
-    if job.kernels.attention == "auto":
-        why = "auto, the fastest on Hopper"
-        if objection := attention.objection(job):
-            why = f"auto; not cudnn: {objection}"
+    kernel, why = attention.choice(job)
     rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
     return f"attention {kernel}: {why}{rest}"
 

@@ -22,8 +22,8 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         job.spec,
         job.training,
         pair,
-        flash_version=1 if job.isolates else 2,
-        document_mask=job.isolates,
+        # Without a mask a row counts as one document: how long documents are is not known.
+        document_mask=job.isolates and attention.kernel(job) != "varlen",
         updates=job.updates,
         pipeline_overlap=auto and pays,
         reduce_overlap=auto and pays,

@@ -882,8 +882,10 @@ class KernelsSection(Section):
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
     own first choice (`sdpa`); the others are fallbacks. `eager`: none of them, but matrix
-    products and a softmax, which keep all scores. `auto`: eager for models that the kernels
-    cannot compute (sinks, soft-capped scores); otherwise cuDNN's on Hopper."""
+    products and a softmax, which keep all scores. `varlen`: isolated documents without a mask,
+    by the kernel for documents of different lengths, on CPUs one after the other. `auto`: eager
+    for models that the kernels cannot compute (sinks, soft-capped scores); varlen for isolated
+    documents on GPUs in 16 bits; otherwise cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
     """What torch.compile compiles, on transformers' models: `layers`, each decoder layer, as
     one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families

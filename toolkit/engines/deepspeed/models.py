@@ -139,7 +139,7 @@ class MegatronShard(TrainedModel):
         model.join_groups(setup.layout, setup.seed)
         self.config = setup.model_config
         assert setup.megatron is not None
-        self.model = setup.megatron
+        self.model, self.ends_of = setup.megatron, setup.ends_of
         rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
         self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
         self.module = self.chunks[0]
@@ -181,7 +181,8 @@ class MegatronShard(TrainedModel):
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         from toolkit.models.megatron.model import log_probs
 
-        losses = engine(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
+        where = batch.positions, batch.segments, self.ends_of(batch)
+        losses = engine(batch.input_ids, *where, labels=batch.labels)
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:

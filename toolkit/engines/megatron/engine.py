@@ -333,6 +333,7 @@ class MegatronEngine(Engine):
                 batch.input_ids,
                 batch.positions,
                 batch.segments,
+                self.setup.ends_of(batch),
                 labels=batch.labels,
                 real=self.balance.real,
             )

@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn.functional import dropout, rms_norm, scaled_dot_product_attention, softmax
 
+from toolkit.models.documents import attend
 from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
 
@@ -59,8 +60,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
-        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None if a row is
-        one document."""
+        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or the
+        `MicroBatch.ends` of documents that are attended to alone; None if a row is one."""
+        if attention_mask is not None and attention_mask.dtype == torch.int32:
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            found = attend(q, k, v, attention_mask, self.window, self.scale)
+            return found.transpose(0, 1).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
         mask: Tensor | None

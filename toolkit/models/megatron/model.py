@@ -116,12 +116,13 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         input_ids: Tensor,
         position_ids: Tensor | None,
         segments: Tensor | None,
+        ends: Tensor | None = None,
         labels: Tensor | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
-        """`position_ids` None: 0, 1, 2, … in every row. `segments` as in `MicroBatch`. `real`:
-        bool [batch, sequence], which tokens are not padding; None: the routers are not
-        observed.
+        """`position_ids` None: 0, 1, 2, … in every row. `segments` and `ends` as in
+        `MicroBatch`; with `ends`, attention is computed in each document alone. `real`: bool
+        [batch, sequence], which tokens are not padding; None: the routers are not observed.
 
         Returns the cross entropy [batch, sequence] on the last stage, hidden states on others.
         """
@@ -129,8 +130,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if position_ids is None:
             length = input_ids.shape[1]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        masks = None
-        if segments is not None:
+        masks = ends
+        if masks is None and segments is not None:
             masks = document_masks(segments, position_ids, self.config, self.attention_chunk)
         output: Tensor = super().forward(
             input_ids, position_ids, masks, labels=labels, padding_mask=self._padding(real)

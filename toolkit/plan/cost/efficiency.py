@@ -27,6 +27,7 @@ _A100 = "calibrated: megatron_sc21, korthikanti, vtrain_multi, llm_foundry, torc
 _H100 = "calibrated: dgxc_benchmarking, llm_foundry"
 _FLASH_1 = "calibrated: llm_foundry (FlashAttention and its Triton port)"
 _FLASH_2 = "calibrated: torchtitan (FlashAttention-2)"
+_MEASURED = "measured: an H100 SXM, torch 2.11, benchmarks/results/h100-2026-11-26"
 _CUDNN = "calibrated: dgxc_benchmarking (Transformer Engine with cuDNN)"
 
 UNMEASURED = 0.73
@@ -80,8 +81,10 @@ TABLE: Mapping[str, Constant] = {
     "attention.ampere": Constant(0.465, _FLASH_2, 0.55, 0.2),
     "attention.hopper": Constant(0.33, _FLASH_2, 0.35, 0.2),
     "attention.hopper.te": Constant(0.64, _CUDNN, 0.55, 0.2),
-    "attention.hopper.cudnn": Constant(
-        0.46, "assumed: the geometric mean of hopper and hopper.te: torch passes it views"
+    "attention.hopper.cudnn": Constant(0.62, _MEASURED),
+    "attention.hopper.mask": Constant(0.15, _MEASURED),
+    "attention.ampere.mask": Constant(
+        0.29, "assumed: Hopper's share of its first FlashAttention"
     ),
     "attention.blackwell": Constant(0.33, "assumed: as Hopper"),
     "attention.blackwell.te": Constant(0.55, "assumed: less than Hopper's share"),

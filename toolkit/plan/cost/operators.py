@@ -113,6 +113,8 @@ def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
     written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
     cuDNN's, whose speed there no published run shows."""
+    if workload.document_mask and gpu.generation in ("ampere", "hopper"):
+        return f"{gpu.generation}.mask"
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.1"
     engine = workload.cost.megatron_kernels and workload.fused_elementwise

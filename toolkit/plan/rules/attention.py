@@ -1,7 +1,8 @@
 """Which of torch's attention kernels is tried first, or that none is.
 
 torch tries its kernels in a fixed order, FlashAttention-2 first, and uses the first that
-supports the inputs, so another order never fails.
+supports the inputs, so another order never fails. The kernel for documents of different lengths
+(`varlen`) has a function of its own.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import suppress
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel
+from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import attention
 from toolkit.plan.request import PlanRequest
 
@@ -17,28 +19,46 @@ GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 """Which have both kernels."""
 LARGEST_HEAD = 128
 """Of cuDNN's backward pass on all of them."""
+LARGEST_FLASH_HEAD = 256
+"""Of FlashAttention-2, to which the kernel for lengths belongs."""
 
 
 def kernel(job: PlanRequest) -> AttentionKernel:
-    """The recipe's value; for `auto` cuDNN's where it is faster, which is known for Hopper
-    (huggingface/transformers#48163: 1.7 to 2.3 times FlashAttention-2 there, slower on Ampere
-    and Blackwell)."""
+    """The recipe's value, or what `auto` chooses."""
+    return choice(job)[0]
+
+
+def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
+    """The kernel, and why.
+
+    `auto`: the one for lengths where documents are isolated; otherwise cuDNN's where it is
+    faster, which is known for Hopper (an H100 here: 1.7 to 2.0 times FlashAttention-2 for 8,192
+    tokens and more, docs/gpu.md; slower on Ampere and Blackwell,
+    huggingface/transformers#48163).
+    """
     if job.kernels.attention != "auto":
-        return job.kernels.attention
+        return job.kernels.attention, "asked for"
     if attention(job.config) == "eager":
-        return "eager"
-    return "sdpa" if objection(job) else "cudnn"
+        return "eager", f"auto; not cudnn: {next(_objections(job))}"
+    if job.isolates:
+        why = next(_lengths_objections(job), "") or _device_objection(job, "varlen")
+        if why:
+            return "sdpa", f"auto; not varlen: {why}"
+        return "varlen", "auto, as documents are isolated: it needs no mask"
+    if why := next(_objections(job), "") or _device_objection(job, "cudnn"):
+        return "sdpa", f"auto; not cudnn: {why}"
+    return "cudnn", "auto, the fastest on Hopper"
 
 
-def objection(job: PlanRequest) -> str:
-    """Why `auto` does not try cuDNN's kernel first; empty where it does."""
-    if why := next(_objections(job), ""):
-        return why
+def _device_objection(job: PlanRequest, kernel: AttentionKernel) -> str:
+    """Why `auto` does not choose it on this device; empty where it does."""
     gpu = accelerator(job.cluster.gpu)
     if gpu.generation == "cpu":
         return "CPUs have none"
-    if gpu.generation != "hopper":
+    if kernel == "cudnn" and gpu.generation != "hopper":
         return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
+    if gpu.generation not in GENERATIONS:
+        return f"{gpu.name} has none"
     return "it is not deterministic" if job.training.deterministic else ""
 
 
@@ -52,12 +72,21 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
     asked, gpu = job.kernels.attention, job.cluster.gpu
     if asked in ("auto", "eager") or (asked == "sdpa" and attention(job.config) == "sdpa"):
         return
-    objections = [*_objections(job)]
-    if asked == "cudnn" and job.training.deterministic:
+    lengths = asked == "varlen"
+    if lengths and gpu == "cpu" and job.kernels.compile == "layers":
+        yield Problem(
+            "kernels.attention",
+            "varlen with kernels.compile layers and cluster.gpu cpu",
+            "one of them: on CPUs documents are attended to one after the other",
+            "set kernels.compile to none",
+        )
+    objections = [*(_lengths_objections(job) if lengths else _objections(job))]
+    if asked in ("cudnn", "varlen") and job.training.deterministic:
         # torch's sdp_utils.cpp, `check_cudnn_deterministic`, silently uses another kernel.
         objections.append("it is not deterministic, and training.deterministic is true")
     with suppress(PlanError):  # an unknown accelerator is reported where it is stated
-        if accelerator(gpu).generation not in GENERATIONS:
+        generation = accelerator(gpu).generation
+        if generation not in GENERATIONS and not (lengths and generation == "cpu"):
             objections.append(f"cluster.gpu {gpu} has none")
     if objections:
         yield Problem(
@@ -78,3 +107,21 @@ def _objections(job: PlanRequest) -> Iterator[str]:
         yield "it takes no mask that isolates documents"
     if job.spec.head_dim > LARGEST_HEAD:
         yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_HEAD}"
+
+
+def _lengths_objections(job: PlanRequest) -> Iterator[str]:
+    """Why the kernel for documents of different lengths does not compute this attention; on
+    CPUs, where there is none, documents are attended to one after the other."""
+    config = job.config
+    if not job.isolates:
+        yield "documents are not isolated (data.isolate_documents)"
+    if attention(config) != "sdpa":
+        yield f"{config['model_type']}'s attention is computed by plain products"
+    if config.get("attention_chunk_size"):
+        yield f"{config['model_type']}'s attention in chunks needs a mask"
+    if any(value for key, value in config.items() if "att" in key and is_dropout(key)):
+        yield "it has no dropout"
+    if job.cluster.gpu != "cpu" and job.training.precision == "fp32":
+        yield "it computes in 16 bits, and training.precision is fp32"
+    if job.spec.head_dim > LARGEST_FLASH_HEAD:
+        yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_FLASH_HEAD}"

@@ -70,13 +70,14 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
     return Workplace(machine, (folder / "runs").resolve())
 
 
-def steps(place: Workplace, cluster: Path | None) -> list[Step]:
-    """What is tested. `cluster`: the cluster file that is measured and written first."""
-    layouts = layouts_for(place.machine.processes)
+def losses(processes: int) -> list[Losses]:
+    """The models and precisions that are compared with the reference, in every layout for which
+    there are enough devices."""
+    layouts = layouts_for(processes)
     experts = tuple(one for one in layouts if one.name in EXPERT_LAYOUTS)
     layouts = tuple(one for one in layouts if one.parallel.expert == 1)
     eight = tuple(one for one in layouts if _in_8_bits(one))
-    losses = [
+    compared = [
         Losses("losses fp32", DENSE, layouts),
         Losses("losses bf16", DENSE, layouts, "bf16"),
         *(
@@ -86,7 +87,13 @@ def steps(place: Workplace, cluster: Path | None) -> list[Step]:
         ),
         Losses("experts bf16", EXPERTS, experts, "bf16"),
     ]
-    found = [Step(one.title, partial(one.checks, place)) for one in losses if one.layouts]
+    return [one for one in compared if one.layouts]
+
+
+def steps(place: Workplace, cluster: Path | None) -> list[Step]:
+    """What is tested. `cluster`: the cluster file that is measured and written first."""
+    compared = losses(place.machine.processes)
+    found = [Step(one.title, partial(one.checks, place)) for one in compared]
     found += [
         Step("resume", partial(runs.resume, place, DENSE)),
         Step("bandwidth", partial(runs.bandwidth, place), measures=True),

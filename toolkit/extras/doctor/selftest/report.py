@@ -10,7 +10,7 @@ from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.needs import Needs
 from toolkit.extras.doctor.selftest.check import Check, Workplace
-from toolkit.extras.doctor.selftest.losses import BF16, GPU_FP32, UNMEASURED
+from toolkit.extras.doctor.selftest.losses import BF16, UNMEASURED
 from toolkit.extras.doctor.selftest.plan import CHECKS, MARK
 from toolkit.extras.doctor.selftest.runs import LEAST_SHARE, SLOWEST
 from toolkit.features.base import FEATURES
@@ -25,13 +25,11 @@ _FEATURES = "".join(
 )
 BOUNDS = f"""\
 Losses and norms: relative differences from plain transformers, fp32, one process. Bounds: fp32
-on a processor {TOLERANCE.loss:g} (other orders of summation), on GPUs {GPU_FP32.loss:g} (other
-exponentials and roots; no GPU has measured it); bf16: loss {BF16.loss:g}, norm
+{TOLERANCE.loss:g} (other orders of summation); bf16: loss {BF16.loss:g}, norm
 {BF16.grad_norm:g}; {_FEATURES}(five to ten times the
 largest difference on a processor). On GPUs, bandwidth: {LEAST_SHARE:.0%} of the link's peak
-(PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's. No GPU has measured
-a bound: what exceeds one there is `measured`, and `failed` if losses or norms exceed it
-{UNMEASURED:g} times."""
+(PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's. What exceeds a bound
+on a GPU is `measured`, and `failed` if losses or norms exceed it {UNMEASURED:g} times."""
 
 
 def write(folder: Path, place: Workplace, checks: Sequence[Check], took_s: float) -> Path:

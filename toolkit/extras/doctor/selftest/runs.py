@@ -22,7 +22,6 @@ from toolkit.extras.doctor.selftest.check import (
     LoggedFailure,
     Workplace,
 )
-from toolkit.extras.doctor.selftest.losses import GPU_FP32
 from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse.comparison import TOLERANCE, relative_difference
 from toolkit.rehearse.ranks import launch_spec, run_ranks
@@ -111,7 +110,7 @@ def resume(place: Workplace, recipe: Path) -> Iterator[Check]:
     after = _losses(folder)
     twice = {step: loss for step, loss in before.items() if step > SAVED}
     far = max(relative_difference(after[step], loss) for step, loss in twice.items())
-    limit = (GPU_FP32 if place.on_gpu else TOLERANCE).loss
+    limit = TOLERANCE.loss
     good = resumed == [SAVED] and far <= limit and max(after) == STEPS
     steps = ", ".join(map(str, twice))
     yield Check(

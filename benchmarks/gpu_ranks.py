@@ -1,0 +1,186 @@
+"""Several ranks on one GPU, over NCCL: the standard layouts' losses, and a rank that is killed.
+
+    python benchmarks/gpu_ranks.py RESULTS.jsonl losses [--ranks 2] [--jobs 3]
+        [--step TITLE …] [--only LAYOUT …]
+    python benchmarks/gpu_ranks.py RESULTS.jsonl killed [--only ENGINE …]
+
+NCCL refuses two ranks on one GPU of one host ("Duplicate GPU detected"). With NCCL_HOSTID each
+rank is a host of its own: they talk through sockets, and the GPU's time slices let both run.
+That is slow, but these are NCCL's own communicators, streams, time limits and aborts. The ranks
+find their places in Slurm's variables, because then each takes the only GPU.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from toolkit.doctor import calibrate
+from toolkit.extras.doctor.selftest import plan
+from toolkit.extras.doctor.selftest.check import Workplace
+from toolkit.extras.doctor.selftest.losses import Losses
+from toolkit.launchers.base import LaunchSpec, free_port
+from toolkit.rehearse import rehearsal
+
+LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE_S = 60
+"""For the first step, and for a rank whose peer was killed."""
+local = rehearsal.launch_spec
+
+
+def places(ranks: int) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """What srun would set for each of `ranks` on one machine; a host of its own for NCCL."""
+    common = {
+        "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_STEP_TASKS_PER_NODE": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN",
+    }  # fmt: skip
+    each = [
+        {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "NCCL_HOSTID": f"rank-{r}"}
+        for r in range(ranks)
+    ]
+    return common, each
+
+
+def on_one_gpu(
+    run_dir: Path, processes: int, worker: Sequence[str], gpu: str = "cpu"
+) -> LaunchSpec:
+    """The rehearsal's processes, as Slurm would start them."""
+    spec = local(run_dir, processes, worker, gpu)
+    if gpu == "cpu" or processes == 1:
+        return spec
+    common, each = places(processes)
+    env = {key: value for key, value in spec.env.items() if key not in LAUNCHER}
+    return replace(spec, env={**env, **common}, rank_env=tuple(each))
+
+
+def write(results: Path, **row: Any) -> None:
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print({key: value for key, value in row.items() if key != "tail"}, flush=True)
+
+
+def cases(ranks: int, steps: Sequence[str] = (), names: Sequence[str] = ()) -> list[Losses]:
+    """The self-test's comparisons with exactly so many ranks, each with one layout: all, or
+    those of which the title begins with one of `steps`, in the layouts `names`."""
+    return [
+        replace(one, layouts=(layout,))
+        for one in plan.losses(ranks)
+        for layout in one.layouts
+        if layout.processes == ranks
+        and (not names or layout.name in names)
+        and (not steps or one.title.startswith(tuple(steps)))
+    ]
+
+
+def one_case(results: Path, ranks: int, index: int, folder: Path) -> None:
+    """Train a layout and compare it with the CPU's reference."""
+    rehearsal.launch_spec = on_one_gpu
+    place = Workplace(replace(calibrate.this_machine(1), processes=ranks), folder)
+    began = time.monotonic()
+    for check in cases(ranks)[index].checks(place):
+        row = asdict(check)
+        row["tail"] = row["tail"][-1500:]
+        write(results, ranks=ranks, **row, seconds=round(time.monotonic() - began, 1))
+
+
+def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> None:
+    """These cases, `jobs` at a time, in processes of their own."""
+    folder = Path(mkdtemp())
+    place = Workplace(calibrate.this_machine(1), folder)
+    for recipe in (plan.DENSE, plan.EXPERTS):  # the references, which all layouts share
+        list(Losses("reference", recipe, ()).checks(place))
+    todo = [index for index, one in enumerate(cases(ranks)) if one in wanted]
+    running: list[subprocess.Popen[bytes]] = []
+    while todo or running:
+        running = [process for process in running if process.poll() is None]
+        while todo and len(running) < jobs:
+            case = [str(results), "case", str(ranks), str(todo.pop(0)), str(folder)]
+            running.append(subprocess.Popen([sys.executable, __file__, *case]))
+        time.sleep(0.2)
+
+
+def killed(results: Path, engine: str) -> None:
+    """Kill a rank in the middle of training: what the other one does, and how soon."""
+    folder = Path(mkdtemp())
+    run = folder / engine
+    command = [
+        sys.executable, "-m", "toolkit.cli.main", "train", str(plan.DENSE),
+        f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine(1).gpu}",
+        "--set=cluster.gpus_per_node=2", f"--set=parallel.engine={engine}",
+        "--set=training.steps=100000", "--set=launch.hang_timeout_s=20",
+        "--set=logging.wandb=null", "--set=checkpoint.export=false",
+    ]  # fmt: skip
+    common, each = places(2)
+    logs = [folder / f"rank-{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as output:
+            env = {**os.environ, **common, **each[rank]}
+            ranks.append(
+                subprocess.Popen(
+                    command, env=env, stdout=output, stderr=output, start_new_session=True
+                )
+            )
+    metrics, limit = run / "metrics.jsonl", time.monotonic() + PATIENCE_S
+    while time.monotonic() < limit and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.2)
+    trained = metrics.exists()
+    time.sleep(2)
+    began = time.monotonic()
+    ranks[1].send_signal(signal.SIGKILL)
+    code: int | str
+    try:
+        code = ranks[0].wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        code = f"still there after {PATIENCE_S} s"
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+    taken = round(time.monotonic() - began, 1)
+    tail = logs[0].read_text(errors="replace")[-2500:]
+    write(
+        results,
+        step="killed",
+        name=engine,
+        trained=trained,
+        code=code,
+        seconds=taken,
+        tail=tail,
+    )
+
+
+def main() -> None:
+    if sys.argv[2:3] == ["case"]:
+        results, _, ranks, index, folder = sys.argv[1:]
+        one_case(Path(results), int(ranks), int(index), Path(folder))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("what", choices=["losses", "killed"])
+    parser.add_argument(
+        "--only", nargs="*", default=(), help="layouts, or engines; otherwise all"
+    )
+    parser.add_argument("--step", nargs="*", default=(), help="how its titles begin, or all")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=3)
+    asked = parser.parse_args()
+    if asked.what == "losses":
+        wanted = cases(asked.ranks, asked.step, asked.only)
+        losses(asked.results, asked.ranks, asked.jobs, wanted)
+        return
+    for engine in asked.only or ("fsdp", "deepspeed", "megatron"):
+        killed(asked.results, engine)
+
+
+if __name__ == "__main__":
+    main()
