@@ -128,7 +128,6 @@ def _check_device(assignment: Assignment, ranks: Ranks) -> None:
 def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and message of a failure; the traceback is logged unless it is the user's
     mistake."""
-    error = deterministic.as_users_mistake(error) or error
     if isinstance(error, DmtError):
         return error.exit_code, str(error)
     if _PEER_LOST.search(str(error)):
@@ -139,12 +138,15 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 
 def _explained(error: Exception, start: Start | None) -> Exception:
-    """The failure, or if memory ran out, an error that states where and what held it.
+    """The failure, or an error that says more: which operator is not deterministic, or, if
+    memory ran out, where and what held it.
 
     Another start is worth while only after a step of this one.
     """
     if isinstance(error, DmtError):
         return error
+    if mistake := deterministic.as_users_mistake(error):
+        return mistake
     doing = start.doing if start is not None else "starting"
     stepped = start is not None and start.watchdog.has_stepped
     explained = out_of_memory(error, doing, retry=stepped)
