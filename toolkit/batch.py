@@ -42,7 +42,7 @@ class MicroBatch:
     @cached_property
     def ends(self) -> "torch.Tensor | None":
         """int32 [n]: in the rows one after the other, where each document of `segments` begins,
-        and then where the last one ends, up to a power of two: layers are compiled for few
+        and then where the last one ends, up to a power of four: layers are compiled for few
         shapes. None without segments. Counted before a batch is copied to a GPU, which would
         make the host wait."""
         if self.segments is None:
@@ -50,7 +50,9 @@ class MicroBatch:
         begins = self.segments.new_ones(self.segments.shape)
         begins[:, 1:] = self.segments.diff(dim=1)
         places = begins.flatten().nonzero().flatten()
-        length = max(LEAST_ENDS, 1 << len(places).bit_length())
+        length = LEAST_ENDS
+        while length <= len(places):
+            length *= 4
         ends = places.new_full((length,), begins.numel())
         ends[: len(places)] = places
         return ends.int()

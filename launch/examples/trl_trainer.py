@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -22,8 +23,8 @@ from toolkit.accelerate import training_arguments
 from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.lora import Lora
 from toolkit.data.chat.named import template_text
-from toolkit.data.huggingface import load_rows
-from toolkit.data.listing import local_files
+from toolkit.data.files import cache_folder
+from toolkit.data.records import open_records
 from toolkit.data.tokenizers import load_tokenizer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
@@ -52,10 +53,11 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
         config=config,
         dtype=torch.float32,
     )
+    rows = open_records(data, base=Path(), cache=cache_folder(recipe.data.cache, Path()))
     return trainer(
         model=model,
         args=arguments,
-        train_dataset=load_rows(data, Path(), tuple(local_files(data, Path()) or ())),
+        train_dataset=Dataset.from_list([row for _, row in rows]),
         processing_class=tokenizer,
         peft_config=lora and peft_config(lora, recipe.model.hub),
     )

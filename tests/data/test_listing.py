@@ -104,12 +104,12 @@ def test_a_folder_whose_card_names_its_files(tmp_path: Path) -> None:
         list_files(source("data"), tmp_path)
 
 
-def test_rows_that_a_card_takes_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["sample_by: paragraph", "keep_linebreaks: true"])
+def test_rows_that_a_card_takes_apart(tmp_path: Path, setting: str) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("a\n\nb\n")
     (tmp_path / "data" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files: a.txt\n"
-        "  sample_by: paragraph\n---\n"
+        f"---\nconfigs:\n- config_name: default\n  data_files: a.txt\n  {setting}\n---\n"
     )
-    with pytest.raises(DataError, match="`sample_by: paragraph` in its card"):
+    with pytest.raises(DataError, match=f"(?i)`{setting}` in its card"):
         list_files(source("data"), tmp_path)

@@ -239,8 +239,7 @@ def test_a_malformed_row_that_a_rank_finds_while_it_trains(tmp_path: Path) -> No
     train = {"kind": "hf", "path": "web.jsonl"}
     streaming = STREAMING | {"shuffled_chunks": 1, "workers": 0}
     changes = STREAMED | {"data.train": train, "data.streaming": streaming}
-    ended = Project(tmp_path).launch("run", changes | {"training.steps": 400})
-    assert ended.code == 2, ended.err
+    ended = Project(tmp_path).launch("run", changes | {"training.steps": 400}, code=2)
     assert steps_logged(tmp_path / "run") > 0, "in mid-run"
     _, first = ended.err.split("error: ", 1)
     assert first.startswith(f"{tmp_path}/web.jsonl:301: `text` holds a list, not text")

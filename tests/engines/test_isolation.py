@@ -31,8 +31,15 @@ CASES = [
     megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
     megatron(expert=2, family=MIXTRAL),
     Case("ddp", 2, family=SOME_WINDOWED, recompute="full"),
-    Case("fsdp", 2, stage=3, family=SOME_WINDOWED, recompute="full", attention="varlen"),
-    replace(megatron(pipeline=2, family=WINDOWED), attention="varlen"),
+    Case(
+        "fsdp",
+        2,
+        stage=3,
+        family=SOME_WINDOWED,
+        recompute="full",
+        kernels={"attention": "varlen"},
+    ),
+    replace(megatron(pipeline=2, family=WINDOWED), kernels={"attention": "varlen"}),
 ]
 
 
@@ -42,6 +49,8 @@ def _of_family(model_type: str) -> list[Case]:
     config["vocab_size"] = VOCABULARY
     if model_type in ("gemma2", "gpt_oss", "mistral"):
         config["sliding_window"] = 3
+    if model_type in ("qwen2", "qwen2_moe"):  # transformers' qwen2_moe has it in its mask only
+        config |= {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
     if model_type == "llama4_text":  # queries grow with their place in the row
         config["floor_scale"] = LENGTH + 1
     plain = Case("ddp", 2, family=config)
@@ -51,7 +60,7 @@ def _of_family(model_type: str) -> list[Case]:
         return [replace(plain, engine="megatron", family=every)]
     cases = [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
     if attention(config) == "sdpa" and "attention_chunk_size" not in config:
-        cases += [replace(case, attention="varlen") for case in cases]
+        cases += [replace(case, kernels={"attention": "varlen"}) for case in cases]
     return cases
 
 

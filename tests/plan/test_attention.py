@@ -16,6 +16,9 @@ from toolkit.plan.planner import explore, plan_recipe, settled
 from toolkit.plan.workloads import workload_of
 
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
+LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4}
+"""Its chunks have the default length."""
+GENERIC = TINY | {"model_type": "starcoder2"}
 GEMMA2 = TINY | {"model_type": "gemma2", "head_dim": 32}
 
 
@@ -42,6 +45,8 @@ def planned(**changes: Any) -> Plan:
             },
             "sdpa",
         ),
+        ({"data__isolate_documents": True, "model__config": LLAMA4}, "sdpa"),
+        ({"data__isolate_documents": True, "model__config": GENERIC}, "sdpa"),
         ({"data__isolate_documents": True, "cluster__gpu": "cpu"}, "sdpa"),
         ({"data__isolate_documents": True, "training__precision": "fp32"}, "sdpa"),
         ({"data__isolate_documents": True, "training__deterministic": True}, "sdpa"),

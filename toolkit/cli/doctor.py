@@ -177,4 +177,4 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
     data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
-    output(as_json, data, [f"wrote {out}; use it with --cluster {out}"])
+    output(as_json, data, [f"wrote {out}; use it with --cluster {out}"], wrap=False)

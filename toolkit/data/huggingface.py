@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.formats.arrow import rows_of
+from toolkit.data.formats.arrow import ROWS_AT_ONCE, rows_of
 from toolkit.data.formats.columns import arrow_kinds, check_column
 from toolkit.data.formats.saved import of_split
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import HfSource, RowsSource
 
 _COMMIT_LENGTH = 40
-_ROWS_AT_ONCE = 1000
 
 
 def hub_version(source: RowsSource, base: Path) -> str:
@@ -47,7 +46,7 @@ def rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[object, 
     check_column(source, arrow_kinds(dataset.features.arrow_schema))
     tables = dataset.select_columns([source.text_field]).with_format("arrow")
     batches = (
-        batch for table in tables.iter(batch_size=_ROWS_AT_ONCE) for batch in table.to_batches()
+        batch for table in tables.iter(batch_size=ROWS_AT_ONCE) for batch in table.to_batches()
     )
     yield from rows_of(batches, f"`{source.path}`")
 
@@ -84,6 +83,13 @@ def _datasets(source: RowsSource) -> Any:
     return datasets
 
 
+_NEUTRAL_CARD = (
+    ("field", None), ("sample_by", "line"), ("filters", None), ("keep_linebreaks", False),
+    ("encoding", "utf-8"), ("encoding_errors", None),
+)  # fmt: skip
+"""Settings of a card that change which rows a file has, each with the value that does not."""
+
+
 def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
     """Paths or URLs of the files of the split: of a local folder, else of the hub id.
 
@@ -98,7 +104,7 @@ def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
         raise
     except Exception as error:  # what it raises depends on the file's kind
         raise _cannot_load(source, (), error) from error
-    for setting, default in (("field", None), ("sample_by", "line"), ("filters", None)):
+    for setting, default in _NEUTRAL_CARD:
         if (value := getattr(builder.config, setting, default)) != default:
             raise DataError(
                 f"`{source.path}` has `{setting}: {value}` in its card, which is not streamed",

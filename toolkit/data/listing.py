@@ -55,7 +55,8 @@ def local_files(source: RowsSource, base: Path) -> list[Path] | None:
             f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
-    if not local_path(source, base).is_dir() and not _OF_FILES.match(source.split):
+    of_files = _OF_FILES.match(source.split) and split_name(source) is not None
+    if not local_path(source, base).is_dir() and not of_files:
         raise DataError(
             f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
             fix="write `split: train` next to `path`; folders and hub ids have other splits",

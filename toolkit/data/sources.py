@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from toolkit.data.files import content_fingerprint, find_files, fingerprint_of
-from toolkit.data.formats.base import texts_of_rows
+from toolkit.data.formats.base import format_of, texts_of_rows
 from toolkit.data.formats.columns import CORRECT, check_column
 from toolkit.data.formats.files import ListedFile
+from toolkit.data.formats.lines import LINES
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
 from toolkit.data.remote.copies import with_copies
@@ -46,6 +47,8 @@ def _open_rows(records: Records) -> "RowDocuments":
     parts = ["hf", records.version, source.name, source.split, source.text_field]
     if source.malformed == "drop":
         parts.append(f"at most {source.malformed_limit} dropped")
+    if any(format_of(file) is LINES for file in records.files):
+        parts.append("lines end with a line feed, and no byte order mark is read")
     if (index := records.index) is not None:
         form, files = index
         check_column(source, form.columns(files)[0])

@@ -52,13 +52,16 @@ class Guard:
         self._signalled: set[int] = set()
         self._deadline = Deadline()
         self._parent_gone = threading.Event()
-        self._kill_requested = threading.Event()
-        signal.signal(signal.SIGUSR2, lambda *_: self._kill_requested.set())
+        self._kill_requested = False  # no lock, which a second signal would wait for
+        signal.signal(signal.SIGUSR2, self._request_kill)
         adopt_orphans()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent(signal.SIGTERM)
         )
         threading.Thread(target=self._watch_parent, daemon=True).start()
+
+    def _request_kill(self, *_: object) -> None:
+        self._kill_requested = True
 
     def _watch_parent(self) -> None:
         # Not through sys.stdin, whose lock this thread would hold at the interpreter's end.
@@ -75,7 +78,7 @@ class Guard:
             if self._deadline.passed:
                 tell(f"error: {grace_over(self._grace_s, self._run_dir, self._offset)[0]}")
                 show_stacks([worker.pid for worker in workers()])
-            if self._kill_requested.is_set() or self._deadline.passed:
+            if self._kill_requested or self._deadline.passed:
                 _kill(psutil.Process().children(recursive=True))
             self._wake_stopped()
             time.sleep(POLL_S)

@@ -19,9 +19,10 @@ from toolkit.errors import PlanError
 from toolkit.layout import CompiledParts
 from toolkit.system.compilers import private_folder
 
-GRAPHS = 64
+GRAPHS = 256
 """Largest number of graphs for one class of layers: its kinds (with a window, without), times
-lengths of sequences, times two, for training and evaluation. torch's own limit is 8."""
+lengths of sequences, times those of `MicroBatch.ends`, times two, for training and evaluation.
+torch's own limit is 8."""
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 

@@ -1,8 +1,8 @@
 """Attention inside documents of different lengths that share the rows of a micro batch.
 
 On CUDA by torch's kernel for such lengths, whose time grows with the documents and not with the
-square of the row; on CPUs one document after the other. Neither makes a mask: what transformers
-and megatron-core pass to their layers in its place is `MicroBatch.ends`.
+square of the row; on CPUs one document after the other. Neither makes a mask: transformers and
+megatron-core pass `MicroBatch.ends` to their layers in its place.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,8 @@ IMPLEMENTATION = "documents"
 """Name of this attention in the config of a transformers model."""
 _TAKES = frozenset(signature(varlen_attn).parameters)
 """Its arguments, which later versions of torch have more of."""
+_WIDTHS = 8
+"""FlashAttention's head sizes are multiples of it."""
 _find_documents = masking_utils.find_packed_sequence_indices
 _batches: list[MicroBatch] = []
 """What the model computes now, if that is known."""
@@ -33,7 +35,7 @@ def register() -> None:
     """Make transformers offer `IMPLEMENTATION`, and ask here which documents a batch has; the
     second call changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _ends)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     masking_utils.find_packed_sequence_indices = _documents
 
 
@@ -80,19 +82,21 @@ def _by_lengths(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """torch's kernel, which has one size for queries, keys and values. `longest` is only a
-    bound: to know the longest document, the host would wait."""
+    """torch's kernel, which has one size for queries, keys and values, a multiple of 8.
+    `longest` is only a bound: to know the longest document, the host would wait."""
     if torch.is_autocast_enabled("cuda"):  # which has no rule for this kernel
         query, key, value = (
             x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value)
         )
     size, own = query.shape[-1], value.shape[-1]
+    width = -(-max(size, own) // _WIDTHS) * _WIDTHS
+    scale = size**-0.5 if scale is None else scale
     options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0)}
     if "window_size" not in _TAKES:  # torch 2.10
         if window is not None:
             raise BackendUnavailable(
                 f"kernels.attention varlen: torch {torch.__version__} takes no window",
-                fix="pip install 'torch>=2.12', or set kernels.attention to sdpa",
+                fix="use a newer torch, or set kernels.attention to sdpa",
             )
         options = {"is_causal": True}
     if key.shape[1] != query.shape[1]:
@@ -103,11 +107,10 @@ def _by_lengths(
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     if "scale" in _TAKES:
         options["scale"] = scale
-    elif scale is not None:
-        query = query * (scale * size**0.5)
-    if own < size:
-        value = pad(value, (0, size - own))
-    found = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    else:
+        query = query * (scale * width**0.5)
+    q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    found = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     assert isinstance(found, Tensor)
     return found[..., :own].contiguous()
 
@@ -148,27 +151,34 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: tuple[Tensor, int | None],
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **_options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call, with [batch, heads, sequence, size] each. Its window
-    counts the query's own position."""
+    """What transformers' layers call, with [batch, heads, sequence, size] each."""
     assert not dropout, "the plan chooses another kernel"
-    window = None if sliding_window is None else sliding_window - 1
+    ends, window = attention_mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attend(q, k, v, attention_mask, window, scaling), None
+    return attend(q, k, v, ends, window, scaling), None
 
 
-def _ends(batch_size: int, q_length: int, device: torch.device, **_: object) -> Tensor:
-    """What transformers passes to `_attention` as the mask."""
+def _mask(
+    batch_size: int,
+    q_length: int,
+    device: torch.device,
+    local_size: int | None = None,
+    **_: object,
+) -> tuple[Tensor, int | None]:
+    """What transformers passes to `_attention` as the mask: `ends`, and how many previous
+    positions a query sees. Not every layer states its window itself; transformers' counts the
+    query's own position."""
+    window = None if local_size is None else local_size - 1
     ends = _batches[-1].ends if _batches else None
-    if ends is not None:
-        return ends
-    rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-    return rows * q_length
+    if ends is None:
+        rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+        ends = rows * q_length
+    return ends, window
 
 
 def _documents(position_ids: Tensor) -> Tensor | None:

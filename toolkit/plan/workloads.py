@@ -13,8 +13,7 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
 
     Without overlap, gradients are reduced after the backward pass, and the pipeline waits for
     every message; on CPUs, whose cores also communicate, the gain of less overlapping
-    communication was not measured. The kernel that isolates documents by a mask is taken for as
-    fast as FlashAttention's first generation, but was not measured.
+    communication was not measured.
     """
     on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
     pays = not on_cpus or not legality.table()[pair].without_overlap

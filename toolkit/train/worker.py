@@ -74,8 +74,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             ranks = join()
             together = AllRanks(ranks, phases.begin)
             phases.begin("planning")
-            assignment = together.rank_zero(lambda: make_assignment(ranks))
-            _check_device(assignment, ranks)
+            assignment = together.rank_zero(lambda: _on_device(make_assignment(ranks), ranks))
+            _on_device(assignment, ranks)  # one message, rank 0's, if no rank has a GPU
             if assignment.recipe.training.deterministic:
                 deterministic.switch_on(os.environ, on_gpu=ranks.device.type == "cuda")
             directory = RunDirectory(assignment.run_dir)
@@ -115,14 +115,15 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         return code
 
 
-def _check_device(assignment: Assignment, ranks: Ranks) -> None:
-    """Raise BackendUnavailable if a run that was planned for GPUs finds none."""
+def _on_device(assignment: Assignment, ranks: Ranks) -> Assignment:
+    """The assignment. Raises BackendUnavailable where it is for GPUs and there is none."""
     gpu = assignment.recipe.cluster.gpu
     if gpu != "cpu" and ranks.device.type == "cpu":
         raise BackendUnavailable(
             f"cluster.gpu is {gpu}, but torch finds no GPU on this machine",
             fix="`dmt doctor` shows why; to train on the CPU: --set cluster.gpu=cpu",
         )
+    return assignment
 
 
 def _failure(error: Exception) -> tuple[int, str]:

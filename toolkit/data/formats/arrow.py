@@ -11,6 +11,9 @@ from toolkit.data.formats.files import FileRange, ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, RowsSource
 
+ROWS_AT_ONCE = 1000
+"""Rows that are Python objects at the same time: they take several times Arrow's memory."""
+
 
 class Arrow(Format):
     """A row of a record batch."""
@@ -91,7 +94,12 @@ def rows_of(
 ) -> Iterator[tuple[str, object]]:
     """The rows of record batches of the file `name`; `before` rows of it come before, and
     `types_of` its schema decodes them."""
-    for batch in batches:
+    slices = (
+        batch.slice(start, ROWS_AT_ONCE)
+        for batch in batches
+        for start in range(0, len(batch), ROWS_AT_ONCE)
+    )
+    for batch in slices:
         try:
             rows: list[object] = batch.to_pylist()
         except UnicodeDecodeError:

@@ -4,7 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from toolkit.data.formats.arrow import checked_columns, readable, rows_of, types_of
+from toolkit.data.formats.arrow import (
+    ROWS_AT_ONCE,
+    checked_columns,
+    readable,
+    rows_of,
+    types_of,
+)
 from toolkit.data.formats.base import Format
 from toolkit.data.formats.columns import arrow_kinds
 from toolkit.data.formats.files import FileRange, ListedFile
@@ -42,7 +48,7 @@ class Parquet(Format):
                 return
             with part.file.open() as stream:
                 opened = parquet.ParquetFile(stream, metadata=footer)
-                batches = opened.iter_batches(row_groups=groups, columns=names)
+                batches = opened.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=names)
                 yield from rows_of(batches, part.file, before, types_of(source, schema))
 
     def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:

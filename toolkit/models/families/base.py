@@ -192,8 +192,8 @@ class Family:
     """Names in published checkpoints that differ from transformers 5: pattern of the model's
     name → stored name."""
 
-    # The model's shape, see ModelSpec. A bias that is False or None here follows the config's
-    # keys.
+    # The model's shape, see ModelSpec. A bias that is None here, or False except for the
+    # attention output's, follows the config's keys.
     rotary: bool = True
     """Rotary positions, which need an even head size; otherwise a learned table of
     positions."""

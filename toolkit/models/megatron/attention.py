@@ -63,6 +63,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or the
         `MicroBatch.ends` of documents that are attended to alone; None if a row is one."""
         if attention_mask is not None and attention_mask.dtype == torch.int32:
+            assert self.window is not None or not self.limited, "the plan chooses a mask"
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             found = attend(q, k, v, attention_mask, self.window, self.scale)
             return found.transpose(0, 1).flatten(2)

@@ -112,7 +112,7 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
 def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
     written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
-    cuDNN's, whose speed there no published run shows."""
+    cuDNN's, and its memory-efficient kernel where a mask isolates documents."""
     if workload.document_mask and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.mask"
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):

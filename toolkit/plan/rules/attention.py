@@ -117,7 +117,9 @@ def _lengths_objections(job: PlanRequest) -> Iterator[str]:
         yield "documents are not isolated (data.isolate_documents)"
     if attention(config) != "sdpa":
         yield f"{config['model_type']}'s attention is computed by plain products"
-    if config.get("attention_chunk_size"):
+    if job.spec.generic:
+        yield f"no test computes {config['model_type']} without a mask"
+    if job.spec.chunked and job.spec.sliding_layers:
         yield f"{config['model_type']}'s attention in chunks needs a mask"
     if any(value for key, value in config.items() if "att" in key and is_dropout(key)):
         yield "it has no dropout"
