@@ -133,8 +133,8 @@ def packed_samples(cache: Path) -> ChatSamples:
         writer.commit()
     stored = StoredChats(read_indexed(cache / "chats"), ChatReport(), "")
     return chat_samples(
-        stored, np.arange(len(chats)), parity.LENGTH, rows_per_sample=1, packing="greedy",
-        part="train", cache=cache,
+        stored, np.arange(len(chats)), "train", sequence_length=parity.LENGTH,
+        rows_per_sample=1, packing="greedy", cache=cache,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def megatron(micro_batch: int = 1, **parallel: Any) -> Any:
 
 TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
 FSDP = case("fsdp", stage=3)
-IN_TURN = {"experts": "sequential"}
+IN_TURN = {"kernels": {"experts": "sequential"}}
 ZERO2 = {"stage": 2, "parallel": {"model": "hf"}}
 BUGS = ("host", "scaled", "looked_at", "printed", "synchronized")
 RANKS = {

@@ -164,7 +164,7 @@ def test_hanging_layout_is_ended(tmp_path: Path) -> None:
     failure = ranks.run_ranks(spec, limit_s=0.5)
     assert failure is not None
     assert failure.why == "no end after 0.5 s"
-    assert not _ranks(os.getpid())
+    assert not _ranks(os.getpid(), "tests.rehearse.hanging")
 
 
 def interrupted(number: signal.Signals, where: str) -> int:
@@ -231,11 +231,11 @@ def test_unknown_layout(capfd: pytest.CaptureFixture[str]) -> None:
     assert "megatron-tp2-pp2-sp" in err
 
 
-def _ranks(pid: int) -> list[psutil.Process]:
-    """Ranks among the processes that `pid` started."""
+def _ranks(pid: int, module: str = ".rehearse.") -> list[psutil.Process]:
+    """Ranks among the processes that `pid` started, by the module that they run."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, FileNotFoundError):  # one that ends while listed
-            if any(".rehearse." in argument for argument in process.cmdline()):
+            if any(module in argument for argument in process.cmdline()):
                 found.append(process)
     return found
