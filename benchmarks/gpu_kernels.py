@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.models.log_probs import in_chunks, label_log_probs
 
 GPU = torch.device("cuda")
@@ -243,14 +244,11 @@ def losses() -> None:
         return
 
     def liger() -> None:
-        options = (None, None, IGNORED, 0.0, 0.0, "sum")
+        options = (None, None, IGNORE_INDEX, 0.0, 0.0, "sum")
         out = Fused.apply(hidden[0], head, labels[0], *options)
         torch.autograd.grad(out[0] if isinstance(out, tuple) else out, (hidden, head))
 
     note("loss liger both", liger, flops, times=5)
-
-
-IGNORED = -100
 
 
 def update() -> None:

@@ -11,13 +11,14 @@ find their places in Slurm's variables, because then each takes the only GPU.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -28,7 +29,9 @@ from toolkit.extras.doctor.selftest import plan
 from toolkit.extras.doctor.selftest.check import Workplace
 from toolkit.extras.doctor.selftest.losses import Losses
 from toolkit.launchers.base import LaunchSpec, free_port
+from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse import rehearsal
+from toolkit.run import jsonl
 
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE_S = 60
@@ -64,8 +67,7 @@ def on_one_gpu(
 
 
 def write(results: Path, **row: Any) -> None:
-    with results.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    jsonl.append(results, row)
     print({key: value for key, value in row.items() if key != "tail"}, flush=True)
 
 
@@ -100,13 +102,15 @@ def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> No
     for recipe in (plan.DENSE, plan.EXPERTS):  # the references, which all layouts share
         list(Losses("reference", recipe, ()).checks(place))
     todo = [index for index, one in enumerate(cases(ranks)) if one in wanted]
-    running: list[subprocess.Popen[bytes]] = []
-    while todo or running:
-        running = [process for process in running if process.poll() is None]
-        while todo and len(running) < jobs:
-            case = [str(results), "case", str(ranks), str(todo.pop(0)), str(folder)]
-            running.append(subprocess.Popen([sys.executable, __file__, *case]))
-        time.sleep(0.2)
+
+    def run(index: int) -> None:
+        case = [str(results), "case", str(ranks), str(index), str(folder)]
+        # What this program leaves behind when it is stopped would hold the GPU.
+        ends = die_with_parent(signal.SIGTERM)
+        subprocess.run([sys.executable, __file__, *case], preexec_fn=ends, check=False)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        deque(threads.map(run, todo), maxlen=0)
 
 
 def killed(results: Path, engine: str) -> None:

@@ -8,7 +8,6 @@ Python's standard library, four sequences of 8,192 tokens a step. Nothing is sav
 `checkpoint.every_steps` is given.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -29,6 +28,7 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from toolkit.doctor.calibrate import this_machine  # noqa: E402
+from toolkit.run import jsonl  # noqa: E402
 from toolkit.train import checkpoints, stages, worker  # noqa: E402
 
 STEPS, PROFILED = 12, 10
@@ -81,18 +81,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 stages.build_engine = watched
 if not any(one.startswith("checkpoint.every_steps=") for one in settings):
     checkpoints.RunCheckpoints.save = lambda *_: None  # type: ignore[method-assign]
 run = Path(mkdtemp()) / name
 code = worker.train_recipe(Path(recipe), [*OVERRIDES, *settings], run)
-events = lines(run / "events.jsonl")
+events = jsonl.read(run / "events.jsonl")
 compared: dict[str, Any] = next((e for e in events if e["kind"] == "prediction"), {})
-metrics = lines(run / "metrics.jsonl")
+metrics = jsonl.read(run / "metrics.jsonl")
 mfu = [line["mfu"] for line in metrics[3:] if line.get("mfu")]
 row = {
     "name": name,
@@ -110,8 +106,7 @@ row = {
     ],
     **{key: compared.get(key) for key in ("predicted", "measured", "measured_over_predicted")},
 }
-with Path(results).open("a") as file:
-    file.write(json.dumps(row) + "\n")
+jsonl.append(Path(results), row)
 shutil.rmtree(run, ignore_errors=True)
 sys.stdout.flush()
 os._exit(code)

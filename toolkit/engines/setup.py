@@ -96,6 +96,7 @@ class EngineSetup:
         RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does not suit the
         model.
         """
+        from toolkit.models import documents
         from toolkit.models.weights import checkpoint_names
 
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
@@ -112,7 +113,9 @@ class EngineSetup:
         if wrong := [*balance_problems(recipe.model.balance, model_config.to_dict())]:
             raise RecipeError(wrong)
         varlen = plan.attention_kernel == "varlen"
-        model_config._attn_implementation = "documents" if varlen else plan.attention
+        model_config._attn_implementation = (
+            documents.IMPLEMENTATION if varlen else plan.attention
+        )
         return cls(
             model_config=model_config,
             weights=weights,

@@ -73,6 +73,13 @@ def attend(
     return found.view(*query.shape[:3], value.shape[-1])
 
 
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """True where query i sees key j: i - window ≤ j ≤ i."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance <= window)
+
+
 def _by_lengths(
     query: Tensor,
     key: Tensor,
@@ -129,9 +136,7 @@ def _one_by_one(
         q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
         mask = None
         if window is not None and window + 1 < end - begin:
-            place = torch.arange(end - begin, device=q.device)
-            distance = place[:, None] - place
-            mask = (distance >= 0) & (distance <= window)
+            mask = band(end - begin, window, q.device)
         found.append(
             scaled_dot_product_attention(
                 q,

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn.functional import dropout, rms_norm, scaled_dot_product_attention, softmax
 
-from toolkit.models.documents import attend
+from toolkit.models.documents import attend, band
 from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
 
@@ -90,7 +90,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         """bool [queries, keys] of a row that is one document; None: all the past."""
         if self.window is None or self.window + 1 >= length:
             return None
-        return _band(length, self.window, device)
+        return band(length, self.window, device)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
@@ -121,7 +121,7 @@ class EagerAttention(CausalAttention):
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = self._changed(q @ k.transpose(2, 3) * scale)
         if mask is None:
-            mask = _band(q.shape[2], q.shape[2], q.device)
+            mask = band(q.shape[2], q.shape[2], q.device)
         if mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, float("-inf"))
         else:
@@ -224,7 +224,7 @@ class ChunkedAttention(CausalAttention):
         if not self.chunked or self.layers.size >= length:
             return None
         places = torch.arange(length, device=device)
-        return _band(length, length, device) & _same_chunk(places, self.layers.size)
+        return band(length, length, device) & _same_chunk(places, self.layers.size)
 
 
 class EagerChunkedAttention(ChunkedAttention, EagerAttention):
@@ -235,13 +235,6 @@ def _same_chunk(positions: Tensor, size: int) -> Tensor:
     """[…, sequence] → bool […, queries, keys]."""
     chunk = positions // size
     return chunk[..., :, None] == chunk[..., None, :]
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """True where query i sees key j: i - window ≤ j ≤ i."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance <= window)
 
 
 def document_masks(
@@ -257,9 +250,9 @@ def document_masks(
     """
     length = segments.shape[1]
     same = segments[:, :, None] == segments[:, None, :]
-    sees = [same & _band(length, length, segments.device)]
+    sees = [same & band(length, length, segments.device)]
     if config.window_size is not None:
-        sees.append(same & _band(length, config.window_size[0], segments.device))
+        sees.append(same & band(length, config.window_size[0], segments.device))
     if chunk is not None:
         sees.append(sees[0] & _same_chunk(positions, chunk))
     hidden = ~torch.stack(sees)[:, :, None]
