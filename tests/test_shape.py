@@ -1,4 +1,4 @@
-"""The shape of the source: functions that fit on a screen, one meaning per class name, no links out."""
+"""The shape of the source: short functions, one meaning per class name, no links out of it."""
 
 import ast
 import subprocess
@@ -42,7 +42,9 @@ def test_public_class_names_are_unique() -> None:
 def test_no_committed_link_leads_out_of_the_checkout() -> None:
     """A link to an environment elsewhere, say: in another clone it leads nowhere."""
     command = ["git", "ls-files", "--stage", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     links = [line.split("\t")[1] for line in listed.split("\0") if line.startswith("120000")]
     assert "toolkit/recipes" in links
     assert all((ROOT / link).resolve(strict=True).is_relative_to(ROOT) for link in links)
