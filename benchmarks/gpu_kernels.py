@@ -4,6 +4,9 @@
 
 Shapes are those of a Llama 3.1 8B layer with 8,192 tokens. Each figure is the median of ten
 calls, timed by CUDA events; "both" is a forward and a backward pass.
+
+On a machine without a GPU, what a processor can compute runs once, in small shapes, to try the
+program: the exit code is 1 if something fails, and the result has names without figures.
 """
 
 import json
@@ -12,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,17 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.batch import IGNORE_INDEX
+from toolkit.models import documents
 from toolkit.models.log_probs import in_chunks, label_log_probs
 
-GPU = torch.device("cuda")
-TOKENS, HIDDEN, INNER, VOCABULARY = 8192, 4096, 14336, 128256
+MEASURED = torch.cuda.is_available()
+GPU = torch.device("cuda" if MEASURED else "cpu")
+TOKENS, HIDDEN, INNER, VOCABULARY = (
+    (8192, 4096, 14336, 128256) if MEASURED else (128, 64, 96, 256)
+)
+LENGTHS = (2048, 8192, 32768) if MEASURED else (64,)
+WEIGHTS = 250_000_000 if MEASURED else 1000
+"""Half of those that AdamW updates."""
 DOCUMENTS = 16
 """In a row of isolated documents."""
 found: dict[str, dict[str, Any]] = {}
@@ -47,9 +58,20 @@ def milliseconds(call: Callable[[], Any], times: int) -> float:
 
 
 def note(
-    name: str, call: Callable[[], Any], flops: float = 0.0, nbytes: float = 0.0, times: int = 10
+    name: str,
+    call: Callable[[], Any],
+    flops: float = 0.0,
+    nbytes: float = 0.0,
+    times: int = 10,
+    gpu_only: bool = False,
 ) -> None:
-    """Measure a call and print it; its error if it has no kernel here."""
+    """Measure a call and print it; its error if it has no kernel here. `gpu_only`: a processor
+    has no such kernel."""
+    if not MEASURED:
+        if not gpu_only:
+            call()
+        found[name] = {}
+        return
     torch.cuda.reset_peak_memory_stats()
     try:
         ms = milliseconds(call, times)
@@ -72,15 +94,23 @@ def random(*shape: int, grad: bool = False) -> Tensor:
 
 def both(call: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Any]:
     """Its forward and backward pass."""
-    seed = torch.ones_like(call(*inputs))
-    return lambda: torch.autograd.grad(call(*inputs), inputs, seed)
+    seeds: list[Tensor] = []
+
+    def passes() -> Any:
+        result = call(*inputs)
+        if not seeds:
+            seeds.append(torch.ones_like(result))
+        return torch.autograd.grad(result, inputs, seeds[0])
+
+    return passes
 
 
 def products() -> None:
     """Matrix products of the layer and of the head, in bf16 and fp8."""
     for name, k, n in (
-        ("qkv", HIDDEN, 6144), ("proj", HIDDEN, HIDDEN), ("up", HIDDEN, INNER),
-        ("down", INNER, HIDDEN), ("head", HIDDEN, VOCABULARY), ("1b up", 2048, 8192),
+        ("qkv", HIDDEN, HIDDEN * 3 // 2), ("proj", HIDDEN, HIDDEN), ("up", HIDDEN, INNER),
+        ("down", INNER, HIDDEN), ("head", HIDDEN, VOCABULARY),
+        ("1b up", HIDDEN // 2, HIDDEN * 2),
     ):  # fmt: skip
         a, b = random(TOKENS, k), random(n, k)
         flops = 2 * TOKENS * k * n
@@ -91,25 +121,30 @@ def products() -> None:
     whole = torch.ones((), device=GPU)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     flops = 2 * TOKENS * HIDDEN * INNER
-    note("fp8 rowwise up", lambda: torch._scaled_mm(a, b, rows, columns, **options), flops)
-    note("fp8 tensorwise up", lambda: torch._scaled_mm(a, b, whole, whole, **options), flops)
+    for name, *scales in (("rowwise", rows, columns), ("tensorwise", whole, whole)):
+
+        def product(scales: list[Tensor] = scales) -> Tensor:
+            return torch._scaled_mm(a, b, *scales, **options)
+
+        note(f"fp8 {name} up", product, flops, gpu_only=True)
 
 
 def grouped_product() -> None:
     """Experts of Qwen3 30B-A3B: 128 of 2,048 × 768, twice, eight for each token."""
-    rows, experts = random(TOKENS * 8, 2048), random(128, 2048, 1536)
+    wide, narrow = (2048, 1536) if MEASURED else (32, 16)
+    rows, experts = random(TOKENS * 8, wide), random(128, wide, narrow)
     ends = (torch.arange(1, 129, device=GPU) * (TOKENS * 8 // 128)).to(torch.int32)
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
     note(
         "grouped_mm of 128 experts",
         lambda: grouped(rows, experts, offs=ends),
-        2 * TOKENS * 8 * 2048 * 1536,
+        2 * TOKENS * 8 * wide * narrow,
     )
 
 
 def attention() -> None:
     """32 heads of 128 in 8 groups; causal, then with isolated documents."""
-    for length in (2048, 8192, 32768):
+    for length in LENGTHS:
         q, k, v = (random(1, heads, length, 128, grad=True) for heads in (32, 8, 8))
         flops = 4 * 32 * length**2 * 128 / 2
         for name, kernel in (
@@ -123,12 +158,10 @@ def attention() -> None:
                         q, k, v, is_causal=True, enable_gqa=True
                     )
 
-            note(
-                f"attention {name} {length} forward",
-                lambda causal=causal, q=q, k=k, v=v: causal(q, k, v),
-                flops,
-            )
-            note(f"attention {name} {length} both", both(causal, q, k, v), 3.5 * flops)
+            once, absent = partial(causal, q, k, v), kernel is SDPBackend.CUDNN_ATTENTION
+            note(f"attention {name} {length} forward", once, flops, gpu_only=absent)
+            passes = both(causal, q, k, v)
+            note(f"attention {name} {length} both", passes, 3.5 * flops, gpu_only=absent)
         if length <= 8192:
             isolated(length, q, k, v)
 
@@ -141,7 +174,7 @@ def isolated(length: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     hidden = (document[:, None] != document) | (at[:, None] < at)
     mask = torch.zeros(1, 1, length, length, device=GPU, dtype=torch.bfloat16)
     mask.masked_fill_(hidden, -math.inf)
-    k, v = (x.detach().repeat_interleave(4, 1).requires_grad_() for x in (k, v))
+    groups = [x.detach().repeat_interleave(4, 1).requires_grad_() for x in (k, v)]
     for name, kernel in (
         ("efficient", SDPBackend.EFFICIENT_ATTENTION),
         ("cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -151,34 +184,12 @@ def isolated(length: int, q: Tensor, k: Tensor, v: Tensor) -> None:
             with sdpa_kernel(kernel):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-        guarded(f"attention mask {name} {length} both", masked, q, k, v)
-    q, k, v = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
+        passes = both(masked, q, *groups)
+        note(f"attention mask {name} {length} both", passes, gpu_only=True)
+    rows = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     ends = torch.arange(0, length + 1, of_each, device=GPU, dtype=torch.int32)
-
-    def by_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from inspect import signature
-
-        from torch.nn.attention.varlen import varlen_attn
-
-        causal = (
-            {"is_causal": True}
-            if "is_causal" in signature(varlen_attn).parameters
-            else {"window_size": (-1, 0)}
-        )
-        return varlen_attn(q, k, v, ends, ends, of_each, of_each, **causal)
-
-    guarded(f"attention varlen {length} both", by_lengths, q, k, v)
-
-
-def guarded(name: str, call: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """`note` both passes of a call that may have no kernel here."""
-    try:
-        passes = both(call, *inputs)
-    except Exception as error:  # noqa: BLE001
-        found[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
-        print(name, found[name], flush=True)
-    else:
-        note(name, passes)
+    by_lengths = both(lambda q, k, v: documents.attend(q, k, v, ends), *rows)
+    note(f"attention varlen {length} both", by_lengths)
 
 
 def elementwise() -> None:
@@ -213,8 +224,9 @@ def elementwise() -> None:
             )
         )
     for name, of_norm, of_swiglu in kinds:
-        note(f"norm {name} both", both(of_norm, x, w), nbytes=TOKENS * HIDDEN * 2 * 5)
-        note(f"swiglu {name} both", both(of_swiglu, gate, up), nbytes=TOKENS * INNER * 2 * 8)
+        absent, wide = name == "liger", TOKENS * INNER * 2
+        note(f"norm {name} both", both(of_norm, x, w), 0, TOKENS * HIDDEN * 10, gpu_only=absent)
+        note(f"swiglu {name} both", both(of_swiglu, gate, up), 0, wide * 8, gpu_only=absent)
 
 
 def losses() -> None:
@@ -248,25 +260,29 @@ def losses() -> None:
         out = Fused.apply(hidden[0], head, labels[0], *options)
         torch.autograd.grad(out[0] if isinstance(out, tuple) else out, (hidden, head))
 
-    note("loss liger both", liger, flops, times=5)
+    note("loss liger both", liger, flops, times=5, gpu_only=True)
 
 
 def update() -> None:
     """AdamW, the norm of the gradients, and a copy on the device."""
-    weights = [torch.zeros(250_000_000, device=GPU, requires_grad=True) for _ in range(2)]
+    weights = [torch.zeros(WEIGHTS, device=GPU, requires_grad=True) for _ in range(2)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     for name in ("fused", "foreach"):
         adam = torch.optim.AdamW(weights, **{name: True})
-        note(f"AdamW {name}, 5e8 weights", adam.step, nbytes=5e8 * 28, times=5)
+        note(f"AdamW {name}, 5e8 weights", adam.step, nbytes=WEIGHTS * 56, times=5)
         del adam
     grads = [weight.grad for weight in weights if weight.grad is not None]
-    note("norm of 5e8 gradients", lambda: torch._foreach_norm(grads), nbytes=5e8 * 4, times=5)
-    note("copy on the device", lambda: grads[0].copy_(grads[1]), nbytes=250e6 * 8, times=5)
+    note(
+        "norm of 5e8 gradients", lambda: torch._foreach_norm(grads), nbytes=WEIGHTS * 8, times=5
+    )
+    note("copy on the device", lambda: grads[0].copy_(grads[1]), nbytes=WEIGHTS * 8, times=5)
 
 
 def copies() -> None:
     """A checkpoint's copies to the host: pinning, which rounds up, and the bus."""
+    if not MEASURED:
+        return
     for gib in (1.0, 1.1):
         count = int(gib * 2**28)
         began = time.perf_counter()
@@ -290,23 +306,27 @@ def copies() -> None:
 
 
 def main() -> None:
+    failed = False
     for part in (products, grouped_product, attention, elementwise, losses, update, copies):
         try:
             part()
         except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
             found[part.__name__] = {"error": f"{type(error).__name__}: {error}"[:400]}
             print(part.__name__, found[part.__name__], flush=True)
+            failed = True
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    outside = (total - free - torch.cuda.memory_reserved()) / 2**30
-    found["memory outside torch"] = {"gib": round(outside, 2)}
+    if MEASURED:
+        free, total = torch.cuda.mem_get_info()
+        outside = (total - free - torch.cuda.memory_reserved()) / 2**30
+        found["memory outside torch"] = {"gib": round(outside, 2)}
     found["machine"] = {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if MEASURED else "cpu",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -84,33 +83,35 @@ def cases(ranks: int, steps: Sequence[str] = (), names: Sequence[str] = ()) -> l
     ]
 
 
-def one_case(results: Path, ranks: int, index: int, folder: Path) -> None:
-    """Train a layout and compare it with the CPU's reference."""
+def one_case(results: Path, ranks: int, index: int, folder: Path) -> int:
+    """Train a layout and compare it with the CPU's reference; 1 if they differ."""
     rehearsal.launch_spec = on_one_gpu
     place = Workplace(replace(calibrate.this_machine(1), processes=ranks), folder)
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
     for check in cases(ranks)[index].checks(place):
-        row = asdict(check)
+        row, failed = asdict(check), failed or check.verdict == "failed"
         row["tail"] = row["tail"][-1500:]
         write(results, ranks=ranks, **row, seconds=round(time.monotonic() - began, 1))
+    return int(failed)
 
 
-def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> None:
-    """These cases, `jobs` at a time, in processes of their own."""
+def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> int:
+    """These cases, `jobs` at a time, in processes of their own; 1 if one of them differs."""
     folder = Path(mkdtemp())
     place = Workplace(calibrate.this_machine(1), folder)
     for recipe in (plan.DENSE, plan.EXPERTS):  # the references, which all layouts share
         list(Losses("reference", recipe, ()).checks(place))
     todo = [index for index, one in enumerate(cases(ranks)) if one in wanted]
 
-    def run(index: int) -> None:
+    def run(index: int) -> int:
         case = [str(results), "case", str(ranks), str(index), str(folder)]
         # What this program leaves behind when it is stopped would hold the GPU.
         ends = die_with_parent(signal.SIGTERM)
-        subprocess.run([sys.executable, __file__, *case], preexec_fn=ends, check=False)
+        command = [sys.executable, __file__, *case]
+        return subprocess.run(command, preexec_fn=ends, check=False).returncode
 
     with ThreadPoolExecutor(jobs) as threads:
-        deque(threads.map(run, todo), maxlen=0)
+        return int(any([*threads.map(run, todo)]))
 
 
 def killed(results: Path, engine: str) -> None:
@@ -163,11 +164,10 @@ def killed(results: Path, engine: str) -> None:
     )
 
 
-def main() -> None:
+def main() -> int:
     if sys.argv[2:3] == ["case"]:
         results, _, ranks, index, folder = sys.argv[1:]
-        one_case(Path(results), int(ranks), int(index), Path(folder))
-        return
+        return one_case(Path(results), int(ranks), int(index), Path(folder))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("what", choices=["losses", "killed"])
@@ -180,11 +180,11 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.what == "losses":
         wanted = cases(asked.ranks, asked.step, asked.only)
-        losses(asked.results, asked.ranks, asked.jobs, wanted)
-        return
+        return losses(asked.results, asked.ranks, asked.jobs, wanted)
     for engine in asked.only or ("fsdp", "deepspeed", "megatron"):
         killed(asked.results, engine)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,9 @@ of one step.
 Adds a line to RESULTS.jsonl and a table of kernels to `kernels.txt` beside it. Its text is
 Python's standard library, four sequences of 8,192 tokens a step. Nothing is saved unless
 `checkpoint.every_steps` is given.
+
+On a machine without a GPU the tiny llama stands in for RECIPE, to try the program: the line has
+its losses, and no figure of speed or memory.
 """
 
 import os
@@ -42,7 +45,10 @@ OVERRIDES = [
     "cluster.gpus_per_node=1", f"cluster.gpu={this_machine(1).gpu}",
 ]  # fmt: skip
 GPU = torch.cuda.is_available()
-"""Without one, the program can be tried: a tiny recipe, no table of kernels."""
+if not GPU:
+    recipe, OVERRIDES = "recipes/tiny/llama-bytes.yaml", [
+        *OVERRIDES, "training.sequence_length=64", "training.precision=bf16",
+    ]  # fmt: skip
 seconds: list[float] = []
 build = stages.build_engine
 
@@ -95,16 +101,19 @@ row = {
     "settings": settings,
     "gpu": torch.cuda.get_device_name() if GPU else "cpu",
     "exit": code,
-    "first_s": [round(one, 3) for one in seconds[:2]],
-    "step_s": statistics.median(seconds[3:]) if seconds[3:] else None,
     "losses": [line["loss"] for line in metrics if "loss" in line],
-    "mfu": statistics.median(mfu) if mfu else None,
+    "first_s": [round(one, 3) for one in seconds[:2]] if GPU else None,
+    "step_s": statistics.median(seconds[3:]) if GPU and seconds[3:] else None,
+    "mfu": statistics.median(mfu) if GPU and mfu else None,
     "saves": [
         {key: event[key] for key in ("step", "seconds", "stall_s") if key in event}
         for event in events
         if event["kind"] == "save"
     ],
-    **{key: compared.get(key) for key in ("predicted", "measured", "measured_over_predicted")},
+    **{
+        key: compared.get(key) if GPU else None
+        for key in ("predicted", "measured", "measured_over_predicted")
+    },
 }
 jsonl.append(Path(results), row)
 shutil.rmtree(run, ignore_errors=True)

@@ -299,10 +299,13 @@ def test_server_that_never_answers(tmp_path):
     of_others = psutil.Process().children(recursive=True)
     trainer = Trainer(tmp_path, section=ONLINE)
     trainer.step(1)
-    time.sleep(2.0)
-    found = psutil.Process().children(recursive=True)
-    children = [process for process in found if process not in of_others]
-    assert children
+
+    def started_here():
+        now = psutil.Process().children(recursive=True)
+        return [process for process in now if process not in of_others]
+
+    wait_until(lambda: len(started_here()) > 1, "the follower and wandb-core")
+    children = started_here()
     started = time.monotonic()
     assert "did not finish within 1 s" in trainer.finish(1.0)
     assert time.monotonic() - started < ANSWER_S
