@@ -58,7 +58,10 @@ class _OneDevice(ProcessGroupGloo, metaclass=_LikeGloo):
 
     device: ProcessGroupGloo.Device | None = None
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any
+    ) -> None:
+        """`others`: options that torch passes since 2.14."""
         if _OneDevice.device is None:
             interface = os.environ.get("GLOO_SOCKET_IFNAME")
             if interface is None:
@@ -67,6 +70,8 @@ class _OneDevice(ProcessGroupGloo, metaclass=_LikeGloo):
                 _OneDevice.device = ProcessGroupGloo.create_device(interface=interface)
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout = [_OneDevice.device], timeout
+        for name, value in others.items():
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 
