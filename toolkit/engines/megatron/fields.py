@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.errors import BackendUnavailable
 
-SUPPORTED = ">=0.16,<0.17"
+SUPPORTED = ">=0.16,<0.20"
 """Versions of megatron-core that DMT is written for, as in pyproject.toml."""
 
 

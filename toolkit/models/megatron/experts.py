@@ -4,6 +4,7 @@ megatron-core's own grouped experts need Transformer Engine or the grouped_gemm 
 without them it computes expert after expert.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from megatron.core.transformer.moe.moe_utils import (
     permute,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import grouped_mm
+
+from toolkit.models.megatron.versions import permuted
 
 
 class GroupedLayer(MoELayer):  # type: ignore[misc]
@@ -32,9 +35,10 @@ class GroupedLayer(MoELayer):  # type: ignore[misc]
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
     ) -> None:
         groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups)
+        super().__init__(config, submodules, layer_number, groups, **options)
         self.token_dispatcher = Dispatcher(
             self.num_local_experts,
             self.local_expert_indices,
@@ -83,17 +87,16 @@ def permute_known(
     probs: Tensor | None = None,
     num_out_tokens: int | None = None,
     **options: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """megatron-core's `permute`, which selects by a mask and waits for how many there are, with
     the number that its caller knows."""
     if probs is None or not isinstance(num_out_tokens, int) or any(options.values()):
-        found: tuple[Tensor, Tensor | None, Tensor] = permute(
-            tokens, routing_map, probs, num_out_tokens, **options
-        )
+        found: tuple[Any, ...] = permute(tokens, routing_map, probs, num_out_tokens, **options)
         return found
     chosen = torch.nonzero_static(routing_map.T.flatten(), size=num_out_tokens)[:, 0]
     rows = chosen % len(tokens)
-    return tokens.index_select(0, rows), probs.T.flatten().index_select(0, chosen), rows
+    probs = probs.T.flatten().index_select(0, chosen)
+    return permuted(tokens.index_select(0, rows), probs, rows)
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
@@ -112,24 +115,30 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             in_turn: tuple[Tensor, None] = super().forward(tokens, tokens_per_expert, probs)
             return in_turn
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-
-        def product(name: str) -> Any:
-            layers = [getattr(expert, name) for expert in self.local_experts]
-            for layer in layers:
-                # The distributed optimizer's wait for weights that are still being gathered.
-                for hook in layer._forward_pre_hooks.values():
-                    hook(layer, ())
-            weights = [layer.weight for layer in layers]
-            return lambda rows: (_grouped_linear(rows, ends, *weights), None)
-
         grouped = SimpleNamespace(
             config=self.config,
             activation_func=self.local_experts[0].activation_func,
-            linear_fc1=product("linear_fc1"),
-            linear_fc2=product("linear_fc2"),
+            linear_fc1=_Product([expert.linear_fc1 for expert in self.local_experts], ends),
+            linear_fc2=_Product([expert.linear_fc2 for expert in self.local_experts], ends),
         )
         output: Tensor = MLP.forward(grouped, tokens, probs)[0]
         return output, None
+
+
+class _Product(nn.Module):
+    """One linear layer of all experts, as a module: what megatron-core's MLP calls."""
+
+    def __init__(self, layers: Sequence[nn.Module], ends: Tensor) -> None:
+        super().__init__()
+        for layer in layers:
+            # The distributed optimizer's wait for weights that are still being gathered.
+            for hook in layer._forward_pre_hooks.values():
+                hook(layer, ())
+        self.ends, self.weights = ends, [layer.weight for layer in layers]
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        """[rows, inputs], sorted by expert → [rows, outputs], and no bias."""
+        return _grouped_linear(rows, self.ends, *self.weights), None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -6,16 +6,14 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.multi_latent_attention import (
-    MLASelfAttention,
-    MLASelfAttentionSubmodules,
-)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit.models.megatron.norms import local_device
+from toolkit.models.megatron.versions import SpecifiedLatentAttention
 
 
 class ReplicatedLinear(nn.Module):
@@ -38,7 +36,7 @@ class ReplicatedLinear(nn.Module):
         return functional.linear(x, self.weight), None
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+class LatentAttention(SpecifiedLatentAttention):
     """megatron-core's latent attention with the positions of a batch, which it does not
     support."""
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,7 +19,10 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -36,6 +38,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from toolkit.models.families import MegatronModel
+from toolkit.models.megatron import versions
 from toolkit.models.megatron.attention import (
     CappedAttention,
     CausalAttention,
@@ -153,7 +156,7 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             self_attention=_attention(model, config),
             self_attn_bda=add,
             pre_mlp_layernorm=before,
-            mlp=_experts(config) if experts else _dense_mlp(),
+            mlp=_experts(config) if experts else versions.mlp(_layers_of_mlp()),
             mlp_bda=add,
             sharded_state_dict_keys_map=norms,
         ),
@@ -177,17 +180,18 @@ _NORM_KEYS_OF_LATENTS = {
 inside the linear layer that follows it, so that either kind of layer reads the other's."""
 
 
-def _dense_mlp() -> ModuleSpec:
-    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(module=MLP, submodules=parts)
+def _layers_of_mlp(down: type = RowParallelLinear) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down)
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    spec = get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+    grouped = config.moe_grouped_gemm
+    down = ExpertDown if config.add_bias_linear else RowParallelLinear
+    routed = ModuleSpec(
+        module=GroupedExperts if grouped else SequentialMLP, submodules=_layers_of_mlp(down)
     )
-    if config.moe_grouped_gemm:
-        spec.module, spec.submodules.experts.module = GroupedLayer, GroupedExperts
-    if config.add_bias_linear:
-        spec.submodules.experts.submodules.linear_fc2 = ExpertDown
-    return spec
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=_layers_of_mlp())
+    return ModuleSpec(
+        module=GroupedLayer if grouped else MoELayer,
+        submodules=MoESubmodules(experts=routed, shared_experts=shared),
+    )

@@ -24,12 +24,12 @@ from toolkit.layout import Layout, LossKernel, loss_chunks
 from toolkit.models import compiled
 from toolkit.models.families import MegatronModel
 from toolkit.models.log_probs import in_chunks
-from toolkit.models.megatron import cpu
+from toolkit.models.megatron import cpu, versions
 from toolkit.models.megatron.attention import document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
-from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation, scale_rotation
+from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -76,7 +76,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         self._scaled: ScaledRotary | None = None
         if rope_parameters is not None:
             self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
-            scale_rotation(self.config, self._scaled.attention_factor)
+            for layer in self.decoder.layers:
+                versions.scale_rotation(layer.self_attention, self._scaled.attention_factor)
         self._windowed: ScaledRotary | None = None
         if windowed_rope_parameters is not None:
             self._windowed = ScaledRotary(
@@ -320,10 +321,9 @@ def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     Nothing is drawn: weights are filled by their Hugging Face names. (If initialisation were
     disabled, split parameters would not be marked, and gradient norms would be wrong.)
     """
-    objects = dict(arguments)
+    objects = {**arguments, **versions.without_cuda_graphs()}
     for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
         objects[name] = _unchanged
-    objects["cuda_graph_scope"] = []  # the default warns that it is deprecated
     objects["activation_func"] = ACTIVATIONS[objects["activation_func"]]
     for name in ("params_dtype", "pipeline_dtype"):
         objects[name] = getattr(torch, objects[name])

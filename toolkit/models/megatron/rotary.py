@@ -4,9 +4,7 @@ megatron-core's own scalings fix constants that configs state, or differ in thei
 the frequencies are those of transformers' `ROPE_INIT_FUNCTIONS`, for both implementations.
 """
 
-import math
 from collections.abc import Mapping
-from copy import copy
 from typing import Any
 
 import torch
@@ -14,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from toolkit.models.megatron.versions import scale_rotation
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types whose frequencies depend on the longest sequence of the micro batch."""
@@ -59,9 +59,7 @@ def choose_rotation(attention: nn.Module, factor: float) -> None:
     window, with cosine and sine times `factor`, and the first otherwise."""
     windowed = attention.core_attention.window is not None  # type: ignore[union-attr]
     if windowed:
-        config = copy(attention.config)
-        scale_rotation(config, factor)
-        attention.config = config
+        scale_rotation(attention, factor)
 
     def choose(
         _: object, inputs: tuple[Any, ...], options: dict[str, Any]
@@ -69,14 +67,3 @@ def choose_rotation(attention: nn.Module, factor: float) -> None:
         return inputs, {**options, "rotary_pos_emb": options["rotary_pos_emb"][int(windowed)]}
 
     attention.register_forward_pre_hook(choose, with_kwargs=True)
-
-
-def scale_rotation(config: TransformerConfig, factor: float) -> None:
-    """Make megatron-core's attention multiply cosine and sine by `factor`.
-
-    It multiplies them by a function of three settings of the config, if they exist: (0.1 ·
-    mscale · ln scaling + 1) / (0.1 · mscale_all_dim · ln scaling + 1).
-    """
-    config.yarn_rotary_scaling_factor = math.e
-    config.yarn_mscale = 10.0 * (factor - 1.0)
-    config.yarn_mscale_all_dim = 0.0
