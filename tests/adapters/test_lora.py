@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import chain
+from itertools import chain, product
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as RENAMED
 
 from tests.models.small import FAMILIES, SMALL, filled, section
 from tests.plan.making import TINY, intent, recipe
 from toolkit.adapters.huggingface import inject, peft_config
 from toolkit.adapters.imported import PeftWeights
-from toolkit.adapters.lora import Lora, spec_of
+from toolkit.adapters.lora import _KEPT_NAMES, Lora, spec_of
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.data.local import local_problems
 from toolkit.errors import DataError, Problem, RecipeError
@@ -26,6 +27,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import mapped
 from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory
+from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe
@@ -34,6 +36,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 DENSE = [
     name for name, config in FAMILIES.items() if not any("experts" in key for key in config)
 ]
+
+REFUSED = {
+    *product(["mlp"], ["deepseek_v3", "glm4_moe", "llama4_text"]), ("experts", "llama4_text"),
+}  # fmt: skip
+"""What PEFT cannot adapt."""
 
 WITHOUT_FILE = {
     "stablelm": SMALL | {"num_key_value_heads": 4},
@@ -78,9 +85,9 @@ def test_all_linear_is_what_peft_calls_so(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["attention", "mlp"])
+@pytest.mark.parametrize("targets", ["attention", "mlp", "experts"])
 def test_injected_parameters_have_the_names_of_checkpoints(family: str, targets: str) -> None:
-    if targets == "mlp" and family not in DENSE:
+    if (targets, family) in REFUSED or (targets == "experts" and family in DENSE):
         return
     model, adapters = meta(family), lora(config_of(family), targets=targets)
     before = {name: tuple(p.shape) for name, p in hf.named_parameters(model)}
@@ -101,26 +108,25 @@ def test_peft_reads_short_names_where_they_suffice() -> None:
     assert "transformer.h.0.attn.c_proj" in gpt2.short_targets
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("v_proj", "gate_proj")])
+@pytest.mark.parametrize("targets", ["all-linear", ("v_proj", "gate_proj"), "experts"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_every_element_is_in_one_shard(targets: Any, degree: int) -> None:
     """The maps of megatron-core's tensors give each element of each adapter to one rank, or
     all of it to all, and the rows of B are those of the base's weight."""
-    adapters = lora(TINY, targets=targets)
-    model = adapters.adapted(mapped(TINY))
+    config = config_of("gpt_oss") if targets == "experts" else TINY
+    adapters = lora(config, targets=targets)
+    model = adapters.adapted(mapped(config))
     seen: dict[str, int] = dict.fromkeys(adapters.shapes, 0)
     for instance in model.instances():
         if ".lora." not in instance.tensor.name:
             continue
         ranks = range(1 if instance.tensor.split == "none" else degree)
-        shards = (blocks(instance.tensor, r, degree, layer=instance.layer) for r in ranks)
+        numbers = {"layer": instance.layer, "expert": instance.expert}
+        shards = (blocks(instance.tensor, r, degree, **numbers) for r in ranks)
         for block in chain.from_iterable(shards):
-            columns = block.columns
-            assert columns is not None
-            rows = block.rows[1] - block.rows[0]
-            seen[block.tensor] += rows * (columns[1] - columns[0])
+            seen[block.tensor] += len(block.row_numbers) * len(block.column_numbers)
     assert seen == {name: shape[0] * shape[1] for name, shape in adapters.shapes.items()}
-    for tensor in adapters.tensors:
+    for tensor in adapters.tensors if targets != "experts" else ():
         part_of_rows = adapters.part_of_rows(tensor, 0, degree if tensor.split == "rows" else 1)
         (up,) = (t for t in model.tensors if t.name == f"{tensor.name[:-6]}lora.up")
         rows = up.rows // (degree if up.split == "rows" else 1)
@@ -175,14 +181,27 @@ def test_a_fingerprint_tells_bases_apart() -> None:
     [
         ("llama", ["q_proj", "qkv"], "found qkv, which is no projection of this model"),
         ("gpt2", ["q_proj"], "some of c_attn, c_fc, c_proj"),
-        ("mixtral", "all-linear", "with experts, which cannot have adapters"),
-        ("qwen3_moe", ["up_proj"], "set adapter.targets to attention"),
+        ("llama", "experts", "of which this model has no projections"),
+        ("llama4_text", "all-linear", "PEFT takes the inputs of these for outputs"),
+        ("qwen3_moe", ["up_proj"], "gate_up_proj"),
+        ("glm4_moe", "all-linear", r"set adapter.targets to \[attention, experts\]"),
         ("llama", ["lm_head"], "found lm_head"),
     ],
 )
 def test_refused_targets(family: str, targets: Any, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         lora(config_of(family), targets=targets)
+
+
+def test_experts_have_no_dropout() -> None:
+    with pytest.raises(RecipeError, match=r"adapter\.dropout: found 0.1 with"):
+        lora(config_of("mixtral"), targets="experts", dropout=0.1)
+
+
+def test_mixtures_whose_names_peft_keeps() -> None:
+    mixtures = {name for name in FAMILIES if name not in DENSE}
+    renamed = {name for name, of in RENAMED.items() if of == "qwen2_moe"}
+    assert mixtures - renamed - {"mixtral"} == {*_KEPT_NAMES}
 
 
 # A PEFT folder to begin with
@@ -325,11 +344,28 @@ def test_memory_of_a_frozen_base() -> None:
 
 def test_tensor_parallel_splits_one_factor() -> None:
     """Column-parallel layers keep A whole; row-parallel ones keep B."""
-    own = lora(TINY).per_layer
+    own = lora(TINY).parameters
     hidden, inner, rank = 64, 128, 4
+    layers = TINY["num_hidden_layers"]
     whole = rank * (3 * hidden + hidden + 2 * hidden + hidden)  # A of q, k, v; B of o; …
     split = rank * (3 * hidden + hidden + 2 * inner + inner)
-    assert (own.split, own.whole) == (split, whole)
+    assert (own.split, own.whole) == (layers * split, layers * whole)
+
+
+def test_the_plan_counts_adapters_of_experts() -> None:
+    """Each tensor rank has a part of B of gate and up and of A of down; an expert rank has all
+    of its own experts'."""
+    adapters = lora(config_of("mixtral"), targets="experts")
+    layers = len(adapters.projections) // 2
+    own, (first, *_, second) = adapters.parameters, adapters.projections
+    each = adapters.section.rank * first.experts * layers
+    assert own.experts_split == each * (first.outputs + second.inputs)
+    assert own.experts_whole == each * (first.inputs + second.outputs)
+    assert own.experts == sum(a * b for a, b in adapters.shapes.values())
+    spec = spec_of(config_of("mixtral"), (), adapters.section)
+    shares = [stage_share(spec, *degrees, 1, 1, 0).trained for degrees in ((2, 1), (1, 2))]
+    assert shares[0].experts == own.experts_split / 2 + own.experts_whole
+    assert shares[1].experts == own.experts / 2
 
 
 def test_more_ranks_than_groups_need_all_of_qkv() -> None:

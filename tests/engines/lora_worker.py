@@ -39,7 +39,7 @@ from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 
-STEPS = 6
+STEPS = 8
 RANK, ALPHA = 3, 5
 PEFT_PREFIX = "base_model.model."
 
@@ -65,8 +65,8 @@ def first_value(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def reference(case: Case, *, rate_of_b: float = 1e-3, **changes: Any) -> dict[str, Any]:
     """A plain loop over whole global batches; `changes` are of PEFT's LoraConfig."""
-    stated = {"target_modules": "all-linear", **changes}
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **stated)
+    stated = {"r": RANK, "target_modules": "all-linear", **changes}
+    lora = LoraConfig(lora_alpha=ALPHA, task_type="CAUSAL_LM", **stated)
     model = get_peft_model(plain_model(case), lora)
     trained = {short(n): p for n, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -83,8 +83,14 @@ def reference(case: Case, *, rate_of_b: float = 1e-3, **changes: Any) -> dict[st
 
 
 def short(name: str) -> str:
-    """A parameter's name as a checkpoint of DMT has it."""
-    return name.removeprefix(PEFT_PREFIX).replace(".default", "")
+    """A parameter's name as a checkpoint of DMT has it. PEFT wraps a layer's experts twice."""
+    name = name.removeprefix(PEFT_PREFIX).replace(".default", "")
+    for wrapper, parameter in (
+        ("experts.base_layer", "gate_up_proj"),
+        ("experts", "down_proj"),
+    ):
+        name = name.replace(f"{wrapper}.lora_", f"experts.{parameter}.lora_")
+    return name
 
 
 def build(case: Case, ranks: Ranks, saved: SavedState | None = None) -> tuple[Engine, Layout]:

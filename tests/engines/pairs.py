@@ -135,6 +135,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "none": {},
         "all": _lora(targets="all-linear"),
         "some": _lora(targets=["v_proj", "up_proj"], rslora=True),
+        "experts": _lora(targets="experts", rank=8),
     },
     "frozen": {
         "none": {},

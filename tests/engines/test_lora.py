@@ -29,11 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 ALL = adapter()
 ATTENTION = adapter(targets="attention", rslora=True)
 SOME = adapter(targets=["v_proj", "up_proj"])
+EXPERTS = adapter(targets=["attention", "experts"], rank=8)
 """A part of each of megatron-core's fused layers."""
 TARGETS: dict[str, Any] = {
     "all-linear": "all-linear",
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
     str(SOME["targets"]): SOME["targets"],
+    str(EXPERTS["targets"]): ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 """What a recipe says, in PEFT's words."""
 
@@ -58,6 +60,17 @@ PARTS = [
     adapted(megatron(expert=2, family=MIXTRAL), ATTENTION),
     adapted(megatron(tensor=2, sequence=True, family=config_of("gpt2"))),
 ]
+OF_EXPERTS = [
+    adapted(case, EXPERTS, family=MIXTRAL)
+    for case in (
+        Case("ddp", 2),
+        deepspeed(3, recompute="full"),
+        Case("fsdp", 2, stage=3),
+        replace(megatron(expert=2), kernels={"experts": "grouped"}),
+        replace(megatron(tensor=2, sequence=True), kernels={"experts": "sequential"}),
+        replace(megatron(tensor=2, sequence=True), kernels={"experts": "grouped"}),
+    )
+]
 HALF_PRECISION = [
     adapted(megatron(tensor=2, sequence=True), precision="bf16"),
     adapted(deepspeed(1), precision="bf16"),
@@ -66,11 +79,16 @@ HALF_PRECISION = [
 
 
 @cache
-def _reference(family: tuple[tuple[str, Any], ...], targets: str, rslora: bool) -> Any:
+def _reference(
+    family: tuple[tuple[str, Any], ...], targets: str, rank: int, rslora: bool
+) -> Any:
     case = Case("ddp", 8, family=dict(family))
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
     return reference(
         case,
+        r=rank,
         target_modules=TARGETS[targets],
+        target_parameters=experts if "experts" in targets else None,
         use_rslora=rslora,
         fan_in_fan_out=case.family.get("model_type") == "gpt2",
     )
@@ -80,7 +98,8 @@ def expected(case: Case) -> Any:
     wanted = case.adapter
     assert wanted is not None
     family = tuple(case.family.items())
-    return _reference(family, str(wanted["targets"]), wanted.get("rslora", False))
+    targets, rslora = str(wanted["targets"]), wanted.get("rslora", False)
+    return _reference(family, targets, wanted["rank"], rslora)
 
 
 def check(
@@ -107,7 +126,7 @@ def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [FEW, PARTS], ids=["few", "parts"])
+@pytest.mark.parametrize("cases", [FEW, PARTS, OF_EXPERTS], ids=["few", "parts", "experts"])
 def test_two_processes(cases: list[Case], tmp_path: Path) -> None:
     check(cases, 2, tmp_path)
 
@@ -153,6 +172,25 @@ def test_continued_in_another_layout(tmp_path: Path) -> None:
     for index, case in enumerate(moved):
         result = results[case.name]
         assert len(result["loss"]) == STEPS // 2
+        losses = exported_losses(case, result["end"], tmp_path / str(index))
+        assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_in_another_layout(tmp_path: Path) -> None:
+    """The same of experts, whose columns of B lie apart: on ranks that each have two experts, a
+    half of each, and rows of all."""
+    fsdp, expert, _, tensor = OF_EXPERTS[2:]
+    cases = [fsdp, expert, tensor]
+    first = check(cases, 2, tmp_path)
+    others = [expert, tensor, fsdp]
+    moved = [
+        replace(other, resume_in=str(first[case.name]["half"]))
+        for case, other in zip(cases, others, strict=True)
+    ]
+    results = check(moved, 2, tmp_path / "moved")
+    for index, case in enumerate(moved[:1]):
+        result = results[case.name]
         losses = exported_losses(case, result["end"], tmp_path / str(index))
         assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
 

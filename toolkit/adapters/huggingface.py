@@ -38,5 +38,6 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         use_rslora=section.rslora,
         init_lora_weights="gaussian" if section.init == "gaussian" else True,
         target_modules=list(lora.short_targets),
+        target_parameters=list(lora.parameter_targets) or None,
         fan_in_fan_out=lora.transposed,
     )

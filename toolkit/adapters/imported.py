@@ -26,9 +26,9 @@ _DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none"}
 """PEFT's defaults for missing keys of its configuration."""
 _WITHOUT_EFFECT = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out",
-    "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
+    "inference_mode", "target_modules", "target_parameters", "exclude_modules", "lora_dropout",
+    "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
     "ensure_weight_tying",
 })  # fmt: skip
 """Keys that do not affect the function of the stored tensors, or only in combination with
@@ -49,6 +49,7 @@ class PeftWeights:
         """`framework`: of the values that it reads; "numpy" does not import torch."""
         self.folder = folder
         self.shapes = lora.shapes
+        self._names = lora.peft_names
         self._stored = SafetensorsFolder(folder, PEFT_WEIGHTS, framework)
         if found := [*self._beyond_lora()]:
             said = f"adapter.folder: {folder} is more than plain LoRA: {'; '.join(found)}"
@@ -59,18 +60,21 @@ class PeftWeights:
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
         """See `WeightSource.read`: in the folder's type."""
-        values: Tensor = self._stored.finite(f"{PEFT_PREFIX}{name}", self._part(name)[:])
+        values: Tensor = self._finite(name, self._part(name)[:])
         return values.reshape(-1)[start:stop]
 
     def read_block(self, block: Block) -> "Tensor":
         """See `WeightSource.read_block`: in the folder's type."""
         assert block.columns is not None, "a matrix"
         part = self._part(block.tensor)[slice(*block.rows), slice(*block.columns)]
-        values: Tensor = self._stored.finite(f"{PEFT_PREFIX}{block.tensor}", part)
-        return values
+        values: Tensor = self._finite(block.tensor, part)
+        return values[:: block.steps[0], :: block.steps[1]]  # files are read without gaps
 
     def _part(self, name: str) -> Any:
-        return self._stored.part(f"{PEFT_PREFIX}{name}")
+        return self._stored.part(f"{PEFT_PREFIX}{self._names[name]}")
+
+    def _finite(self, name: str, values: Any) -> Any:
+        return self._stored.finite(f"{PEFT_PREFIX}{self._names[name]}", values)
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -106,7 +110,9 @@ class PeftWeights:
         for key, wanted in ours.items():
             if (found := self._stated(key)) != wanted:
                 yield f"{key} is {found!r}, the recipe's is {wanted!r}"
-        names = {name.removeprefix(PEFT_PREFIX) for name in self._stored.files}
+        own = {stored: name for name, stored in self._names.items()}
+        stored = {name.removeprefix(PEFT_PREFIX) for name in self._stored.files}
+        names = {own.get(name, name) for name in stored}
         if lacking := sorted(self.shapes.keys() - names):
             yield f"it lacks {lacking[0]}"
         if more := sorted(names - self.shapes.keys()):
@@ -126,8 +132,9 @@ class PeftWeights:
         )
         changes = [f"adapter.{key} to {is_}" for key, is_, ours in settings if is_ != ours]
         modules = {
-            name.partition(".lora_")[0].rpartition(".")[2] for name in self._stored.files
-        }
+            *(name.partition(".lora_")[0].rpartition(".")[2] for name in self._stored.files),
+            *(one.rpartition(".")[2] for one in self._config.get("target_parameters") or ()),
+        } - {"experts", "base_layer"}  # PEFT's names of those of experts
         if modules != {one.name.rpartition(".")[2] for one in lora.projections}:
             changes.append(f"adapter.targets to [{', '.join(sorted(modules))}]")
         if not changes:

@@ -82,7 +82,7 @@ def export(
             if lora is None or merged or file.name not in hf.MODEL_FILES:
                 shutil.copyfile(file, hidden / file.name)
         if lora is not None and not merged:
-            write_peft(hidden, state, lora, manifest, tick)
+            write_peft(hidden, state, lora, manifest, config, tick)
             return
         source = state if lora is None else Merged(state, lora, manifest)
         entries = _entries(source, exported_dtype(manifest), config)

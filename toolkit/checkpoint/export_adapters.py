@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -35,12 +36,13 @@ def write_peft(
     state: SavedState,
     lora: Lora,
     manifest: Manifest,
+    config: PretrainedConfig,
     tick: Callable[[int], None],
 ) -> None:
-    """Write `adapter_model.safetensors`, in fp32, and `adapter_config.json`."""
+    """Write `adapter_model.safetensors`, in fp32, and `adapter_config.json`, and check them."""
     entries = [
         TensorToWrite(
-            f"{PEFT_PREFIX}{name}",
+            f"{PEFT_PREFIX}{lora.peft_names[name]}",
             torch.float32,
             shape,
             partial(state.in_pieces, "weight", name),
@@ -48,9 +50,45 @@ def write_peft(
         for name, shape in lora.shapes.items()
     ]
     write_file(folder / PEFT_WEIGHTS, entries)
-    config = peft_config(lora, manifest.recipe["model"]["hub"])
-    config.inference_mode = True
-    config.save_pretrained(folder)
+    written = peft_config(lora, manifest.recipe["model"]["hub"])
+    written.inference_mode = True
+    written.save_pretrained(folder)
+    if wrong := next(_differences(folder, state, lora, config), None):
+        raise CheckpointError(f"the adapters of {state.folder} were not exported: {wrong}")
+
+
+def _differences(
+    folder: Path, state: SavedState, lora: Lora, config: PretrainedConfig
+) -> Iterator[str]:
+    """How PEFT, which skips tensors that it does not expect, would compute something else with
+    the adapters in `folder` than was trained. The model is built on the meta device."""
+    import peft  # takes seconds
+    from peft.tuners.lora import LoraLayer
+
+    stated = peft.LoraConfig.from_pretrained(folder)
+    model = peft.get_peft_model(hf.meta_model(config), stated)
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    with safe_open(folder / PEFT_WEIGHTS, "pt") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if differing := sorted(shapes.items() ^ found.items()):
+            name = differing[0][0]
+            yield f"PEFT expects {name} {shapes.get(name)}, the file has {found.get(name)}"
+            return
+        effect = False
+        for name, stored in lora.peft_names.items():
+            values = file.get_tensor(f"{PEFT_PREFIX}{stored}")
+            if not values.equal(torch.cat([*state.in_pieces("weight", name)])):
+                yield f"{stored} is not what was trained"
+            effect = effect or (".lora_B." in name and bool(values.any()))
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, LoraLayer)
+            and (scaling := module.scaling["default"]) != lora.scaling
+        ):
+            yield f"PEFT scales {name} by {scaling}, training by {lora.scaling}"
+    if not effect:
+        yield "every B is 0, so they change nothing; train at least one step"
 
 
 class Merged:
@@ -72,24 +110,22 @@ class Merged:
 
     def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
         """See `SavedState.in_pieces`; `quantity` is `weight`."""
-        down, up = self._factors(quantity, tensor.removesuffix(".weight"))
+        down, up = self._factors(quantity, tensor)
         for block in pieces(whole_block(tensor, self.shapes[tensor])):
             piece = self.base.read_block(block).float()
             if down is not None:
                 piece = piece + self.lora.scaling * (up[slice(*block.rows)] @ down)
             yield piece
 
-    def _factors(self, quantity: str, module: str) -> tuple[Tensor | None, Tensor]:
+    def _factors(self, quantity: str, tensor: str) -> tuple[Tensor | None, Tensor]:
         """Two matrices whose product is added to a stored weight: B and A, or for a transposed
         weight, the transposed A and B. None without an adapter."""
-        names = [f"{module}.lora_{factor}.weight" for factor in "AB"]
-        if names[0] not in self.lora.shapes:
+        found = self.lora.factors(tensor)
+        if found is None:
             return None, torch.empty(0)
-        down, up = (
-            self.state.read(quantity, whole_block(name, self.lora.shapes[name]))
-            for name in names
-        )
-        return (up.T, down.T) if self.lora.transposed else (down, up)
+        projection, *blocks = found
+        down, up = (self.state.read(quantity, block) for block in blocks)
+        return (up.T, down.T) if projection.transposed else (down, up)
 
 
 def base_weights(manifest: Manifest) -> WeightSource:

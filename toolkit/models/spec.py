@@ -75,12 +75,20 @@ class FrozenParameters:
 
 @dataclass(frozen=True)
 class AdapterParameters:
-    """Parameters of the adapters of one layer."""
+    """Parameters of the adapters of all layers."""
 
     split: int
-    """Those that tensor parallel splits."""
+    """Those outside of experts that tensor parallel splits."""
     whole: int
     """Those that every tensor-parallel rank holds."""
+    experts_split: int = 0
+    """Those of experts that tensor parallel splits where it splits experts."""
+    experts_whole: int = 0
+
+    @property
+    def experts(self) -> int:
+        """All of experts."""
+        return self.experts_split + self.experts_whole
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class ModelSpec:
     frozen: FrozenParameters | None = None
     """The parameters frozen by `model.freeze`; None: everything trains."""
     adapters: AdapterParameters | None = None
-    """Of every layer; with them, nothing else trains."""
+    """With them, nothing else trains."""
     counted: Counted | None = None
     """None: the counts that follow from the sizes above are exact."""
     generic: bool = False
@@ -179,7 +187,7 @@ class ModelSpec:
     @property
     def _adapter_parameters(self) -> int:
         own = self.adapters
-        return 0 if own is None else self.layers * (own.split + own.whole)
+        return 0 if own is None else own.split + own.whole + own.experts
 
     @property
     def trainable(self) -> int:

@@ -99,7 +99,7 @@ Tflops: TypeAlias = Annotated[
     Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
 ]
 AdapterTargets: TypeAlias = (
-    Literal["all-linear", "attention", "mlp"]
+    Literal["all-linear", "attention", "mlp", "experts"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
 ColumnName: TypeAlias = Literal[
@@ -510,8 +510,10 @@ class AdapterSection(Section):
     rslora: bool = False
     """scaling = alpha / √rank instead."""
     targets: AdapterTargets = "all-linear"
-    """Projections with an adapter: all those inside the decoder layers, those of the attention
-    or of the MLP, or a list of the last components of their names, e.g. `[q_proj, v_proj]`."""
+    """Projections with an adapter: all those inside the decoder layers, those of the attention,
+    of the MLPs and experts, or of the experts alone; or a list of these words and of the last
+    components of the projections' names, e.g. `[attention, experts]` or `[q_proj, v_proj]`. A
+    layer's experts have `gate_up_proj` and `down_proj`, as in PEFT's `target_parameters`."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -8,8 +8,8 @@ its results when it ends.
 import shlex
 from pathlib import Path
 
+from toolkit.adapters.lora import spec_of
 from toolkit.backend import BACKENDS
-from toolkit.models.families import model_spec
 from toolkit.models.hub import model_config
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.plan import Plan
@@ -24,7 +24,8 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
     """What this plan keeps exactly, approximates and refuses."""
     config = model_config(recipe.model)
     engine_config = BACKENDS[plan.engine].render(recipe, plan.layout)
-    return ledger(recipe, plan, model_spec(config), config, engine_config)
+    spec = spec_of(config, (), recipe.adapter)
+    return ledger(recipe, plan, spec, config, engine_config)
 
 
 def show_plan(recipe: Recipe, plan: Plan) -> None:

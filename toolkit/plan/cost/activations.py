@@ -103,7 +103,8 @@ def layer_activations(
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
-    return Activations(stored, whole.total, again, _gradients(workload, sizes, whole))
+    gradients = _gradients(workload, sizes, whole) + _changed_experts(workload)
+    return Activations(stored, whole.total, again, gradients)
 
 
 def _least(
@@ -147,7 +148,7 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
         qkv=width * (_projected(workload, sizes) + head_norms) + _latents(workload, sizes),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
-        experts=_experts(workload, sizes, tp),
+        experts=_experts(workload, sizes, tp) + _changed_experts(workload),
     )
 
 
@@ -251,6 +252,13 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
     return kept * spec.moe_layers / spec.layers
 
 
+def _changed_experts(workload: Workload) -> float:
+    """The weights of a layer's experts with their adapters added."""
+    if not workload.adds_to_experts:
+        return 0.0
+    return workload.width * workload.spec.parameters.experts / workload.spec.layers
+
+
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
     width = workload.width
@@ -284,7 +292,7 @@ def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerAc
         qkv=width * (sizes.query + sizes.key),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * (sizes.inner + down),
-        experts=_experts(workload, sizes, tp),
+        experts=_experts(workload, sizes, tp) + _changed_experts(workload),
     )
 
 

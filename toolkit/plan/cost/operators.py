@@ -398,9 +398,12 @@ def _layer_time(
     moved_back += _cast_bytes(workload, products)
     weights = sum(count * n * k for count, _, n, k in products)
     moved_back += trained * _accumulated_bytes(workload, weights)
-    if experts and workload.grouped_experts:  # each pass stacks the experts' weights
+    # Each pass stacks the experts' weights, or adds adapters to them.
+    if experts and (workload.grouped_experts or workload.adds_to_experts):
         copied = 2.0 * device.width * sum(count * n * k for count, _, n, k in mlp)
         moved, moved_back = moved + copied, moved_back + copied
+    if experts and workload.adds_to_experts:
+        matmul_back += sum(count * matmul_s(k, n, m, device) for count, m, n, k in mlp)
     kernels = _kernels(workload, part, [int(count) for count, *_ in products])
     forward = _timed(matmul, attention, moved / device.memory, kernels, device)
     backward = _timed(

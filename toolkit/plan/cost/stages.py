@@ -86,9 +86,13 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
     part = layers / spec.layers
     share = StageShare(stage, layers, part * split, part * experts, vocabulary, output)
     if spec.adapters is not None:
-        own = layers * (spec.adapters.split / tp + spec.adapters.whole)
+        own = spec.adapters
+        dense = layers * (own.split / tp + own.whole) / spec.layers
+        experts = own.experts / ep if ep > 1 else own.experts_split / tp + own.experts_whole
         base = _Frozen(share.dense, share.experts, share.vocabulary, share.output)
-        return share._replace(dense=share.dense + own, frozen=base)
+        return share._replace(
+            dense=share.dense + dense, experts=share.experts + part * experts, frozen=base
+        )
     if spec.frozen is None:
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))

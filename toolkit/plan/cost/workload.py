@@ -109,6 +109,13 @@ class Workload:
         """Whether its modules are megatron-core's."""
         return self.model == "megatron"
 
+    @property
+    def adds_to_experts(self) -> bool:
+        """Whether adapters are added to the weights of experts in each pass, as PEFT does to
+        transformers' models, and get their gradients from those of whole weights."""
+        adapters = self.spec.adapters
+        return self.model == "hf" and adapters is not None and adapters.experts > 0
+
     @cached_property
     def cost(self) -> EngineCost:
         """The engine-specific costs."""
