@@ -36,7 +36,9 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder_name", ["features/fp8", "features/zero_plus", "extras"])
+@pytest.mark.parametrize(
+    "folder_name", ["features/fp8", "features/offload", "features/zero_plus", "extras"]
+)
 def test_the_core_works_without(folder_name: str, tmp_path: Path) -> None:
     for folder in ("toolkit", "recipes", "ds_configs"):
         copytree(

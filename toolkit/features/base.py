@@ -68,8 +68,9 @@ class Feature:
     bounds: tuple[float, float] | None = None
     """Relative differences of loss and gradient norm from fp32 that a small model with the
     defaults may have, which `dmt doctor --selftest` then trains; None: not tried."""
-    zero_defaults: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-    """By its key: DeepSpeed's name of it in `zero_optimization`, and DeepSpeed's default."""
+    deepspeed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    """By DeepSpeed's dotted name of a setting: the key that decides it, and DeepSpeed's
+    default."""
     presets: tuple[str, ...] = ()
     """Files of `ds_configs/` that turn it on."""
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +122,7 @@ FEATURES: Registry[Feature] = Registry(
     "dmt.features",
     {
         "fp8": "toolkit.features.fp8:FEATURE",
+        "offload": "toolkit.features.offload:FEATURE",
         "zero_plus": "toolkit.features.zero_plus:FEATURE",
     },
 )

@@ -156,7 +156,7 @@ def _approximated(
     recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object], own: _Entries
 ) -> Iterator[tuple[str, str]]:
     layout, precision = plan.layout, recipe.training.precision
-    if precision != "fp32":
+    if precision != "fp32" and precision not in dict(own["approximated"]):
         yield precision, f"computed in {precision}, weights updated in fp32"
     yield from own["approximated"]
     if plan.loss_scale is not None:

@@ -43,9 +43,9 @@ DEFAULTS: Mapping[str, object] = {
 """Written if the file does not state them."""
 
 _OF_FEATURES: Mapping[str, str] = {
-    f"{ZERO}.{name}": f"{feature.inside}.{key}"
+    name: f"{feature.inside}.{key}"
     for feature in FEATURES.values()
-    for key, (name, _) in feature.zero_defaults.items()
+    for name, (key, _) in feature.deepspeed.items()
 }
 OWNED: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
@@ -70,7 +70,14 @@ OWNED: Mapping[str, str] = {
 }
 """Settings that the recipe decides, and the recipe key of each."""
 
-REQUIRED: Mapping[str, object] = {
+ABSENT: Mapping[str, object] = {
+    name: default
+    for feature in FEATURES.values()
+    for name, (_, default) in feature.deepspeed.items()
+}
+"""Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""
+
+_FIXED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
     "gradient_allreduce_op": "mean",
     "bf16.bf16_master_weights_and_grads": False,
@@ -81,16 +88,10 @@ REQUIRED: Mapping[str, object] = {
     "torch_autocast.enabled": False,
     "data_efficiency.enabled": False,
 }
+REQUIRED = {key: value for key, value in _FIXED.items() if key not in ABSENT}
 """The only values that keep the loss equal under every layout (AdamW with fp32 master
 weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
 out of the weights."""
-
-ABSENT: Mapping[str, object] = {
-    f"{ZERO}.{name}": default
-    for feature in FEATURES.values()
-    for name, default in feature.zero_defaults.values()
-}
-"""Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""
 
 MAX_LISTED = 12
 """For blocks with at most this many keys, an error lists all of them."""
@@ -215,14 +216,17 @@ def features_of(file: JsonFile) -> dict[str, int | bool]:
     Raises RecipeError for a value of the wrong type.
     """
     found: dict[str, int | bool] = {}
+    decided = {OWNED[key] for key in ABSENT if _stated(file, key) is not None}
     for key, default in ABSENT.items():
-        stated = _stated(file, key)
-        if stated is None:
+        if OWNED[key] not in decided:
             continue
-        if not isinstance(stated, int) or type(stated) is not type(default):
+        stated = _stated(file, key)
+        value = default if stated is None else stated
+        if not isinstance(value, int) or type(value) is not type(default):
             kind = "an integer ≥ 1" if default == 1 else "true or false"
-            raise RecipeError([file.problem(key, stated, kind)])
-        found[OWNED[key].rpartition(".")[2]] = stated
+            raise RecipeError([file.problem(key, value, kind)])
+        name = OWNED[key].rpartition(".")[2]
+        found[name] = min(value, found.get(name, value))  # of two settings, both must be on
     return found
 
 

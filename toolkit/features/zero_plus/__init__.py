@@ -35,10 +35,10 @@ FEATURE = Feature(
     refuse=f"{_RULES}:refusals",
     cost=f"{_RULES}:workload",
     ledger=f"{_RULES}:ledger",
-    zero_defaults={
-        "hpz": ("zero_hpz_partition_size", 1),
-        "quantized_weights": ("zero_quantized_weights", False),
-        "quantized_gradients": ("zero_quantized_gradients", False),
+    deepspeed={
+        "zero_optimization.zero_hpz_partition_size": ("hpz", 1),
+        "zero_optimization.zero_quantized_weights": ("quantized_weights", False),
+        "zero_optimization.zero_quantized_gradients": ("quantized_gradients", False),
     },
     degrees=("hpz",),
     presets=("zeropp",),

@@ -75,6 +75,9 @@ class Workload:
     which also computes the masked scores."""
     cudnn: bool = False
     """Attention uses cuDNN's kernel, as in Transformer Engine."""
+    optimizer_bytes: float | None = None
+    """Bytes per parameter of the optimizer's states in 16 bits; None: 12, an fp32 weight and
+    two moments."""
     updates: OwnerUpdates | None = None
     """What an optimizer other than AdamW updates."""
     fused_loss: bool = False

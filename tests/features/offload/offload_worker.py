@@ -1,0 +1,18 @@
+"""What every rank of test_offload.py does: train, and look at what the optimizer keeps."""
+
+from typing import Any
+
+from tests.engines.parity_worker import SEED, Case, new_engine, steps, train
+from toolkit.engines.distributed import Ranks
+
+
+def states(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Curves of a case, and the dtypes of its optimizer's states after a step."""
+    engine, layout = new_engine(case, ranks, SEED)
+    steps(engine, layout, ranks, 0, 1)
+    adam: Any = engine.optimizer.optimizer  # type: ignore[attr-defined]
+    kept = [value for state in adam.state.values() for value in (state["exp_avg"], *state)]
+    dtypes = {value.dtype for value in kept if hasattr(value, "dtype")}
+    dtypes |= {weight.dtype for weight in adam.state}
+    engine.close()
+    return {"dtypes": {*map(str, dtypes)}, **train(case, ranks)}
