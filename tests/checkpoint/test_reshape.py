@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
         2,
         zero(1, parallel={"model": "megatron", "tensor": 2}),
     ),
+    "autotp2": (2, zero(2, parallel={"model": "hf", "tensor": 2})),
     "tp2-pp2": (4, megatron(tensor=2, pipeline=2)),
 }
 """Name → ranks and case."""
@@ -74,8 +75,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.slow
 @pytest.mark.quick
 def test_between_engines(tmp_path: Path) -> None:
-    two = {name: LAYOUTS[name] for name in ("zero3-2", "tp2")}
-    check(tmp_path, write_all(tmp_path, two), two, around(two))
+    three = {name: LAYOUTS[name] for name in ("autotp2", "zero3-2", "tp2")}
+    circle = [*zip(three, [*three][1:] + [*three][:1], strict=True)]
+    check(tmp_path, write_all(tmp_path, three), three, circle)
 
 
 @pytest.mark.slow

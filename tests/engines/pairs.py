@@ -36,6 +36,9 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "zero2-offload": (
         2, {"engine": "deepspeed", "zero": {"stage": 2, "offload_optimizer": "cpu"}},
     ),
+    "tp2-zero0": (
+        2, {"engine": "deepspeed", "model": "hf", "tensor": 2, "zero": {"stage": 0}},
+    ),
     "fsdp3-offload": (2, {
         "engine": "fsdp",
         "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},

@@ -22,6 +22,8 @@ from tests.engines.pairs import (
 from tests.forked import call_ranks
 
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
+SHARED = [f"tp2-zero{stage}" for stage in (0, 1, 2)]
+"""Layouts that share the features."""
 QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
 """In `make test`."""
 FOUR = {
@@ -55,12 +57,16 @@ def check(cases: Sequence[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one for one in TWO],
+    [
+        pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one
+        for one in [*TWO, "tp2"]
+        if one not in SHARED
+    ],
 )
 def test_two_processes(layout: str, request: pytest.FixtureRequest) -> None:
     if "offload" in layout:
         request.getfixturevalue("cpu_adam")
-    check([*covering([layout])])
+    check([*covering(SHARED if layout == "tp2" else [layout])])
 
 
 @pytest.mark.slow

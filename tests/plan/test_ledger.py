@@ -168,7 +168,7 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         (
             {},
             {
-                "tensor, pipeline, virtual pipeline, expert above 1",
+                "pipeline, virtual pipeline, expert above 1",
                 "selective recompute",
             },
         ),

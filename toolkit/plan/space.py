@@ -191,7 +191,7 @@ def _degrees(
     ranks = job.cluster.world_size
     every = divisors(ranks)
     for pipeline in _open(asked.pipeline, every, min(support.largest("pipeline"), layers)):
-        most = min(support.largest("tensor"), largest_tensor)
+        most = min(support.largest_open("tensor"), largest_tensor)
         for tensor in _open(asked.tensor, every, most):
             if ranks % (pipeline * tensor):
                 continue

@@ -670,7 +670,8 @@ class ParallelSection(Section):
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"
-    """Tensor-parallel degree."""
+    """Tensor-parallel degree. With engine `deepspeed` and model `hf`, both stated, it is
+    DeepSpeed's AutoTP, for the model types that docs/models.md lists; `auto` is 1 there."""
     pipeline: Degree | Auto = "auto"
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"

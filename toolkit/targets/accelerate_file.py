@@ -148,7 +148,7 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
             "layers or none",
             fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
         )
-    if plan.model == "hf" and words is not None:
+    if plan.model == "hf" and words is not None and plan.layout.tp == 1:
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)
     changes = [f"parallel.engine={able}", "parallel.model=hf"]
@@ -160,6 +160,8 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     if recipe.parallel.recompute == "selective":
         changes.append("parallel.recompute=full")
     of_model = "" if plan.model == "hf" else " with megatron-core's model"
+    if plan.model == "hf" and plan.layout.tp > 1:
+        of_model = f" with tensor {plan.layout.tp}, whose ranks need the same samples"
     raise PlanError(
         f"{recipe.name} runs on the engine {plan.engine}{of_model}, which an Accelerate script "
         "cannot use",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.backend import ANY, Backend, Rehearsed, Support
-from toolkit.engines.deepspeed import ops
+from toolkit.engines.deepspeed import autotp, autotp_rules, ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
     REQUIRED,
@@ -51,6 +51,15 @@ class DeepSpeedCost(EngineCost):
         offloads it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
+    def embeds_whole(self, model: ModelName) -> bool:
+        """AutoTP's layers are those of the decoder; an untied head's logits are gathered."""
+        return model == "hf"
+
+    def input_sums(self, model: ModelName, family: str) -> int | None:
+        """AutoTP sums the gradient of every column-parallel layer's input by itself."""
+        kinds = autotp.split_plan(family).kinds.values() if model == "hf" else ()
+        return sum(kind.startswith(autotp.COLUMN) for kind in kinds) or None
+
     def communicators(self, layout: Layout) -> int:
         """Without groups that it is given, DeepSpeed copies the one of all ranks."""
         return super().communicators(layout) + (layout.world > 1 and layout.tp == 1)
@@ -90,7 +99,8 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            degrees={"hpz": ANY},
+            degrees={"hpz": ANY, "tensor": ANY},
+            asked=frozenset(("tensor",)),
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
@@ -119,6 +129,10 @@ class DeepSpeedBackend(Backend):
     rehearsals = (
         *(Rehearsed(f"zero{stage}", "hf", Layout(dp=2, zero_stage=stage)) for stage in _STAGES),
         Rehearsed("zero3-offload", "hf", _OFFLOADED),
+        *(
+            Rehearsed(f"tp2-zero{stage}", "hf", Layout(tp=2, zero_stage=stage))
+            for stage in _STAGES[1:3]
+        ),
         *(
             Rehearsed(
                 f"megatron-tp2-zero{stage}", "megatron", Layout(dp=2, tp=2, zero_stage=stage)
@@ -170,6 +184,7 @@ class DeepSpeedBackend(Backend):
             zero.extra or {},
             first_loss_scale(precision),
             owned_by_features(recipe),
+            layout.tp if recipe.parallel.model == "hf" else 1,
         )
         rendered: dict[str, Any] = render(request)
         quantized = "zero_quantized_nontrainable_weights"
@@ -216,7 +231,7 @@ class DeepSpeedBackend(Backend):
         """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which is no
         longer marked as tensor-parallel: each rank clips by its own norm."""
         if model == "hf":
-            return
+            yield from autotp_rules.problems(job)
         precision, tensor = job.training.precision, job.parallel.tensor
         # An open degree becomes 1 if this allows it, but not with sequence parallel.
         splits = job.parallel.sequence is True or (known(tensor) or 1) > 1

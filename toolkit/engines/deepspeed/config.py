@@ -26,6 +26,7 @@ from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.text.suggest import did_you_mean
 
 ZERO = "zero_optimization"
+AUTOTP = "tensor_parallel.autotp_size"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
 OFFLOAD_PARAMETERS = f"{ZERO}.offload_param"
 
@@ -61,6 +62,7 @@ OWNED: Mapping[str, str] = {
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
+    AUTOTP: "parallel.tensor",
     f"{ZERO}.stage": "parallel.zero.stage",
     **_OF_FEATURES,
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
@@ -120,6 +122,8 @@ class DeepSpeedRequest:
     """The plan's initial loss scale, a power of two; None unless fp16."""
     features: Mapping[str, object] = field(default_factory=lambda: ABSENT)
     """Values of the settings of `ABSENT`, which features decide."""
+    tensor: int = 1
+    """Ranks over which AutoTP splits a transformers model."""
 
 
 def render(request: DeepSpeedRequest) -> dict[str, object]:
@@ -253,6 +257,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         "optimizer.params.betas": list(optimizer.betas),
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
+        AUTOTP: request.tensor if request.tensor > 1 else None,
         f"{ZERO}.stage": layout.zero_stage,
         **request.features,
     }

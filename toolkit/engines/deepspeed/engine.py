@@ -81,7 +81,7 @@ class DeepSpeedEngine(Engine):
             model=module,
             optimizer=self._new_optimizer(groups),
             model_parameters=groups,
-            config=setup.engine_config,
+            config=self.model.settings(setup.engine_config),
             mpu=self.model.mpu,
         )
         self.plain = self.stage == 0 and setup.precision == "fp32"

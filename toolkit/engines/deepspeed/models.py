@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
 from toolkit.engines.deepspeed.state import PlacedParameter
+from toolkit.engines.deepspeed.tensor_parallel import SplitLayers
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
@@ -61,6 +63,10 @@ class TrainedModel:
     data_group: dist.ProcessGroup | None = None
     """Ranks that hold the same parameters and different samples; None for all."""
 
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What DeepSpeed still has to do of its configuration."""
+        return config
+
     def seed_dropout(self) -> None:
         """Seed further random streams of the next step from torch's seed."""
 
@@ -90,7 +96,9 @@ class TrainedModel:
 
 def build_model(setup: EngineSetup) -> TrainedModel:
     """The model that the plan names, filled with its initial weights; collective."""
-    return MegatronShard(setup) if setup.model == "megatron" else TransformersModel(setup)
+    if setup.model == "megatron":
+        return MegatronShard(setup)
+    return SplitTransformersModel(setup) if setup.layout.tp > 1 else TransformersModel(setup)
 
 
 class TransformersModel(TrainedModel):
@@ -98,12 +106,16 @@ class TransformersModel(TrainedModel):
 
     def __init__(self, setup: EngineSetup) -> None:
         self.config, self.weights = setup.model_config, setup.weights
-        model = _build_transformers(setup)
+        model = self.build(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
         hf.enable_recompute(model, setup.layout.recompute)
         self.module = model
         self.balance = Balance.of_transformers(setup, model)
+
+    def build(self, setup: EngineSetup) -> PreTrainedModel:
+        """The model, filled."""
+        return _build_transformers(setup)
 
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         return hf.log_probs(engine, batch)
@@ -127,6 +139,49 @@ class TransformersModel(TrainedModel):
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
+class SplitTransformersModel(TransformersModel):
+    """This rank's tensor-parallel part of a transformers model."""
+
+    def build(self, setup: EngineSetup) -> PreTrainedModel:
+        tensor, ranks = setup.layout.tp, range(setup.layout.world)
+        neighbours = [[*ranks[first : first + tensor]] for first in ranks[::tensor]]
+        replicas = [[*ranks[first::tensor]] for first in ranks[:tensor]]
+        grouped: Any = dist.new_subgroups_by_enumeration
+        self.tensor_group: dist.ProcessGroup = grouped(neighbours)[0]
+        self.data_group = grouped(replicas)[0]
+        self.mpu = _mpu(self.tensor_group, self.data_group)
+        self.layers = SplitLayers(self.config, self.tensor_group)
+        dtype, device = DTYPES[setup.precision], setup.ranks.device
+        model = self.layers.build(self.config, dtype, device, setup.lora, self.weights)
+        self.layers.sum_partial_gradients(model)
+        return model
+
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """DeepSpeed's AutoTP would split the model again, and needs all of it."""
+        return {key: value for key, value in config.items() if key != "tensor_parallel"}
+
+    def gradient_norm(self, module: nn.Module) -> Tensor:
+        return _gradient_norm(module, self.tensor_group)
+
+    def biases(self) -> Iterator[StateShard]:
+        return bias_shards(self.module, saved_here=dist.get_rank() == 0)
+
+    def placed(self) -> Iterator[PlacedParameter]:
+        first = dist.get_rank(self.tensor_group) == 0
+        for name, parameter, blocks in self.layers.placed(self.module):
+            saved_here = first or name in self.layers.splits
+            yield PlacedParameter(parameter, blocks, saved_here=saved_here)
+
+    def close(self) -> None:
+        """Leave the groups, which DeepSpeed forgets, too."""
+        from deepspeed.utils import groups
+
+        super().close()
+        groups.mpu = None
+        for group in (self.tensor_group, self.data_group):
+            dist.destroy_process_group(group)
+
+
 class MegatronShard(TrainedModel):
     """This rank's tensor-parallel part of a GPTModel (one pipeline stage)."""
 
@@ -147,9 +202,9 @@ class MegatronShard(TrainedModel):
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
-        self.mpu = _mpu()
         self.data_group = parallel_state.get_data_parallel_group()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.mpu = _mpu(self.tensor_group, self.data_group)
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
@@ -186,15 +241,7 @@ class MegatronShard(TrainedModel):
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
-        split: list[nn.Parameter] = []
-        whole: list[nn.Parameter] = []
-        for parameter in filter(lambda one: one.requires_grad, module.parameters()):
-            is_split = getattr(parameter, "tensor_model_parallel", False)
-            (split if is_split else whole).append(parameter)
-        squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
-        if split:
-            dist.all_reduce(squares[0], group=self.tensor_group)
-        return torch.stack(squares).sum().sqrt()
+        return _gradient_norm(module, self.tensor_group)
 
     def placed(self) -> Iterator[PlacedParameter]:
         from toolkit.models.megatron import weights
@@ -212,18 +259,32 @@ class MegatronShard(TrainedModel):
         leave_groups()
 
 
-def _mpu() -> SimpleNamespace:
-    """The functions through which DeepSpeed gets Megatron's groups."""
-    from megatron.core import parallel_state
+def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor:
+    """Of parameters that the group splits, and of those that each of its ranks has, once."""
+    split: list[nn.Parameter] = []
+    whole: list[nn.Parameter] = []
+    for parameter in filter(lambda one: one.requires_grad, module.parameters()):
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        (split if is_split else whole).append(parameter)
+    squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
+    if split:
+        dist.all_reduce(squares[0], group=tensor_group)
+    return torch.stack(squares).sum().sqrt()
 
-    functions = {}
-    for what in ("group", "rank", "world_size"):
-        tensor = getattr(parallel_state, f"get_tensor_model_parallel_{what}")
-        functions[f"get_tensor_model_parallel_{what}"] = tensor
-        functions[f"get_model_parallel_{what}"] = tensor
-        data = getattr(parallel_state, f"get_data_parallel_{what}")
-        functions[f"get_data_parallel_{what}"] = data
+
+def _mpu(tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> SimpleNamespace:
+    """The functions through which DeepSpeed gets the groups."""
+    functions: dict[str, Any] = {}
+    groups = {"tensor_model_parallel": tensor, "model_parallel": tensor, "data_parallel": data}
+    for name, group in groups.items():
+        functions[f"get_{name}_group"] = partial(_itself, group)
+        functions[f"get_{name}_rank"] = partial(dist.get_rank, group)
+        functions[f"get_{name}_world_size"] = partial(dist.get_world_size, group)
     return SimpleNamespace(**functions)
+
+
+def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group
 
 
 def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextManager[None]:

@@ -14,7 +14,6 @@ from toolkit.layout import (
     LossKernel,
     Recompute,
     loss_chunks,
-    padded_vocab,
     recomputed_layers,
 )
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
@@ -25,7 +24,6 @@ from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
     recomputed_of_stages,
-    stage_share,
 )
 from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
@@ -137,7 +135,7 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
-    share = stage_share(workload.spec, *degrees(layout), stage)
+    share = workload.share(*degrees(layout), stage)
     return _memory(workload, layout, step, share, context_bytes(workload, layout))
 
 
@@ -341,7 +339,7 @@ def _fullest_shares(
     """Of the stages that can be the fullest: first, last, and the first with most layers."""
     counts = layers_of_stages(workload.spec.layers, pp, vpp)
     stages = sorted({0, counts.index(max(counts)), pp - 1})
-    return [stage_share(workload.spec, tp, ep, pp, vpp, stage) for stage in stages]
+    return [workload.share(tp, ep, pp, vpp, stage) for stage in stages]
 
 
 # Buffers within a step
@@ -419,11 +417,11 @@ def micro_batch_memory(
         messages += MESSAGES * stream
     if cp > 1:  # keys and values of this and the next rank
         messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
-    rows = padded_vocab(spec.vocab, tp) / tp
-    chunks = loss_chunks(loss, int(tokens), spec.vocab, tp)
+    rows = workload.logit_rows(tp)
+    chunks = loss_chunks(loss, int(tokens), spec.vocab, 1 if workload.embeds_whole else tp)
     head = bytes_per_logit(workload, tp) * tokens * rows / chunks
     if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
-        head += width * rows * spec.hidden
+        head += width * workload.head_rows(tp) * spec.hidden
     return MicroBatchMemory(
         stored=layer.stored.total,
         whole=layer.whole,
@@ -493,6 +491,6 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
     """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
     first stage."""
-    share = stage_share(workload.spec, *degrees(layout), 0)
+    share = workload.share(*degrees(layout), 0)
     ranks = layout.dp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

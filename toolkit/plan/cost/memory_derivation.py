@@ -2,7 +2,7 @@
 
 from inspect import cleandoc
 
-from toolkit.layout import Layout, loss_chunks, padded_vocab
+from toolkit.layout import Layout, loss_chunks
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.derivation import Derivation, Symbol, total
 from toolkit.plan.cost.memory import (
@@ -25,7 +25,7 @@ from toolkit.plan.cost.memory import (
     stacked,
     state_bytes,
 )
-from toolkit.plan.cost.stages import StageShare, stage_share
+from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
 
 _STATES = "ZeRO, arXiv:1910.02054, figure 1"
@@ -38,7 +38,7 @@ def memory_derivations(
 ) -> dict[str, Derivation]:
     """By the names of `memory_parts`, for the rank that `memory` describes."""
     workload = workload.in_layout(layout)
-    share = stage_share(workload.spec, *degrees(layout), memory.stage)
+    share = workload.share(*degrees(layout), memory.stage)
     return {
         **_states(workload, layout, share, memory),
         "activations": _activations(workload, layout, share, memory),
@@ -141,8 +141,9 @@ def _shape(layout: Layout) -> tuple[int, int, bool, int]:
 def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
     spec, width, tp = workload.spec, workload.width, layout.tp
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
-    rows = padded_vocab(spec.vocab, tp) / tp
-    chunks = loss_chunks(layout.loss, int(tokens), spec.vocab, tp)
+    rows = workload.logit_rows(tp)
+    own = 1 if workload.embeds_whole else tp
+    chunks = loss_chunks(layout.loss, int(tokens), spec.vocab, own)
     stream = width * tokens * spec.hidden / (tp if layout.sequence_parallel else 1)
     formula = "2 * stream_bytes + logit_bytes * tokens * vocabulary / chunks"
     symbols: dict[str, Symbol] = {
@@ -154,7 +155,7 @@ def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
     }
     if chunks > 1:
         formula, symbols["gradient_bytes"] = (
-            f"{formula} + gradient_bytes", width * rows * spec.hidden,
+            f"{formula} + gradient_bytes", width * workload.head_rows(tp) * spec.hidden,
         )  # fmt: skip
     return Derivation(memory.logits, formula, symbols, "how the loss is computed: counted")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
-from toolkit.layout import CostPrecision, LossKernel, Recompute, padded_vocab
+from toolkit.layout import CostPrecision, LossKernel, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.activations import mixed
 from toolkit.plan.cost.eager import eager
@@ -480,13 +480,13 @@ def _head_time(
     maximum, exponential, sum and logarithm each read or write it.
     """
     spec, tokens = workload.spec, float(part.tokens)
-    rows = padded_vocab(spec.vocab, part.tp) / part.tp
+    rows = workload.head_rows(part.tp)
     forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
     backward = matmul_s(tokens, spec.hidden, rows, device, plain=True) if spec.reached else 0.0
     if spec.trained_head:
         backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
     per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
-    moved = tokens * rows / device.memory
+    moved = tokens * workload.logit_rows(part.tp) / device.memory
     if loss == "chunked":
         backward += forward
         per_logit_back += per_logit

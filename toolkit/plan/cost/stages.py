@@ -68,18 +68,23 @@ def recomputed_of_stages(
 
 
 @lru_cache(maxsize=16384)
-def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int) -> StageShare:
+def stage_share(
+    spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int, embedding_tp: int = 0
+) -> StageShare:
     """The share of one rank of pipeline rank `stage`.
 
     Norms, routers and learned positions are replicated on every tensor-parallel rank; an expert
-    is whole on its rank with expert parallel, otherwise split like a dense MLP.
+    is whole on its rank with expert parallel, otherwise split like a dense MLP. `embedding_tp`
+    splits the embedding, and the head with it if they are one; 0: `tp` does.
     """
     parts = spec.parameters
     layers = layers_of_stages(spec.layers, pp, vpp)[stage]
     split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
     experts = parts.experts / (ep if ep > 1 else tp)
-    matrix = padded_vocab(spec.vocab, tp) * spec.hidden / tp
-    output = matrix if stage == pp - 1 else 0.0
+    matrix = _vocabulary(spec, embedding_tp or tp)
+    output = 0.0
+    if stage == pp - 1:
+        output = matrix if spec.tied_embeddings else _vocabulary(spec, tp)
     vocabulary = 0.0 if spec.tied_embeddings and pp == 1 else output
     if stage == 0:
         vocabulary += matrix + parts.position_embedding
@@ -97,7 +102,13 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))
     held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
-    return share._replace(frozen=_frozen(spec, spec.frozen, share, held, tp, ep))
+    frozen = _frozen(spec, spec.frozen, share, held, (tp, ep, embedding_tp or tp))
+    return share._replace(frozen=frozen)
+
+
+def _vocabulary(spec: ModelSpec, tp: int) -> float:
+    """Parameters of a matrix with a row per token, on one of `tp` ranks."""
+    return padded_vocab(spec.vocab, tp) * spec.hidden / tp
 
 
 def _frozen(
@@ -105,10 +116,10 @@ def _frozen(
     frozen: FrozenParameters,
     share: StageShare,
     held: Sequence[int],
-    tp: int,
-    ep: int,
+    degrees: tuple[int, int, int],
 ) -> _Frozen:
     """The frozen part of a stage that holds the layers `held`, split like its share."""
+    tp, ep, embedding_tp = degrees
     split, whole, experts = (
         sum(counts[layer] for layer in held)
         for counts in (frozen.layers, frozen.whole, frozen.experts)
@@ -117,7 +128,7 @@ def _frozen(
     output = share.output if head else 0.0
     vocabulary = 0.0
     if share.stage == 0:
-        embedding = padded_vocab(spec.vocab, tp) * spec.hidden / tp
+        embedding = _vocabulary(spec, embedding_tp)
         vocabulary = (embedding if frozen.embedding else 0.0) + frozen.position_embedding
     if share.stage > 0 or not spec.tied_embeddings:
         vocabulary += output

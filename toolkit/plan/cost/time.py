@@ -27,13 +27,13 @@ from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
     recomputed_of_stages,
-    stage_share,
 )
 from toolkit.plan.cost.traffic import (
     DataTraffic,
     LayerTraffic,
     PlacedLayout,
     data_traffic,
+    ends_traffic_s,
     layer_traffic,
     pipeline_message_s,
     tied_embedding_s,
@@ -218,7 +218,7 @@ def busiest_stage(
     passes = parts.passes(layers_of_stages(spec.layers, pp, layout.vpp))
     times = [sum(pair) for pair in passes]
     stage = times.index(max(times))
-    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, stage)
+    share = workload.share(layout.tp, layout.ep, pp, layout.vpp, stage)
     return BusiestStage(place, machine, parts, passes, share)
 
 
@@ -272,7 +272,7 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
             workload.recomputed_layers,
         ),
         ends=ends_time(workload, part, layout.loss, machine),
-        ends_traffic_s=traffic.tensor / 2,
+        ends_traffic_s=ends_traffic_s(place, traffic.tensor),
     )
 
 

@@ -212,6 +212,8 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
         "ends": busiest.ends,
     }
     terms = ["layers * (forward_s + backward_s)", "ends * forward_s"]
+    if place.workload.embeds_whole:
+        terms[1], tensor["end_s"] = "ends * end_s", 2 * busiest.parts.ends_traffic_s
     if traffic.tensor_again:
         terms.append("recomputed * again_s")
         tensor["recomputed"] = busiest.parts.recomputed[busiest.share.stage]

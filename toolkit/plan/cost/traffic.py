@@ -107,10 +107,29 @@ def _backward_share(place: PlacedLayout) -> float:
     The collectives of column-parallel products overlap with the gradients of their weights: all
     of the backward pass without sequence parallel, half of it with it.
     """
-    if place.workload.tensor_overlap != "backward":
+    workload = place.workload
+    if sums := workload.cost.input_sums(workload.model, workload.spec.family):
+        return sums / 2
+    if workload.tensor_overlap != "backward":
         return 1.0
     slowed = place.efficiency["overlap.megatron"]
     return 0.5 + 0.5 * slowed if place.layout.sequence_parallel else slowed
+
+
+def ends_traffic_s(place: PlacedLayout, layer_s: float) -> float:
+    """Exposed seconds of embedding or head in one pass, if a layer's take `layer_s`: one
+    all-reduce. Of a whole embedding there are none; the logits of a split head are gathered,
+    and the gradient of its input is summed."""
+    workload, layout = place.workload, place.layout
+    if layout.tp == 1 or not workload.embeds_whole:
+        return layer_s / 2
+    spec, ring = workload.spec, place.group(layout.tp, 1)
+    if workload.head_rows(layout.tp) == spec.vocab:
+        return 0.0
+    token_bytes = workload.width * place.tokens
+    gathered = Collectives("all_gather", ring, token_bytes * spec.vocab, 1)
+    summed = Collectives("all_reduce", ring, token_bytes * spec.hidden, 1)
+    return (gathered.seconds + summed.seconds) / 4  # both ends, both passes
 
 
 def _context_s(place: PlacedLayout, attention_s: float) -> float:

@@ -5,10 +5,11 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair
+from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair, padded_vocab
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
+from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.recipe.schema import TrainingSection
 
 Attention = Literal["fused", "unfused", "eager"]
@@ -123,6 +124,25 @@ class Workload:
     def cost(self) -> EngineCost:
         """The engine-specific costs."""
         return BACKENDS[self.engine].cost
+
+    @cached_property
+    def embeds_whole(self) -> bool:
+        """Whether each tensor-parallel rank has the whole embedding and all logits."""
+        return self.cost.embeds_whole(self.model)
+
+    def logit_rows(self, tp: int) -> float:
+        """Tokens of the vocabulary whose logits a tensor-parallel rank has."""
+        rows = self.spec.vocab
+        return rows if self.embeds_whole else padded_vocab(rows, tp) / tp
+
+    def head_rows(self, tp: int) -> float:
+        """Rows of the head that it multiplies with."""
+        whole = self.embeds_whole and (self.spec.tied_embeddings or self.spec.vocab % tp > 0)
+        return self.spec.vocab if whole else padded_vocab(self.spec.vocab, tp) / tp
+
+    def share(self, tp: int, ep: int, pp: int, vpp: int, stage: int) -> StageShare:
+        """See `stage_share`."""
+        return stage_share(self.spec, tp, ep, pp, vpp, stage, int(self.embeds_whole))
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's

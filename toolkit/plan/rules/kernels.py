@@ -10,6 +10,7 @@ from toolkit.errors import Problem
 from toolkit.features.base import excluding
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import CompiledParts, ExpertProducts, FusedKernels, Pair, Stage
+from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
@@ -91,6 +92,8 @@ def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
         return f"{pair} does not" if pair.model == "hf" else by_itself
     if stage not in stages:
         return _GATHERS
+    if pair.model == "hf" and is_above_one(job.parallel.tensor):
+        return "no test compiles layers that tensor parallel splits"
     if job.spec.moe_layers:
         return "which experts a token takes depends on data, which one graph cannot"
     return ""

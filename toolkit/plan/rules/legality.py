@@ -108,7 +108,7 @@ def _known_degree(parallel: ParallelSection, name: str) -> int | None:
     if isinstance(value, int):
         return value
     preferred = next(iter(pairs(parallel)), None)
-    return 1 if preferred is not None and table()[preferred].largest(name) == 1 else None
+    return 1 if preferred is not None and table()[preferred].largest_open(name) == 1 else None
 
 
 def divisors(number: int) -> list[int]:
@@ -234,6 +234,8 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
 
     for name in (*(one.setting for one in DEGREES if one.key), "replicate"):
         degree, most = getattr(parallel, name), support.largest(name)
+        if parallel.model == "auto":
+            most = support.largest_open(name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
             why = _PIPELINE_AND_ZERO if exclusive else ""

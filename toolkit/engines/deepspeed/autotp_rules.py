@@ -1,0 +1,61 @@
+"""What AutoTP needs of a recipe: a model type that was tested, and sizes that divide."""
+
+from collections.abc import Iterator
+
+from toolkit.engines.deepspeed import autotp
+from toolkit.errors import Problem
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.legality import divisors, nearest
+
+_TENSOR, _WHOLE = "parallel.tensor", "set parallel.tensor to 1"
+
+
+def problems(job: PlanRequest) -> Iterator[Problem]:
+    """Why a transformers model is not split as the recipe states."""
+    degree, spec = job.parallel.tensor, job.spec
+    if degree == "auto" or degree == 1:
+        return
+    why = autotp.split_plan(spec.family).why
+    if why or spec.moe_layers:
+        yield Problem(
+            _TENSOR,
+            f"{degree} with {spec.family} and model: hf",
+            f"1: {why or autotp.WHOLE_EXPERTS}",
+            f"{_WHOLE}, or parallel.model to auto",
+        )
+        return
+    sizes = {
+        "attention heads": spec.heads,
+        "key/value heads": spec.kv_heads,
+        "features of the MLP": spec.intermediate,
+    }
+    if wrong := [f"{size} {name}" for name, size in sizes.items() if size % degree]:
+        fit = [
+            one
+            for one in divisors(job.cluster.world_size)
+            if not any(size % one for size in sizes.values())
+        ]
+        yield Problem(
+            _TENSOR,
+            str(degree),
+            f"a divisor of the model's {' and '.join(wrong)}",
+            f"set {_TENSOR} to {nearest(degree, fit)}",
+        )
+    for key, stated in _untested(job):
+        allowed = "nothing with AutoTP's layers, with which no test runs it"
+        yield Problem(key, f"{stated} with {_TENSOR}: {degree} and model: hf", allowed, _WHOLE)
+
+
+def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
+    """Settings that would replace or miss the layers that AutoTP replaces."""
+    zero, kernels = job.parallel.zero, job.kernels
+    stated = {
+        "kernels.compile": kernels.compile,
+        "kernels.fused": kernels.fused,
+        "parallel.zero.offload_optimizer": zero.offload_optimizer,
+        "parallel.zero.offload_parameters": zero.offload_parameters,
+    }
+    for key, value in stated.items():
+        if value not in ("auto", "none"):
+            yield key, value
+    yield from job.features.items()
