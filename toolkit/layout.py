@@ -17,7 +17,7 @@ RecomputeWay = Literal["none", "selective", "full"]
 Recompute = RecomputeWay | int
 """Of each layer nothing, attention, or everything; or everything of the first so many layers of
 each pipeline chunk, of the model where there is no pipeline."""
-LossKernel = Literal["whole", "chunked"]
+LossKernel = Literal["whole", "chunked", "liger"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash", "varlen", "eager"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron", "liger"]

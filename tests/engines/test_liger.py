@@ -1,5 +1,5 @@
-"""`kernels.fused: liger`: the numbers of plain transformers, by Liger's kernels, which Triton's
-interpreter computes here."""
+"""`kernels.fused` and `loss: liger`: the numbers of plain transformers, by Liger's kernels,
+which Triton's interpreter computes here."""
 
 import sys
 from collections import Counter
@@ -47,7 +47,8 @@ def interpreted(cases: list[Case]) -> dict[str, Any]:
 @pytest.mark.parametrize("cases", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_every_engine(cases: list[Case]) -> None:
     expected = reference(family=cases[0].family)
-    how: dict[str, Any] = {"kernels": {"fused": "liger"}, "gpu": "h100-80gb"}
+    kernels = {"fused": "liger", "loss": "liger"}
+    how: dict[str, Any] = {"kernels": kernels, "gpu": "h100-80gb"}
     fused = [replace(one, steps=STEPS, **how) for one in cases]
     for name, result in run_ranks(interpreted, 2, fused)[0].items():
         assert_curves(result, expected, STEPS, name=name)
@@ -55,6 +56,8 @@ def test_every_engine(cases: list[Case]) -> None:
 
 LAYERS = 2
 ADAPTED = "llama with adapters"
+OTHER_LOSS = "gemma2", "granite"
+"""Models that change logits before the loss."""
 
 
 def compared(names: list[str]) -> dict[str, tuple[float, Counter[str]]]:
@@ -67,12 +70,14 @@ def compared(names: list[str]) -> dict[str, tuple[float, Counter[str]]]:
 def errors_of(name: str) -> tuple[float, Counter[str]]:
     plain, model = made(name), made(name)
     expected = hf.log_probs(plain, batch(1, 4))
-    torch.autograd.backward(expected.sum())
+    weights = torch.linspace(0, 1, expected.numel()).view_as(expected)
+    torch.autograd.backward((weights * expected).sum())
+    hf.chunk_loss(model, "whole" if name in OTHER_LOSS else "liger")
     liger.fuse(model, "liger")
     assert [*map(type, made(name).modules())] == [*map(type, plain.modules())]
     found = hf.log_probs(model, batch(1, 4))
     used = Counter(node for node in graph(found) if node.startswith("Liger"))
-    torch.autograd.backward(found.sum())
+    torch.autograd.backward((weights * found).sum())
     pairs = [(found.detach(), expected.detach())]
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
@@ -105,9 +110,12 @@ def graph(tensor: Tensor) -> list[str]:
     return [node.name() for node in seen]
 
 
+LOSS = "LigerFusedLinearCrossEntropyFunctionBackward"
+
+
 @pytest.mark.slow
 def test_families() -> None:
-    """Every norm is Liger's, and so are rotary positions and, without experts, MLPs."""
+    """Every norm is Liger's, and so are rotary positions, losses and, without experts, MLPs."""
     results = run_ranks(compared, 1, [*LIGER_FAMILIES, ADAPTED])[0]
     for name, (error, used) in results.items():
         assert error < 5e-6, name
@@ -119,6 +127,7 @@ def test_families() -> None:
         assert used == Counter(
             LigerRMSNormFunctionBackward=norms - (name == ADAPTED),  # the first trains nothing
             LigerRopeFunctionBackward=sum(rotates) if rotates else LAYERS,
+            **({} if name in OTHER_LOSS else {LOSS: 1}),
             **({} if experts else {f"Liger{mlp}MulFunctionBackward": LAYERS}),
         ), name
 
@@ -130,6 +139,7 @@ def compiled_for_hopper() -> tuple[dict[str, tuple[bytes, str]], float]:
     three, one = (saved_bytes(layers, "none", "none", "liger") for layers in (3, 1))
     for name in ("llama", "gemma2"):
         model = small_model(name, num_hidden_layers=1).to(torch.bfloat16).train()
+        hf.chunk_loss(model, "whole" if name in OTHER_LOSS else "liger")
         liger.fuse(model, "liger")
         torch.autograd.backward(hf.log_probs(model, batch(1, 4)).sum())
     found = {name: (code["cubin"][:4], code["ptx"]) for name, code in kernels.items()}
@@ -142,6 +152,7 @@ def test_machine_code_and_memory() -> None:
     kernels, kept = run_ranks(compiled_for_hopper, 1)[0]
     assert {name.strip("_").removeprefix("triton_") for name in kernels} == {
         "rope",
+        "liger_cross_entropy_kernel",
         *(f"{what}_{way}_kernel" for what in PARTS for way in ("forward", "backward")),
     }
     for start, assembly in kernels.values():
@@ -162,3 +173,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match="liger-kernel cannot be imported") as caught:
         liger.fuse(nn.Linear(1, 1), "liger")
     assert "pip install 'liger-kernel" in (caught.value.fix or "")
+    with pytest.raises(BackendUnavailable, match=r"kernels\.loss: liger-kernel cannot"):
+        liger.fused_loss(small_model("llama", num_hidden_layers=1))

@@ -124,6 +124,25 @@ def test_ligers_kernels_are_in_the_place_of_compiled_layers() -> None:
     assert with_experts.layout.fused == "liger"
 
 
+def test_ligers_loss_needs_less_memory_and_no_less_time() -> None:
+    asked = {"parallel__engine": "fsdp", "training__micro_batch_size": 1}
+    whole, chunked, fused = (
+        planned(LLAMA, kernels__loss=loss, **asked) for loss in ("whole", "chunked", "liger")
+    )
+    assert fused.memory_gib < chunked.memory_gib < whole.memory_gib
+    assert fused.step_time_s == chunked.step_time_s
+    assert "asked for; planned as long as chunks" in why(fused, "loss")
+    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"), ["kernels.loss=liger"])
+    entries = ledger(recipe, fused, model_spec(recipe.model.config or {}))
+    (entry,) = (one for one in entries if one.what == "Liger's loss")
+    assert entry.kind == "approximated"
+    assert "liger-kernel" in needs_of(recipe).packages
+    assert "changes logits" in refused(
+        LLAMA, kernels__loss="liger", parallel__model="hf",
+        model__config__model_type="granite", model__config__logits_scaling=8.0,
+    )  # fmt: skip
+
+
 QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
 
 
@@ -181,10 +200,11 @@ def test_what_is_refused() -> None:
     for settings, why_not in (
         ({"parallel__engine": "megatron"}, "for transformers' models"),
         ({"cluster__gpu": "cpu"}, "Triton, which needs a GPU"),
+        ({"kernels__loss": "liger", "kernels__fused": "auto", "cluster__gpu": "cpu"}, "Triton"),
         (layers | {"parallel__engine": "fsdp"}, "layers fuses the same operators"),
         ({"parallel__model": "hf", "model__config__hidden_act": "gelu"}, "computes silu"),
     ):
-        assert why_not in refused(LLAMA, **liger, **settings)
+        assert why_not in refused(LLAMA, **liger | settings)
     assert "no test runs gpt2" in refused(
         "gpt2/gpt2-124m-pretrain", **liger, parallel__model="hf", cluster__gpu="h100-80gb"
     )

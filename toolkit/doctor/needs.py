@@ -125,8 +125,9 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "peft", "adapter"
     for name in recipe.features:
         yield from ((package, name) for package in FEATURES[name].packages)
-    if recipe.kernels.fused == "liger":
-        yield "liger-kernel", "kernels.fused: liger"
+    for name in ("fused", "loss"):
+        if getattr(recipe.kernels, name) == "liger":
+            yield "liger-kernel", f"kernels.{name}: liger"
     for package in recipe.optimizer.kind.packages:
         yield package, f"optimizer.name: {recipe.optimizer.name}"
     for _, source in recipe.data.named_sources:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.layout import LossKernel, Recompute, loss_chunks, recomputed_layers
-from toolkit.models import cuda_kernels, documents
+from toolkit.models import cuda_kernels, documents, liger
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
@@ -290,7 +290,7 @@ _IN_CHUNKS = "loss_in_chunks"
 
 def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
     """Make the model return log-probabilities instead of logits if it is called with `targets`,
-    the labels: depending on `kernel`, for a chunk of positions at a time.
+    the labels: depending on `kernel`, by Liger's, or for a chunk of positions at a time.
 
     The logits are the model's own: its forward pass is repeated for the positions of a chunk
     with the decoder's output instead of the decoder. A model without an argument
@@ -298,6 +298,10 @@ def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
     """
     plain, body = model.forward, model.base_model_prefix
     if kernel == "whole":
+        return
+    setattr(model, _IN_CHUNKS, True)
+    if kernel == "liger":
+        model.forward = liger.fused_loss(model)
         return
     if "logits_to_keep" not in signature(plain).parameters or body not in model._modules:
         raise PlanError(
@@ -323,7 +327,6 @@ def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
         return in_chunks(compute, targets.shape[1], chunks, targets.device)
 
     model.forward = forward
-    setattr(model, _IN_CHUNKS, True)
 
 
 class _Decoded(nn.Module):

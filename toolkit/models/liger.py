@@ -1,14 +1,18 @@
 """Liger's kernels in transformers' models: RMSNorm, gated activation functions and rotary
-positions, each as one Triton kernel per direction."""
+positions, each as one Triton kernel per direction, and the loss with its linear layer."""
 
 import logging
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.errors import BackendUnavailable
 from toolkit.layout import FusedKernels
 from toolkit.system.compilers import private_folder
@@ -39,13 +43,57 @@ def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:
     vars(family).update(classes)
 
 
+def fused_loss(model: PreTrainedModel) -> Callable[..., Any]:
+    """A forward pass of `model` that returns log-probabilities if it is called with `targets`.
+
+    Liger's function takes the place of the last linear layer, inside its module, so that
+    engines gather its weight as usual. Raises BackendUnavailable without Liger, or with a
+    version in which all tokens have the same weight.
+    """
+    try:
+        from liger_kernel.ops import fused_linear_cross_entropy as ops
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise _missing("kernels.loss", "whole", f"cannot be imported ({error})") from error
+    if "token_grad_output" not in signature(ops.fused_linear_cross_entropy_forward).parameters:
+        raise _missing("kernels.loss", "whole", "is older than 0.8.5")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(private_folder("triton")))
+    plain, head = model.forward, model.get_output_embeddings()
+    kernel = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="none")
+
+    def forward(targets: Tensor | None = None, **inputs: Any) -> Any:
+        if targets is None:
+            return plain(**inputs)
+        own = head.forward
+        head.forward = partial(_log_probs, kernel, head, targets)
+        try:
+            return plain(**inputs).logits
+        finally:
+            head.forward = own
+
+    return forward
+
+
+def _log_probs(
+    kernel: Callable[..., Any], head: Any, targets: Tensor, hidden: Tensor
+) -> Tensor:
+    """log p(label) in fp32 [rows, sequence]."""
+    rows = hidden.flatten(0, 1)
+    losses: Tensor = kernel(head.weight, rows, targets.flatten(), head.bias)
+    return -losses.view_as(targets)
+
+
 def _patches() -> Any:
     """Liger's function for each model type."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
-        raise BackendUnavailable(
-            f"kernels.fused: liger-kernel cannot be imported ({error})",
-            fix=f"{install('liger')}, or set it to none",
-        ) from error
+        raise _missing("kernels.fused", "none", f"cannot be imported ({error})") from error
     return MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def _missing(setting: str, other: str, why: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"{setting}: liger-kernel {why}",
+        fix=f"{install('liger')}, or set it to {other}",
+    )

@@ -376,6 +376,8 @@ def _note(found: Search, field: str) -> str:
         return f"; {kernels.compile_objection(job, found.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
         return f"; {kernels.fused_objection(job, found.best.pair)}"
+    if field == "loss" and layout.loss == "liger":
+        return "; planned as long as chunks; not measured with a loss per token"
     if field == "fused" and layout.fused == "liger":
         return "; planned as one kernel each, as when compiled; not measured on a GPU"
     if field == "experts" and job.kernels.experts == "auto":

@@ -176,6 +176,11 @@ def _approximated(
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if layout.fused == "megatron":
         yield "fused SwiGLU", "megatron-core's kernel: fewer roundings, in other last digits"
+    if layout.loss == "liger":
+        yield (
+            "Liger's loss",
+            f"weights of tokens, and sums over some tokens, are in {precision}",
+        )
     if layout.fused == "liger":
         yield "Liger's kernels", "the same function with fewer roundings, in other last digits"
     if plan.model == "megatron":

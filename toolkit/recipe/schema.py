@@ -881,7 +881,8 @@ class KernelsSection(Section):
     loss: LossKernel | Auto = "auto"
     """Logits and cross entropy: `whole`, for all tokens of a micro batch at once; `chunked`,
     for a part of the tokens at a time, which needs a fraction of the memory and recomputes the
-    logits in the backward pass. `auto`: whole if that fits."""
+    logits in the backward pass; `liger`, the same by Liger's kernel, for transformers' models
+    on GPUs (docs/gpu.md). `auto`: whole if that fits, otherwise chunked."""
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
     own first choice (`sdpa`); the others are fallbacks. `eager`: none of them, but matrix

@@ -171,7 +171,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
             "training.objective": rehearsed_objective(recipe),
             "optimizer.learning_rate": min(recipe.optimizer.learning_rate, largest),
             "optimizer.groups": groups,
-            "kernels.loss": plan.layout.loss,
+            "kernels.loss": "chunked" if plan.layout.loss == "liger" else plan.layout.loss,
             "kernels.attention": "auto",
             "schedule": ScheduleSection(name="constant"),
             "evaluation": EvaluationSection(),

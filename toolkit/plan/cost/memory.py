@@ -418,10 +418,9 @@ def micro_batch_memory(
     if cp > 1:  # keys and values of this and the next rank
         messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
     rows = workload.logit_rows(tp)
-    chunks = loss_chunks(loss, int(tokens), spec.vocab, 1 if workload.embeds_whole else tp)
-    head = bytes_per_logit(workload, tp) * tokens * rows / chunks
-    if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
-        head += width * workload.head_rows(tp) * spec.hidden
+    logits = logits_at_once(workload, loss, int(tokens), tp)
+    head = logits.each * tokens * rows / logits.chunks
+    head += logits.per_weight * workload.head_rows(tp) * spec.hidden
     return MicroBatchMemory(
         stored=layer.stored.total,
         whole=layer.whole,
@@ -431,6 +430,32 @@ def micro_batch_memory(
         messages=messages,
         sent=stream if workload.keeps_sent else 0.0,
     )
+
+
+class LogitsAtOnce(NamedTuple):
+    """How a rank computes the loss of a micro batch."""
+
+    each: int
+    """Bytes per logit."""
+    chunks: int
+    per_weight: int
+    """Bytes per element of the head for sums over the chunks of its gradient."""
+
+
+def logits_at_once(workload: Workload, loss: LossKernel, tokens: int, tp: int) -> LogitsAtOnce:
+    """Logits, their number of chunks and the sum of the head's gradient.
+
+    Liger's kernel (`fused_linear_cross_entropy.py`) takes as many tokens at a time as have no
+    more logits than the micro batch has hidden values, up to a power of two; logits become
+    their gradient, once more times that of each token.
+    """
+    spec, width = workload.spec, workload.width
+    if loss == "liger":
+        at_once = -(-tokens // -(-spec.vocab // spec.hidden))
+        chunks = -(-tokens // min(tokens, 1 << (at_once - 1).bit_length()))
+        return LogitsAtOnce(2 * width, chunks, width)
+    chunks = loss_chunks(loss, tokens, spec.vocab, 1 if workload.embeds_whole else tp)
+    return LogitsAtOnce(bytes_per_logit(workload, tp), chunks, width if chunks > 1 else 0)
 
 
 def bytes_per_logit(workload: Workload, tp: int) -> int:

@@ -2,7 +2,7 @@
 
 from inspect import cleandoc
 
-from toolkit.layout import Layout, loss_chunks
+from toolkit.layout import Layout
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.derivation import Derivation, Symbol, total
 from toolkit.plan.cost.memory import (
@@ -10,13 +10,13 @@ from toolkit.plan.cost.memory import (
     CONTEXT_BYTES,
     RESERVE_SHARE,
     Memory,
-    bytes_per_logit,
     chunks_waiting,
     degrees,
     document_masks,
     exchanged,
     is_whole_again,
     layers_stored,
+    logits_at_once,
     micro_batch_memory,
     micro_batch_of,
     moments_saved,
@@ -142,21 +142,20 @@ def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
     spec, width, tp = workload.spec, workload.width, layout.tp
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
     rows = workload.logit_rows(tp)
-    own = 1 if workload.embeds_whole else tp
-    chunks = loss_chunks(layout.loss, int(tokens), spec.vocab, own)
+    logits = logits_at_once(workload, layout.loss, int(tokens), tp)
     stream = width * tokens * spec.hidden / (tp if layout.sequence_parallel else 1)
     formula = "2 * stream_bytes + logit_bytes * tokens * vocabulary / chunks"
     symbols: dict[str, Symbol] = {
         "stream_bytes": stream,
-        "logit_bytes": bytes_per_logit(workload, tp),
+        "logit_bytes": logits.each,
         "tokens": tokens,
         "vocabulary": rows,
-        "chunks": chunks,
+        "chunks": logits.chunks,
     }
-    if chunks > 1:
-        formula, symbols["gradient_bytes"] = (
-            f"{formula} + gradient_bytes", width * workload.head_rows(tp) * spec.hidden,
-        )  # fmt: skip
+    if logits.per_weight:
+        weights = workload.head_rows(tp) * spec.hidden
+        formula = f"{formula} + gradient_bytes"
+        symbols["gradient_bytes"] = logits.per_weight * weights
     return Derivation(memory.logits, formula, symbols, "how the loss is computed: counted")
 
 

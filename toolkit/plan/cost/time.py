@@ -134,7 +134,7 @@ class StepTime:
         layout = self.layout
         ways = layout.recompute, layout.pp, layout.vpp
         per_token = _flops_per_token(self.workload, *ways)[convention]
-        if layout.loss == "chunked" and convention.startswith("hfu"):
+        if layout.loss != "whole" and convention.startswith("hfu"):
             per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
         return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 

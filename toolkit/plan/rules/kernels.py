@@ -25,6 +25,8 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
         why = _not_by_liger(job, pair) if asked == "liger" else _not_by_megatron(job, pair)
     if why:
         yield _refused("fused", f"{asked} for {pair}", f"auto or none: {why}")
+    if job.kernels.loss == "liger" and (why := _no_liger_loss(job, pair)):
+        yield _refused("loss", f"liger for {pair}", f"auto, whole or chunked: {why}")
     products, why = job.kernels.experts, ""
     if products == "grouped":
         why = _ungroupable(job, pair, job.parallel)
@@ -128,20 +130,34 @@ def fused_objection(job: PlanRequest, pair: Pair) -> str:
     return "on CPUs nobody measured that it pays" if on_cpu else ""
 
 
-def _not_by_liger(job: PlanRequest, pair: Pair) -> str:
+def _without_liger(job: PlanRequest, pair: Pair) -> str:
     if pair.model != "hf" or not legality.table()[pair].kernel_stages:
         return "Liger's kernels are for transformers' models on ddp, fsdp and deepspeed"
     if accelerator(job.cluster.gpu).generation == "cpu":
         return "Liger's kernels are written in Triton, which needs a GPU"
     if job.spec.family not in LIGER_FAMILIES:
         return f"no test runs {job.spec.family} with Liger's kernels"
+    if untested := excluding("liger", job.features):
+        return f"no test runs {untested[0]} with Liger's kernels"
+    return "no test runs tensor parallel with them" if _number(job.parallel.tensor) > 1 else ""
+
+
+def _no_liger_loss(job: PlanRequest, pair: Pair) -> str:
+    if why := _without_liger(job, pair):
+        return why
+    if job.spec.capped_logits or job.mapped.logits_divisor != 1:
+        return f"{job.spec.family} changes logits before their loss, which Liger's kernel skips"
+    return ""
+
+
+def _not_by_liger(job: PlanRequest, pair: Pair) -> str:
+    if why := _without_liger(job, pair):
+        return why
     activation = "gelu_tanh" if job.spec.family.startswith("gemma") else "silu"
     if not job.spec.moe_layers and job.mapped.transformer["activation_func"] != activation:
         return f"Liger's MLP of {job.spec.family} computes {activation}"
     if job.kernels.compile == "layers":
         return "kernels.compile: layers fuses the same operators"
-    if untested := excluding("liger", job.features):
-        return f"no test runs {untested[0]} with Liger's kernels"
     return ""
 
 

@@ -177,7 +177,8 @@ class RehearsedRank:
         """The planner's saving of compiled layers, or Liger's kernels, compared with those that
         were run."""
         setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
-        compiled = replace(setup.layout, compile=wanted.compile, fused=wanted.fused)
+        kernels = {name: getattr(wanted, name) for name in ("compile", "fused", "loss")}
+        compiled = replace(setup.layout, **kernels)
         less = stage_memory(setup.workload, compiled, self.stage).allocated
         return (self.planned.allocated - less) / GIB
 
@@ -217,6 +218,7 @@ def _shortened(planned: Assignment) -> Assignment:
         gradient_accumulation=min(most, plan.layout.gradient_accumulation),
         compile="none",
         fused="none" if plan.layout.fused == "liger" else plan.layout.fused,
+        loss="chunked" if plan.layout.loss == "liger" else plan.layout.loss,
     )
     changed: dict[str, object] = {"training.global_batch_size": layout.global_batch}
     if recipe.model.config:  # weights are not read: nothing is fetched
