@@ -1,11 +1,12 @@
 """Adapters on every engine against PEFT in a plain loop: loss, gradient norm, and every tensor
 of every adapter at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -22,6 +23,11 @@ from tests.engines.lora_worker import (
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import call_ranks
 from tests.models.configs import config_of
+from toolkit.adapters.huggingface import peft_config
+from toolkit.checkpoint import export_adapters
+from toolkit.checkpoint.export import export
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 """What PEFT reads."""
@@ -75,6 +81,7 @@ HALF_PRECISION = [
     adapted(megatron(tensor=2, sequence=True), precision="bf16"),
     adapted(deepspeed(1), precision="bf16"),
     adapted(megatron(pipeline=2), precision="fp16"),
+    adapted(megatron(expert=2, stage=1), EXPERTS, family=MIXTRAL, precision="bf16"),
 ]
 
 
@@ -193,6 +200,34 @@ def test_adapters_of_experts_in_another_layout(tmp_path: Path) -> None:
         result = results[case.name]
         losses = exported_losses(case, result["end"], tmp_path / str(index))
         assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
+        assert_lost_adapters_are_refused(result["end"], tmp_path)
+
+
+def assert_lost_adapters_are_refused(checkpoint: Path, folder: Path) -> None:
+    """A folder in which PEFT would not find those of experts, and one that changes nothing."""
+
+    def written(lora: Any, base: Any) -> Any:
+        config = peft_config(lora, base)
+        config.target_parameters = None
+        return config
+
+    def nothing(_: Any, quantity: str, tensor: str) -> Iterator[Any]:
+        for piece in in_pieces(SavedState(checkpoint), quantity, tensor):
+            yield 0 * piece
+
+    for change, told in (
+        (
+            patch.object(export_adapters, "peft_config", written),
+            "PEFT expects .* None, the file",
+        ),
+        (patch.object(SavedState, "in_pieces", nothing), "every B is 0"),
+    ):
+        with change, pytest.raises(CheckpointError, match=told):
+            export(checkpoint, folder / "lost")
+        assert not (folder / "lost").exists()
+
+
+in_pieces = SavedState.in_pieces
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from toolkit.checkpoint.export import check_complete, exported_dtype
 from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.errors import RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.models.agreement import (
     TOKENS,
@@ -30,7 +31,7 @@ def compare(folder: Path, exported: Path) -> Agreement:
     """Logits of the checkpoint `folder`, in the model that trains, and of its export `exported`
     as transformers or PEFT load it: in fp32, on the CPU, on the same random tokens.
 
-    Raises RunFailed if they differ by more than rounding.
+    Raises RunFailed if they differ by more than rounding, or if adapters have no effect.
     """
     logging.disable_progress_bar()  # its own progress bars
     manifest, state = Manifest.read(folder), SavedState(folder)
@@ -51,6 +52,8 @@ def compare(folder: Path, exported: Path) -> Agreement:
         tolerance = TOLERANCE
         plain = hf.empty_model(config, torch.device("cpu"))
         hf.fill(plain, base)
+        if _logits(plain, tokens).equal(expected):
+            raise RunFailed(f"the adapters of {folder} have no effect on the base's logits")
         from peft import PeftModel  # takes seconds
 
         found = _logits(PeftModel.from_pretrained(plain, exported), tokens)
