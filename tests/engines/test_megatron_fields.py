@@ -1,5 +1,6 @@
 """Rendered megatron-core arguments against the classes of the installed version."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_known_fields_are_accepted() -> None:
     ("section", "owner"),
     [
         ("transformer", "MLATransformerConfig"),
-        ("gpt", "GPTModel"),
+        ("gpt", "(GPT|Hybrid)Model"),
         ("ddp", "DistributedDataParallelConfig"),
         ("optimizer", "OptimizerConfig"),
     ],
@@ -37,7 +38,7 @@ def test_known_fields_are_accepted() -> None:
 def test_a_field_that_is_gone_is_named(section: str, owner: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         check_fields({section: {"gone": 1}})
-    assert f"has no gone in {owner}" in str(caught.value)
+    assert re.search(f"has no gone in {owner}", str(caught.value))
     assert f"DMT supports megatron-core {SUPPORTED}" in str(caught.value)
 
 

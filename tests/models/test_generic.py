@@ -16,7 +16,7 @@ from tests.models.every_type import tiny, tried
 from toolkit.layout import Layout, Pair, Recompute
 from toolkit.models import huggingface as hf
 from toolkit.models.config_check import check_config
-from toolkit.models.families import attention, model_spec, published
+from toolkit.models.families import attention, model_spec, published, unsupported
 from toolkit.models.families.base import Settings
 from toolkit.models.families.generic import generic
 from toolkit.models.families.shape import shape
@@ -130,6 +130,14 @@ def test_a_published_config_may_have_keys_that_nothing_reads():
     assert published(config) == tiny("cohere2")
     known = {"model_type": "llama", "auto_map": {}}
     assert published(known) == known
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("granitemoehybrid", "state-space layers"), ("cohere2", "no map between")],
+)
+def test_why_it_is_not_for_megatron_core(model_type: str, words: str):
+    assert words in (unsupported(tiny(model_type)) or "")
 
 
 def test_own_initialisations_are_the_modules():

@@ -41,11 +41,11 @@ def installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]:
 
     cpu.before_import()
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from toolkit.models.megatron.model import GPTChunk
+    from toolkit.models.megatron.versions import LanguageModel
 
     dataclasses = {
         "transformer": MLATransformerConfig,  # it has all fields of TransformerConfig
@@ -56,5 +56,5 @@ def installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]:
         section: (owner, {field.name for field in fields(owner)})
         for section, owner in dataclasses.items()
     }
-    arguments = {one: inspect.signature(one).parameters for one in (GPTModel, GPTChunk)}
-    return {**known, "gpt": (GPTModel, {*arguments[GPTModel], *arguments[GPTChunk]})}
+    accepted = [inspect.signature(each).parameters for each in (LanguageModel, GPTChunk)]
+    return {**known, "gpt": (LanguageModel, {*accepted[0], *accepted[1]})}

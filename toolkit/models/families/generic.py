@@ -35,6 +35,8 @@ _PUBLISHED = (
     "torch_dtype", "use_cache", "model_type", "_name_or_path", "rope_parameters", *ROPE
 )  # fmt: skip
 """Keys of published configs that no config class lists."""
+_STATE_SPACE = re.compile("mamba|ssm_")
+"""Types and keys of models with state-space layers, alone or beside attention."""
 SIZES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "intermediate": (
@@ -161,7 +163,11 @@ def _attention(settings: Settings) -> Attention:
 
 def _unsupported(spec: ModelSpec, settings: Settings) -> str:
     del spec
-    return (
-        f"DMT has no map between {settings.family.model_type} and megatron-core's model; "
-        "transformers' own trains on the engines of parallel.model hf"
-    )
+    model_type = settings.family.model_type
+    hf = "transformers' own trains on the engines of parallel.model hf"
+    if any(_STATE_SPACE.match(key) for key in (model_type, *settings.family.keys)):
+        return (
+            f"{model_type} has state-space layers, and megatron-core's run in mamba-ssm's GPU "
+            f"kernels alone, with which DMT was not tested; {hf}"
+        )
+    return f"DMT has no map between {model_type} and megatron-core's model; {hf}"

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel on this rank, and computes log-probabilities with it."""
+"""Builds megatron-core's language model on this rank, and computes log-probabilities."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import (
@@ -52,8 +51,12 @@ ACTIVATIONS = {
 }
 
 
-class GPTChunk(GPTModel):  # type: ignore[misc]
-    """The layers of one pipeline chunk, with embedding and head where they belong."""
+class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
+    """The layers of one pipeline chunk, with embedding and head where they belong.
+
+    megatron-core's model holds the parts; how they are called stands here, because its two
+    classes (`versions.LanguageModel`) differ in it.
+    """
 
     vocabulary: int
     """Tokens without padding."""
@@ -70,9 +73,9 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     ) -> None:
         """`rope_parameters`: transformers' map of that name, for scaled frequencies;
         `windowed_rope_parameters`: that of layers with a window, if it differs; the others are
-        GPTModel's arguments."""
+        the arguments of megatron-core's model."""
         super().__init__(*arguments, **options)
-        self._positions: Tensor | None = None
+        versions.turn_neighbours(self)
         self._scaled: ScaledRotary | None = None
         if rope_parameters is not None:
             self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
@@ -85,32 +88,26 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             )
             for layer in self.decoder.layers:
                 choose_rotation(layer.self_attention, self._windowed.attention_factor)
-        if self.position_embedding_type == "rope" and not self.config.multi_latent_attention:
-            self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
 
-    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
-        """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
-        of the batch, which megatron-core itself uses for learned embeddings only. If layers
-        with a window rotate differently, two of them: [2, sequence, batch, 1, size]."""
-        positions = self._positions
-        if positions is None and self._scaled is None and self._windowed is None:
+    def _rotation(self, positions: Tensor | None, length: int) -> Tensor | None:
+        """What the layers rotate by: fp32 angles, [sequence, 1, 1, size] for 0, 1, 2, … or
+        [sequence, batch, 1, size] for the positions of the batch, which megatron-core itself
+        uses for learned embeddings only. If layers with a window rotate differently, two of
+        them: [2, sequence, batch, 1, size]. Latent attention gets positions instead."""
+        if self.config.multi_latent_attention:
+            return None if positions is None else positions.T
+        if self.position_embedding_type != "rope":
             return None
+        angles: Tensor = self.rotary_pos_emb(length)
         if positions is not None and self._scaled is None:
             angles = angles[positions.T, 0]
         if positions is None:
-            positions = torch.arange(len(angles), device=angles.device)[None]
+            positions = torch.arange(length, device=angles.device)[None]
         if self._scaled is not None:
             angles = self._scaled.angles(positions)
         if self._windowed is not None:
             return torch.stack([angles, self._windowed.angles(positions)])
         return angles
-
-    def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Latent attention gets positions instead of angles."""
-        embedded, angles, *others = super()._preprocess(*arguments, **options)
-        if self.config.multi_latent_attention and self._positions is not None:
-            angles = self._positions.T
-        return (embedded, angles, *others)
 
     def forward(
         self,
@@ -125,54 +122,67 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         `MicroBatch`; with `ends`, attention is computed in each document alone. `real`: bool
         [batch, sequence], which tokens are not padding; None: the routers are not observed.
 
-        Returns the cross entropy [batch, sequence] on the last stage, hidden states on others.
+        Returns the cross entropy [batch, sequence] on the last stage (without labels, logits
+        [batch, sequence, this rank's vocabulary]), hidden states on others.
         """
-        self._positions = position_ids
+        length = input_ids.shape[1]
+        rotation = self._rotation(position_ids, length)
         if position_ids is None:
-            length = input_ids.shape[1]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         masks = ends
         if masks is None and segments is not None:
             masks = document_masks(segments, position_ids, self.config, self.attention_chunk)
-        output: Tensor = super().forward(
-            input_ids, position_ids, masks, labels=labels, padding_mask=self._padding(real)
+        embedded = None  # later stages have been sent their input
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded,
+            attention_mask=masks,
+            rotary_pos_emb=rotation,
+            padding_mask=self._padding(real),
         )
-        return output
+        return self._losses(hidden, labels) if self.post_process else hidden
 
     def _padding(self, real: Tensor | None) -> Tensor | None:
-        """megatron-core's padding mask: with sequence parallel its first stage selects this
-        rank's positions, and later stages must be given these."""
+        """megatron-core's padding mask: with sequence parallel, of this rank's positions."""
         if real is None:
             return None
-        if self.config.sequence_parallel and not self.pre_process:
+        if self.config.sequence_parallel:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             rank = parallel_state.get_tensor_model_parallel_rank()
             real = real.chunk(ranks, dim=1)[rank]
         return ~real
 
-    def _postprocess(
-        self, hidden_states: Tensor, labels: Tensor | None, **options: Any
-    ) -> Tensor:
-        """With sequence parallel a rank has a contiguous range of its group's positions; then a
-        chunk is a part of every rank's range."""
-        finish = partial(super()._postprocess, **options)
-        chunks = 1
-        if self.post_process and labels is not None:
-            share = self.output_layer.output_size_per_partition
-            chunks = loss_chunks(self.loss_kernel, labels.numel(), share)
-        if chunks == 1 or labels is None:
-            output: Tensor = finish(hidden_states, labels=labels)
-            return output
-        positions = len(hidden_states)
+    def _losses(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+        """[sequence, batch, hidden] → what `forward` returns on the last stage.
+
+        With sequence parallel a rank has a contiguous range of its group's positions; then a
+        chunk of the loss is a part of every rank's range.
+        """
+        if labels is None:
+            return self._logits(hidden).transpose(0, 1).contiguous()
+        share = self.output_layer.output_size_per_partition
+        chunks = loss_chunks(self.loss_kernel, labels.numel(), share)
+        if chunks == 1:
+            return self.compute_language_model_loss(labels, self._logits(hidden))
+        positions = len(hidden)
         runs = labels.view(len(labels), -1, positions)  # [batch, ranks of the group, positions]
 
         def compute(places: Tensor) -> Tensor:
             wanted = runs[:, :, places]
-            losses = finish(hidden_states[places], labels=wanted.flatten(1))
+            logits = self._logits(hidden[places])
+            losses = self.compute_language_model_loss(wanted.flatten(1), logits)
             return torch.reshape(losses, wanted.shape).flatten(0, 1)
 
-        losses = in_chunks(compute, positions, chunks, hidden_states.device)
+        losses = in_chunks(compute, positions, chunks, hidden.device)
         return losses.reshape(labels.shape)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[…, batch, hidden] → [sequence, batch, this rank's vocabulary]."""
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else None
+        logits: Tensor = self.output_layer(hidden, weight=weight)[0]
+        return logits
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
@@ -249,8 +259,8 @@ def build_chunks(
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunk = GPTChunk(
-            config,
-            chunk_spec(model, config, vp_stage),
+            config=config,
+            **versions.layers_argument(chunk_spec(model, config, vp_stage), config, vp_stage),
             pre_process=first,
             post_process=last,
             vp_stage=vp_stage,
