@@ -1,30 +1,38 @@
-# Each target does all its own set-up in .venv; a second run starts within seconds.
+# Each target does all its own set-up in .venv, or in .venv-NAME with CONSTRAINTS=…/NAME.txt; a second
+# run starts within seconds. Which versions the sets have: docs/versions.md.
 #   make demo      train a small model on this machine and check the result
 #   make test      run the tests of each part, and the most telling ones of whole runs: a quarter of an hour
 #   make test-all  run all tests but the long ones: about an hour (CI does)
 #   make check     lint, format, types (CI does, too)
 #   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
+#   make nightly   make test with the newest and with the oldest versions, make resolve (not part of CI)
+#   make resolve   which versions pip takes without constraints, written to .ci/resolved.md
+#   make bump      the newest of each dependency, make test, then the bounds and .ci/constraints/newest.txt
 #   make cuda-build  rehearse GPUs with a CUDA build of torch, 5 GB in .venv-cuda (not part of CI)
 
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+CONSTRAINTS ?= constraints.txt
+VENV := $(if $(filter constraints.txt,$(CONSTRAINTS)),.venv,.venv-$(basename $(notdir $(CONSTRAINTS))))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
 
-.PHONY: setup demo test test-all check soak cuda-build
+PYTHONS ?= python3.11 python3.12 python3.13
+
+.PHONY: setup demo test test-all check soak nightly resolve bump cuda-build
 
 setup: $(READY)
 
 # A CPU-only build of torch is taken where there is no NVIDIA driver and an index has one.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(None if ok else f"error: Python 3.11 to 3.13 is needed, {sys.executable} is {v.major}.{v.minor}\n  fix: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
-	  torch=$$(grep '^torch==' constraints.txt); \
+	  torch=$$(grep '^torch==' $(CONSTRAINTS)); \
 	  if command -v nvidia-smi >/dev/null; then $(BIN)/pip install -q "$$torch"; \
 	  else $(BIN)/pip install -q "$$torch+cpu" 2>/dev/null || $(BIN)/pip install -q "$$torch"; fi; \
 	fi
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,tensorboard,ray]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev,tensorboard,ray]'
 	@touch $@
 
 demo: setup
@@ -44,6 +52,21 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+nightly: resolve
+	$(MAKE) test PYTHON=$(word 2,$(PYTHONS)) CONSTRAINTS=.ci/constraints/newest.txt
+	$(MAKE) test PYTHON=$(word 1,$(PYTHONS)) CONSTRAINTS=.ci/constraints/floor.txt
+
+resolve:
+	$(PYTHON) .ci/resolve.py --out .ci/resolved.md $(PYTHONS)
+
+bump:
+	@test -x .venv-bump/bin/python || $(PYTHON) -m venv .venv-bump
+	.venv-bump/bin/pip install -q --upgrade pip packaging
+	.venv-bump/bin/python .ci/bump.py install
+	@touch .venv-bump/.ready
+	$(MAKE) test VENV=.venv-bump
+	.venv-bump/bin/python .ci/bump.py write
 
 cuda-build:
 	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda

@@ -3,10 +3,12 @@
 import netrc
 import shlex
 import socket
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -89,23 +91,30 @@ def test_a_model_that_only_the_hub_knows(
     assert "not planned" in found.note
 
 
-def test_known_bad_versions() -> None:
-    (found,) = packages._known_bad("deepspeed", Version("0.18.5"), None)
-    assert "deepspeedai/DeepSpeed#7839" in found.found
-    assert found.fix.startswith("pip install --upgrade")
-    assert not list(packages._known_bad("deepspeed", Version("0.18.6"), None))
+def pins(file: str) -> dict[str, Version]:
+    lines = (ROOT / file).read_text().splitlines()
+    named = (line.split("==") for line in lines if not line.startswith("#"))
+    versions = {canonicalize_name(name): Version(version) for name, version in named}
+    return versions | {"gcsfs": versions["s3fs"]}  # released together
 
 
-def test_every_dependency_is_bounded_at_the_next_untested_version() -> None:
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    tested = {canonicalize_name(name): Version(version) for name, version in pins.items()}
-    tested["gcsfs"] = tested["s3fs"]  # released together
-    tested["megatron-core"] = Version("0.19.2")  # which needs Python 3.12
+def test_the_bounds_of_every_dependency_are_tested_versions() -> None:
+    """The oldest and the newest set that tests run with, docs/versions.md; CI's is within."""
+    oldest, newest = (pins(f".ci/constraints/{name}.txt") for name in ("floor", "newest"))
+    between = pins("constraints.txt")
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = own["optional-dependencies"] | {"dev": []}
+    of_users = [*own["dependencies"], *(line for lines in extras.values() for line in lines)]
+    names = {Requirement(line).name for line in of_users}
     for name, requirement in packages._stated()[1].items():
-        version = tested[canonicalize_name(name)]
-        assert version in requirement.specifier
-        untested = f"{version.major}.{version.minor + 1}"
-        assert f"<{untested}" in [str(one) for one in requirement.specifier], name
+        bounds = {one.operator: Version(one.version) for one in requirement.specifier}
+        top, bottom = (versions[canonicalize_name(name)] for versions in (newest, oldest))
+        assert bounds["<"].release[:2] == (top.major, top.minor + 1), name
+        assert between[canonicalize_name(name)] in requirement.specifier, name
+        assert bottom in requirement.specifier, name
+        lowest = bounds[">="]
+        if name in names:
+            assert (bottom.major, bottom.minor) == (lowest.major, lowest.minor), name
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.20.1", "warning"), ("0.19.2", "ok")])

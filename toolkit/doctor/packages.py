@@ -1,4 +1,4 @@
-"""Python and packages: versions, known bad ones, and whether they can be imported."""
+"""Python and packages: versions, and whether they can be imported."""
 
 import platform
 import tomllib
@@ -99,28 +99,6 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class KnownBad:
-    """Versions that pip installs and that do not work."""
-
-    package: str
-    versions: str
-    """As in a requirement."""
-    why: str
-    source: str
-    """Source: repository#thread, or an advisory."""
-
-
-KNOWN_BAD = (
-    KnownBad(
-        "deepspeed",
-        "<0.18.6",
-        "bf16 without ZeRO may divide gradients by 65,536",
-        "deepspeedai/DeepSpeed#7839",
-    ),
-)
-"""Among the versions that DMT allows; what is older is reported as too old."""
-
 OLD_KERNEL = (5, 5)
 """Accelerate warns below it: processes may hang (huggingface/accelerate#1929)."""
 
@@ -177,7 +155,6 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
         yield Finding(package.name, "problem", text, needed_by, fix)
     else:
         yield Finding(package.name, "ok", text)
-    yield from _known_bad(package.name, version, needed_by)
 
 
 def _import_failure(package: Package, needed_by: str | None) -> str | None:
@@ -194,14 +171,6 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 
 def _if_unneeded(package: Package) -> Level:
     return "note" if package.use else "problem"
-
-
-def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[Finding]:
-    for bad in KNOWN_BAD:
-        if bad.package == name and SpecifierSet(bad.versions).contains(version, True):
-            text = f"{version}: {bad.why} ({bad.source})"
-            fix = f"pip install --upgrade '{plain(_stated()[1].get(name, Requirement(name)))}'"
-            yield Finding(name, "warning", text, needed_by, fix)
 
 
 def _requirement(package: Package) -> Requirement:
