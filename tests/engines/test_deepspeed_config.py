@@ -274,6 +274,12 @@ def test_a_value_that_disagrees_names_both_places(tmp_path: Path) -> None:
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "zero_optimization.offload_optimizer.super_offload",
+        ),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"bfloat16": {"enabled": True}}, "bfloat16"),
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation"),
         ({"elasticity": {"enabled": True}}, "elasticity"),

@@ -95,6 +95,16 @@ REQUIRED = {key: value for key, value in _FIXED.items() if key not in ABSENT}
 weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
 out of the weights."""
 
+_NOT_RUN: Mapping[str, str] = {
+    f"{ZERO}.zenflow": "ZenFlow permutes the initial weights, updates some of them after every "
+    "micro batch, and keeps states that no checkpoint has",
+    f"{OFFLOAD_OPTIMIZER}.super_offload": "no checkpoint has the moments, which are in a "
+    "process of their own; without clipping a NaN in a gradient sets weights to 0",
+    "compile.deepcompile": "its graphs reduce gradients before a step can be skipped; "
+    "kernels.compile compiles layers",
+}
+"""What DeepSpeed 0.19 has, and why no run can use it (docs/limitations.md)."""
+
 MAX_LISTED = 12
 """For blocks with at most this many keys, an error lists all of them."""
 
@@ -363,6 +373,9 @@ def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Pr
             f"nothing with optimizer.name: {optimizer.name}, which DMT itself hands over",
             "delete the block, or set optimizer.name to adamw in the recipe",
         )
+    for key, why in _NOT_RUN.items():
+        if (found := _stated(file, key)) not in (None, False):
+            yield file.problem(key, found, f"nothing: {why}", "delete it")
     if "scheduler" in file.values:
         yield file.problem(
             "scheduler",
