@@ -63,7 +63,7 @@ class Layout:
     fused: FusedKernels = "none"
     """The fused kernels in use."""
     experts: ExpertProducts = "sequential"
-    """Whether megatron-core's layers compute a rank's experts in turn, or all at once."""
+    """Whether a rank's experts are computed in turn, or all at once."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 

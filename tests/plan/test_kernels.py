@@ -178,6 +178,17 @@ def test_why_experts_are_computed_in_turn(
     assert reason in why(plan, "experts")
 
 
+def test_stacked_experts_are_grouped() -> None:
+    """In turn, gradients are written that grow with the square of the number of experts."""
+    one = {"parallel__engine": "fsdp", "parallel__expert": 1, "cluster__gpu": "h100-80gb"}
+    plan = planned(QWEN3, **one)
+    assert plan.layout.experts == "grouped"
+    assert "each expert's gradient is as large as that of all" in why(plan, "experts")
+    single = planned(QWEN3, **one, kernels__experts="sequential")
+    assert plan.step_time_s is not None and single.step_time_s is not None
+    assert single.step_time_s > 2 * plan.step_time_s
+
+
 def test_what_is_refused() -> None:
     layers = {"kernels__compile": "layers"}
     assert "kernels.compile: layers for engine megatron" in refused(
@@ -208,8 +219,8 @@ def test_what_is_refused() -> None:
     assert "no test runs gpt2" in refused(
         "gpt2/gpt2-124m-pretrain", **liger, parallel__model="hf", cluster__gpu="h100-80gb"
     )
-    assert "transformers' models choose it by themselves" in refused(
-        QWEN3, kernels__experts="grouped", parallel__engine="fsdp", parallel__expert=1
+    assert "no grouped products for the experts of llama4_text" in refused(
+        "llama/llama-4-scout-pretrain", kernels__experts="grouped", parallel__engine="fsdp"
     )
     assert "the model has no experts" in refused(
         LLAMA, kernels__experts="grouped", parallel__engine="megatron"

@@ -91,12 +91,13 @@ class EngineSetup:
     ) -> "EngineSetup":
         """The inputs of the engine of `plan`.
 
-        The plan's attention implementation is set in `model_config`. `weights` include those of
-        the adapters. Raises PlanError if the loaded `model_config` is not the planned one,
-        RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does not suit the
-        model.
+        The plan's attention and expert implementations are set in `model_config`. `weights`
+        include those of the adapters. Raises PlanError if the loaded `model_config` is not the
+        planned one, RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does
+        not suit the model.
         """
         from toolkit.models import documents
+        from toolkit.models.huggingface import EXPERTS
         from toolkit.models.weights import checkpoint_names
 
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
@@ -116,6 +117,7 @@ class EngineSetup:
         model_config._attn_implementation = (
             documents.IMPLEMENTATION if varlen else plan.attention
         )
+        model_config._experts_implementation = EXPERTS[plan.layout.experts]
         return cls(
             model_config=model_config,
             weights=weights,

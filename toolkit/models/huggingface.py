@@ -21,7 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
-from toolkit.layout import LossKernel, Recompute, loss_chunks, recomputed_layers
+from toolkit.layout import (
+    ExpertProducts,
+    LossKernel,
+    Recompute,
+    loss_chunks,
+    recomputed_layers,
+)
 from toolkit.models import cuda_kernels, documents, liger
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
@@ -43,6 +49,8 @@ from toolkit.system.untrusted import read_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+EXPERTS: Mapping[ExpertProducts, str] = {"sequential": "eager", "grouped": "grouped_mm"}
+"""transformers' names of what `kernels.experts` chooses."""
 MODEL_FILES = (CONFIG, GENERATION)
 """What describes a model in a Hugging Face folder."""
 _TOKENIZER_FILES = (
@@ -109,9 +117,7 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             "micro batches, and is not trained",
             fix="remove it and set model.balance: {kind: sequence_loss, coefficient: 0.001}",
         )
-    if not torch.cuda.is_available():
-        # The grouped matrix products that are the default need 16-byte strides on CPUs.
-        config._experts_implementation = "eager"
+    config._experts_implementation = EXPERTS["sequential"]  # until a plan decides
     return config
 
 

@@ -366,9 +366,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "{} experts".format,
         shown="{} products",
         phrase=True,
-        open=lambda choice: (
-            choice.limited and choice.pair.model != "hf" and _has_experts(choice)
-        ),
+        open=lambda choice: choice.limited and _has_experts(choice),
         tried="rule",
         unneeded=lambda choice: ("sequential",) * (choice.layout.experts == "grouped"),
         disruption=3,

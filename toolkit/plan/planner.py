@@ -71,8 +71,6 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
         "parallel.engine": plan.engine,
         "parallel.model": plan.model,
     }
-    if plan.model == "hf":  # only megatron-core's layers have the choice
-        decided["kernels.experts"] = "auto"
     if plan.attention is not None:
         eager = plan.attention == "eager"
         decided["kernels.attention"] = "eager" if eager else plan.attention_kernel

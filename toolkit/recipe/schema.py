@@ -899,10 +899,10 @@ class KernelsSection(Section):
     RMSNorm, SwiGLU and rotary positions, in transformers' models whose layers are not compiled,
     on GPUs (docs/gpu.md); `none`: no fused kernels. `auto`: megatron-core's on GPUs."""
     experts: ExpertProducts | Auto = "auto"
-    """How megatron-core's layers compute the experts of a rank: `sequential`, in turn;
-    `grouped`, in one product per linear layer, for a copy of the weights in each pass. `auto`:
-    grouped in bf16 on Hopper and Blackwell, if the host takes longer to start an expert than
-    the GPU to compute it."""
+    """How the experts of a rank are computed: `sequential`, in turn; `grouped`, in one product
+    per linear layer, on megatron-core for a copy of the weights in each pass. `auto`: grouped
+    on transformers' models; on megatron-core in bf16 on Hopper and Blackwell, if the host takes
+    longer to start an expert than the GPU to compute it."""
 
 
 @with_features("", after="kernels")

@@ -359,10 +359,11 @@ def chunks_waiting(layout: Layout, share: StageShare) -> int:
 
 
 def stacked(workload: Workload, share: StageShare) -> float:
-    """Bytes of the stacked weights of one layer's experts, or then of their gradients: those of
-    the first linear layers, which are the larger ones."""
+    """Bytes of the stacked weights of one layer's experts, or then of their gradients, or of
+    one expert's in the shape of all: those of the first linear layers, which are the larger
+    ones."""
     spec = workload.spec
-    if not (workload.grouped_experts and spec.moe_layers):
+    if not workload.stacks_experts:
         return 0.0
     layers = share.layers * spec.moe_layers / spec.layers
     return workload.width * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)

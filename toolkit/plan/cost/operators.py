@@ -398,12 +398,15 @@ def _layer_time(
     moved_back += _cast_bytes(workload, products)
     weights = sum(count * n * k for count, _, n, k in products)
     moved_back += trained * _accumulated_bytes(workload, weights)
-    # Each pass stacks the experts' weights, or adds adapters to them.
-    if experts and (workload.grouped_experts or workload.adds_to_experts):
-        copied = 2.0 * device.width * sum(count * n * k for count, _, n, k in mlp)
-        moved, moved_back = moved + copied, moved_back + copied
+    stack = device.width * sum(count * n * k for count, _, n, k in mlp)
     if experts and workload.adds_to_experts:
+        moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
         matmul_back += sum(count * matmul_s(k, n, m, device) for count, m, n, k in mlp)
+    if experts and workload.stacks_experts:
+        if workload.grouped_experts:  # each pass copies the experts' weights into a stack
+            moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
+        else:  # the gradient of each expert is a stack of zeros, which is added to the sum
+            moved_back += 4.0 * trained * spec.experts * stack
     kernels = _kernels(workload, part, [int(count) for count, *_ in products])
     forward = _timed(matmul, attention, moved / device.memory, kernels, device)
     backward = _timed(
@@ -427,15 +430,15 @@ def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass
 
 def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
     """Kernels of one layer's forward pass, an operator each where nothing is fused, with so
-    many `products` of each kind: several are those of experts, which megatron-core's layers
-    compute in turn, unless they are grouped."""
+    many `products` of each kind: several are those of experts in turn."""
     others = 10.0 if workload.fused_elementwise or workload.fused_norms else 36.0
     others += {"fused": 0, "unfused": 6, "eager": 12}[workload.attention]
     if part.tp > 1:
         others += 4  # collectives
     if workload.grouped_experts:
         return others + len(products)
-    if workload.megatron_layers and not workload.fused_elementwise:
+    in_turn = workload.megatron_layers or workload.stacks_experts
+    if in_turn and not workload.fused_elementwise:
         others += OTHERS_PER_PRODUCT * sum(count for count in products if count > 1)
     return others + sum(products)
 

@@ -45,7 +45,7 @@ class Workload:
     """Of what else runs as single operators, an RMSNorm is one kernel, which keeps only its
     input, and so are rotary positions."""
     grouped_experts: bool = False
-    """Products of all experts at once, whose weights each pass stacks."""
+    """Products of all experts at once."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
@@ -119,6 +119,15 @@ class Workload:
         transformers' models, and get their gradients from those of whole weights."""
         adapters = self.spec.adapters
         return self.model == "hf" and adapters is not None and adapters.experts > 0
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether a pass makes stacks of the experts' weights or gradients: grouped products
+        of megatron-core's, and experts of transformers in turn."""
+        spec = self.spec
+        if not spec.moe_layers or (spec.every_expert and self.model == "hf"):
+            return False
+        return self.grouped_experts == self.megatron_layers
 
     @cached_property
     def cost(self) -> EngineCost:

@@ -27,13 +27,8 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
         yield _refused("fused", f"{asked} for {pair}", f"auto or none: {why}")
     if job.kernels.loss == "liger" and (why := _no_liger_loss(job, pair)):
         yield _refused("loss", f"liger for {pair}", f"auto, whole or chunked: {why}")
-    products, why = job.kernels.experts, ""
-    if products == "grouped":
-        why = _ungroupable(job, pair, job.parallel)
-    elif products == "sequential" and pair.model == "hf":
-        why = _BY_THEMSELVES
-    if why:
-        yield _refused("experts", f"{products} for {pair}", f"auto: {why}")
+    if job.kernels.experts == "grouped" and (why := _ungroupable(job, pair, job.parallel)):
+        yield _refused("experts", f"grouped for {pair}", f"auto: {why}")
 
 
 def _refused(setting: str, found: str, allowed: str) -> Problem:
@@ -172,10 +167,16 @@ def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
     return ""
 
 
-# How megatron-core's layers compute the experts of a rank: in turn, or as grouped products. A
-# grouped product (torch's `grouped_mm`) is one kernel for all experts, and takes their weights
-# stacked: a copy in each pass. In turn, the host starts some thirty kernels per expert, which
-# is as fast where the products of each take longer than that.
+# How the experts of a rank are computed: in turn, or as grouped products. A grouped product
+# (torch's `grouped_mm`) is one kernel for all experts, and takes their weights stacked.
+#
+# megatron-core's layers have a weight for each expert, so that stacking is a copy in each pass.
+# In turn, the host starts some thirty kernels per expert, which is as fast where the products
+# of each take longer than that.
+#
+# transformers' layers have stacked weights. In turn, the gradient of each expert is a stack of
+# zeros with one part filled, and all are added up: bytes that grow with the square of the
+# number of experts. Grouped products are faster on every device, also where they are a loop.
 
 GROUPED = ("hopper", "blackwell")
 """Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu); elsewhere torch
@@ -186,8 +187,9 @@ START_S = 2e-4
 """What the host needs to start one expert's forward and backward pass: measured, 29 ms for 128
 experts of 16 × 16 on one core of a CPU."""
 MULTIPLE = 8
-"""Rows of 16 bytes, which the kernels want, have a multiple of these elements."""
-_BY_THEMSELVES = "transformers' models choose it by themselves"
+"""Rows of 16 bytes, which the kernels want, have a multiple of these elements in 16 bits."""
+OWN_PRODUCTS = ("jetmoe", "llama4_text", "longcat_flash")
+"""Model types whose experts transformers computes in a way of their own."""
 
 
 def expert_products(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> ExpertProducts:
@@ -201,6 +203,8 @@ def _experts_objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) 
     """Why `auto` groups nothing in a settled layout; empty where it does."""
     if why := _ungroupable(job, pair, parallel):
         return why
+    if pair.model == "hf":
+        return ""
     gpu, precision = accelerator(job.cluster.gpu), job.training.precision
     if gpu.generation not in GROUPED or gpu.name in WITHOUT or precision != "bf16":
         return f"torch has a grouped kernel for bf16 on {' and '.join(GROUPED)} alone"
@@ -214,6 +218,8 @@ def _experts_objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) 
 def experts_reason(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
     """Why `auto` decides as it does."""
     why = _experts_objection(job, pair, parallel)
+    if pair.model == "hf" and not why:
+        return "in turn, each expert's gradient is as large as that of all"
     return why or (
         f"an expert's products take {_products_s(job, parallel) * 1e3:.2g} ms, "
         f"to start them {START_S * 1e3:g} ms"
@@ -221,19 +227,21 @@ def experts_reason(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> s
 
 
 def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
-    if pair.model == "hf":
-        return _BY_THEMSELVES
     if not job.spec.moe_layers:
         return "the model has no experts"
-    model = job.mapped.transformer
-    if model["add_bias_linear"]:
+    if pair.model == "hf":
+        if job.spec.family in OWN_PRODUCTS:
+            return f"transformers has no grouped products for the experts of {job.spec.family}"
+    elif job.mapped.transformer["add_bias_linear"]:
         return "its experts have biases, which grouped products lack"
-    if model.get("moe_apply_probs_on_input"):
+    elif job.mapped.transformer.get("moe_apply_probs_on_input"):
         return "its experts' inputs are weighted, not their outputs"
+    single = pair.model == "hf" and job.training.precision == "fp32"
+    multiple = MULTIPLE // 2 if single else MULTIPLE
     for size in (job.spec.hidden, _inner(job, parallel)):
-        if size % MULTIPLE:
-            return f"the kernels want sizes that {MULTIPLE} divides, and an expert has {size:g}"
-    adapters = job.spec.adapters
+        if size % multiple:
+            return f"the kernels want sizes that {multiple} divides, and an expert has {size:g}"
+    adapters = job.spec.adapters if pair.model != "hf" else None
     if job.adapter and adapters and adapters.experts and job.adapter.rank % MULTIPLE:
         return f"the kernels want ranks that {MULTIPLE} divides, and its adapters have another"
     return ""
