@@ -33,9 +33,44 @@ BUCKET = 1e8
 LIVE_PARAMETERS = 1e9
 """Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+SPREADING_STAGES: tuple[Stage, ...] = (1, 2)
+"""ZeRO stages with expert parallel of transformers' models."""
 _OFFLOADED = Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
 _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 _CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
+
+
+SPREAD_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types whose experts AutoEP spreads exactly: a rehearsal compares each."""
+
+
+def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
+    """What keeps AutoEP from spreading the experts of a transformers model over ranks."""
+    degree, family = known(job.parallel.expert) or 1, job.spec.family
+    if degree == 1:
+        return
+    zero, why = job.parallel.zero, ""
+    if zero.stage == 0:
+        why = "stage 0 clips by the mean of the ranks' gradient norms, of different experts"
+    elif zero.stage == 3:
+        why = "at stage 3, a rank would build all experts before it drops those of others"
+    elif {zero.offload_optimizer, zero.offload_parameters} - {"none", "auto"}:
+        why = "no test offloads them"
+    if why:
+        allowed = f"ZeRO {' or '.join(map(str, SPREADING_STAGES))} without offload: {why}"
+        fix = f"set parallel.zero.stage to {SPREADING_STAGES[-1]}, or parallel.expert to 1"
+    elif family not in SPREAD_TYPES:
+        allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
+        allowed += f"{', '.join(SPREAD_TYPES)} are spread"
+        fix = "set parallel.expert to 1, or parallel.engine to megatron"
+    elif job.adapter or job.freeze or job.optimizer.kind.whole or job.features:
+        allowed = "1 with adapters, frozen weights, optimizers other than adamw, or features"
+        fix = "set parallel.expert to 1"
+    elif job.training.precision == "fp16":
+        allowed, fix = "1 with precision: fp16", "set training.precision to bf16"
+    else:
+        return
+    yield Problem("parallel.expert", str(degree), allowed, fix)
 
 
 class DeepSpeedCost(EngineCost):
@@ -99,8 +134,8 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            degrees={"hpz": ANY, "tensor": ANY},
-            asked=frozenset(("tensor",)),
+            degrees={"hpz": ANY, "tensor": ANY, "expert": ANY},
+            asked=frozenset(("tensor", "expert")),
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
@@ -128,6 +163,10 @@ class DeepSpeedBackend(Backend):
     accelerate = DeepSpeedInAccelerate()
     rehearsals = (
         *(Rehearsed(f"zero{stage}", "hf", Layout(dp=2, zero_stage=stage)) for stage in _STAGES),
+        *(
+            Rehearsed(f"zero{stage}-ep2", "hf", Layout(dp=2, ep=2, zero_stage=stage))
+            for stage in SPREADING_STAGES
+        ),
         Rehearsed("zero3-offload", "hf", _OFFLOADED),
         *(
             Rehearsed(f"tp2-zero{stage}", "hf", Layout(tp=2, zero_stage=stage))
@@ -232,6 +271,7 @@ class DeepSpeedBackend(Backend):
         longer marked as tensor-parallel: each rank clips by its own norm."""
         if model == "hf":
             yield from autotp_rules.problems(job)
+            yield from _spread_experts(job)
         precision, tensor = job.training.precision, job.parallel.tensor
         # An open degree becomes 1 if this allows it, but not with sequence parallel.
         splits = job.parallel.sequence is True or (known(tensor) or 1) > 1

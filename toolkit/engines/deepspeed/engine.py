@@ -22,6 +22,7 @@ from toolkit.engines.base import (
     StepResult,
     refusal,
 )
+from toolkit.engines.deepspeed.experts import is_spread
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
     loss_scale,
@@ -77,6 +78,8 @@ class DeepSpeedEngine(Engine):
             setup.optimizer,
             setup.layers,
         )
+        for index, group in enumerate(groups):  # by which DeepSpeed sets experts apart
+            group["name"] = f"group {index}"
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=self._new_optimizer(groups),
@@ -203,7 +206,8 @@ class DeepSpeedEngine(Engine):
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
-            yield from self.engine.module.named_parameters()
+            named = self.engine.module.named_parameters()
+            yield from ((name, one) for name, one in named if not is_spread(one))
 
     def state(self) -> Iterator[StateShard]:
         owned = owner_shards([self._adam])

@@ -25,6 +25,7 @@ from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
+from toolkit.engines.deepspeed import experts
 from toolkit.engines.deepspeed.state import PlacedParameter
 from toolkit.engines.deepspeed.tensor_parallel import SplitLayers
 from toolkit.engines.megatron.config import render_model
@@ -98,6 +99,8 @@ def build_model(setup: EngineSetup) -> TrainedModel:
     """The model that the plan names, filled with its initial weights; collective."""
     if setup.model == "megatron":
         return MegatronShard(setup)
+    if setup.layout.ep > 1:
+        return SpreadExperts(setup)
     return SplitTransformersModel(setup) if setup.layout.tp > 1 else TransformersModel(setup)
 
 
@@ -180,6 +183,31 @@ class SplitTransformersModel(TransformersModel):
         groups.mpu = None
         for group in (self.tensor_group, self.data_group):
             dist.destroy_process_group(group)
+
+
+class SpreadExperts(TransformersModel):
+    """A transformers model of whose experts this rank holds a range."""
+
+    def build(self, setup: EngineSetup) -> PreTrainedModel:
+        self.degree, self.rank = setup.layout.ep, setup.ranks.rank
+        return experts.build(setup, DTYPES[setup.precision])
+
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """DeepSpeed's AutoEP would look for mixtures that are replaced already."""
+        return {key: value for key, value in config.items() if key != "expert_parallel"}
+
+    def placed(self) -> Iterator[PlacedParameter]:
+        return experts.placed(self.module, self.degree, self.rank)
+
+    def close(self) -> None:
+        """Leave the groups, which DeepSpeed makes by name."""
+        from deepspeed.utils import groups
+
+        super().close()
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
 
 
 class MegatronShard(TrainedModel):

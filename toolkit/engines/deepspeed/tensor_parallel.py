@@ -85,7 +85,7 @@ class SplitLayers:
         inject(model, lora)
         self._replace_layers(model)
         self._replace_head(model)
-        _allocate(model, device)
+        allocate(model, device)
         self._fill(model, weights)
         return model.to(device)
 
@@ -239,7 +239,7 @@ class SplitLayers:
                 parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Replace parameters without storage by empty ones; those that are one stay one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -65,7 +65,7 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return wrong
     backend = BACKENDS[pair.engine]
     if pair.model != "megatron":
-        return [*stacked, *backend.rules(job, pair.model)]
+        return [*stacked, *_expert(job), *backend.rules(job, pair.model)]
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
     some = job.parallel.recompute
