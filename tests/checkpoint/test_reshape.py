@@ -54,6 +54,10 @@ SOME = {
 MOE: dict[str, tuple[int, Case]] = {
     "ddp-2": (2, Case("ddp", 2, family=MIXTRAL)),
     "zero3-2": (2, Case("deepspeed", 2, stage=3, family=MIXTRAL)),
+    "autoep2": (
+        2,
+        Case("deepspeed", 2, 2, family=MIXTRAL, parallel={"model": "hf", "expert": 2}),
+    ),
     "ep2": (2, megatron(expert=2, family=MIXTRAL)),
     "ep2-replicated": (2, megatron(expert=2, stage=0, family=MIXTRAL)),
     "tp2-ep2": (4, megatron(tensor=2, expert=2, family=MIXTRAL)),

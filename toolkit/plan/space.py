@@ -219,11 +219,14 @@ def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
 
 
 def _experts(job: PlanRequest, pair: Pair, pipeline: int) -> list[int]:
-    """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks."""
+    """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks. A recipe
+    that states engine and model may leave open what they have only on request."""
     asked, spec = job.parallel.expert, job.spec
     ranks = job.cluster.world_size // pipeline
     every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
-    return _open(asked, every, table()[pair].largest("expert"))
+    support, stated = table()[pair], (job.parallel.engine, job.parallel.model) == pair
+    most = support.largest("expert") if stated else support.largest_open("expert")
+    return _open(asked, every, most)
 
 
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:

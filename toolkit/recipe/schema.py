@@ -677,7 +677,8 @@ class ParallelSection(Section):
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
     expert: Degree | Auto = 1
-    """Expert-parallel degree of mixture-of-experts layers."""
+    """Expert-parallel degree of mixture-of-experts layers. With engine `deepspeed` and model
+    `hf`, both stated, it is DeepSpeed's AutoEP, with ZeRO 1 and 2."""
     sequence: bool | Auto = "auto"
     """Sequence parallel: norms and dropouts sharded inside the tensor group."""
     zero: ZeroSection = ZeroSection()

@@ -148,7 +148,8 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
             "layers or none",
             fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
         )
-    if plan.model == "hf" and words is not None and plan.layout.tp == 1:
+    whole = plan.layout.tp == plan.layout.ep == 1
+    if plan.model == "hf" and words is not None and whole:
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)
     changes = [f"parallel.engine={able}", "parallel.model=hf"]
@@ -162,6 +163,8 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     of_model = "" if plan.model == "hf" else " with megatron-core's model"
     if plan.model == "hf" and plan.layout.tp > 1:
         of_model = f" with tensor {plan.layout.tp}, whose ranks need the same samples"
+    if plan.model == "hf" and plan.layout.ep > 1:
+        of_model = f" with expert {plan.layout.ep}, which changes the model"
     raise PlanError(
         f"{recipe.name} runs on the engine {plan.engine}{of_model}, which an Accelerate script "
         "cannot use",

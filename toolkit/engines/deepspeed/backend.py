@@ -59,6 +59,8 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
     if why:
         allowed = f"ZeRO {' or '.join(map(str, SPREADING_STAGES))} without offload: {why}"
         fix = f"set parallel.zero.stage to {SPREADING_STAGES[-1]}, or parallel.expert to 1"
+    elif (known(job.parallel.tensor) or 1) > 1:
+        allowed, fix = "1 with parallel.tensor and model hf", "set parallel.tensor to 1"
     elif family not in SPREAD_TYPES:
         allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
         allowed += f"{', '.join(SPREAD_TYPES)} are spread"

@@ -27,6 +27,7 @@ from toolkit.text.suggest import did_you_mean
 
 ZERO = "zero_optimization"
 AUTOTP = "tensor_parallel.autotp_size"
+AUTOEP = "expert_parallel"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
 OFFLOAD_PARAMETERS = f"{ZERO}.offload_param"
 
@@ -63,6 +64,8 @@ OWNED: Mapping[str, str] = {
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     AUTOTP: "parallel.tensor",
+    f"{AUTOEP}.enabled": "parallel.expert",
+    f"{AUTOEP}.autoep_size": "parallel.expert",
     f"{ZERO}.stage": "parallel.zero.stage",
     **_OF_FEATURES,
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
@@ -268,6 +271,8 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
         AUTOTP: request.tensor if request.tensor > 1 else None,
+        f"{AUTOEP}.enabled": True if layout.ep > 1 else None,
+        f"{AUTOEP}.autoep_size": layout.ep if layout.ep > 1 else None,
         f"{ZERO}.stage": layout.zero_stage,
         **request.features,
     }

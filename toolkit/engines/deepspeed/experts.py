@@ -32,8 +32,7 @@ def build(setup: EngineSetup, dtype: torch.dtype) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = hf.new_model(setup.model_config, dtype)
     model.tie_weights()
-    # Its grouped products call kernels written in Triton.
-    grouped = setup.layout.experts == "grouped" and device.type == "cuda"
+    grouped = setup.layout.experts == "grouped"
     config = AutoEPConfig(enabled=True, autoep_size=degree, use_grouped_mm=grouped)
     for mixture in AutoEP(model, config).ep_parser():
         whole = model.get_submodule(mixture.moe_module_name)
