@@ -115,7 +115,12 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
             ["parallel.zero.offload_optimizer"],
             "to none, or set parallel.engine to deepspeed",
         ),
-        ({"engine": "deepspeed", "tensor": 2, "expert": 2}, ["parallel.expert"], "to megatron"),
+        ({"engine": "deepspeed", "expert": 2}, ["parallel.expert"], "or parallel.model to hf"),
+        (
+            {"engine": "fsdp", "expert": 2},
+            ["parallel.expert"],
+            "or parallel.engine to deepspeed",
+        ),
         # There is one place for all that FSDP2 moves, and it moves parameters in stage 3.
         (
             {

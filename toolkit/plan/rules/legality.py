@@ -308,10 +308,11 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     other = min(
         able, key=lambda p: sum(a not in ("auto", b) for a, b in zip(asked, p, strict=True))
     )
+    on_request = name in table()[other].asked
     changes = [
         f"parallel.{field} to {value}"
         for field, value, stated in zip(Pair._fields, other, asked, strict=True)
-        if stated not in ("auto", value)
+        if stated not in ("auto", value) or (stated == "auto" and on_request)
     ]
     return f", or {' and '.join(changes)}" if changes else ""
 
