@@ -96,7 +96,8 @@ def outcome(
     """What a router returned, as logits [tokens, experts], weights, and indices [tokens, k]."""
     if hasattr(router, "gate"):  # of DeepSpeed's AutoEP, which keeps its logits to itself
         weights, indices, _ = output
-        return router.gate(inputs[0]), weights, indices
+        gate: Any = router.gate
+        return gate(inputs[0]), weights, indices
     if len(output) == 3:
         return output
     weights, logits = output  # llama4's: its weights are those of all experts
