@@ -9,6 +9,7 @@ the constraints files. Without arguments: python3.11, python3.12 and python3.13 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -51,11 +52,8 @@ def resolved(pip: Path, python: str, wheel: Path) -> tuple[str, dict[str, str], 
     answer = json.loads(report.read_text())
     packages = [one["metadata"] for one in answer["install"]]
     own = next(one for one in packages if one["name"] == "dmt")
-    direct = {
-        normal(line.partition(">")[0].partition("[")[0])
-        for line in own["requires_dist"]
-        if "extra ==" not in line
-    }
+    lines = [line for line in own["requires_dist"] if "extra ==" not in line]
+    direct = {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
     versions = {normal(one["name"]): one["version"] for one in packages if one is not own}
     return answer["environment"]["python_full_version"], versions, direct
 
