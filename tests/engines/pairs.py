@@ -52,6 +52,9 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "megatron-tp2-zero0": (
         4, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
     ),
+    "tp2-zero3": (
+        4, {"engine": "deepspeed", "model": "hf", "tensor": 2, "zero": {"stage": 3}},
+    ),
     "fsdp3-replicated": (4, {"engine": "fsdp", "replicate": 2, "zero": {"stage": 3}}),
     "zero3-hpz2": (4, {"engine": "deepspeed", "zero": {"stage": 3, "hpz": 2}}),
 }  # fmt: skip

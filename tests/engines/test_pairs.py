@@ -30,7 +30,7 @@ FOUR = {
     "in DeepSpeed": [f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)],
     "in pipelines": ["megatron-tp2-pp2-sp", "megatron-pp2-distopt", "megatron-tp4"],
     "of experts": ["megatron-tp2-ep2", "megatron-dp4-ep2-distopt"],
-    "of transformers": ["fsdp3-replicated", "zero3-hpz2"],
+    "of transformers": ["fsdp3-replicated", "zero3-hpz2", "tp2-zero3"],
 }
 """Layouts of four processes that share the features: theirs by twos are among `TWO`."""
 

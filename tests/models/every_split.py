@@ -118,11 +118,12 @@ def tried(ranks: Ranks, config: Mapping[str, Any], stage: int, entry: Any) -> fl
     table = autotp.table() if entry is None else {config["model_type"]: entry}
     with patch.object(autotp, "table", lambda: table):
         found = train(case, ranks)
-    return max(
+    differences: list[float] = [
         abs(got - want) / abs(want)
         for what in ("loss", "grad_norm")
         for got, want in zip(found[what], expected[what], strict=True)
-    )
+    ]
+    return max(differences)
 
 
 def each(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.engines.deepspeed import autotp
 from toolkit.errors import Problem
+from toolkit.features.base import FEATURES
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import divisors, nearest
 
@@ -58,4 +59,7 @@ def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
     for key, value in stated.items():
         if value not in ("auto", "none"):
             yield key, value
-    yield from job.features.items()
+    for name, settings in job.features.items():
+        for key, value in FEATURES[name].values(settings).items():
+            if value is not None:
+                yield key, "settings" if key == name else str(value).lower()
