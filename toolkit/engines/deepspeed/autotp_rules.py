@@ -60,6 +60,6 @@ def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
         if value not in ("auto", "none"):
             yield key, value
     for name, settings in job.features.items():
-        for key, value in FEATURES[name].values(settings).items():
-            if value is not None:
-                yield key, "settings" if key == name else str(value).lower()
+        for setting, on in FEATURES[name].values(settings).items():
+            if on is not None:
+                yield setting, "settings" if setting == name else str(on).lower()
