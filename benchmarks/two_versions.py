@@ -21,6 +21,15 @@ ROOT = Path(__file__).parents[1]
 TINY = ("llama-bytes", "llama-sft", "llama-lora", "llama-dpo", "mixtral-bytes")
 RECIPES = [ROOT / "recipes/tiny" / f"{name}.yaml" for name in TINY]
 TOLERANCE = 1e-6
+PACKAGES = ("megatron-core", "torch", "transformers", "deepspeed")
+
+
+def installed(python: str) -> str:
+    """The packages of an environment."""
+    script = "import sys; from importlib.metadata import version as v; "
+    script += "print(sys.version.split()[0], *(f'{each} {v(each)}' for each in sys.argv[1:]))"
+    command = [python, "-c", script, *PACKAGES]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
 
 
 def rehearsal(python: str, recipe: Path, layouts: str) -> dict[str, Any]:
@@ -62,6 +71,8 @@ def main() -> int:
     parser.add_argument("recipes", nargs="*", type=Path, metavar="RECIPE", default=RECIPES)
     parser.add_argument("--layouts", default="megatron*")
     options = parser.parse_args()
+    for python in options.pythons:
+        print(f"Python {installed(python)}", end="", flush=True)
     worst = 0.0
     for recipe in options.recipes:
         first, second = (rehearsal(each, recipe, options.layouts) for each in options.pythons)

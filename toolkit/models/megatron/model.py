@@ -184,6 +184,15 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         logits: Tensor = self.output_layer(hidden, weight=weight)[0]
         return logits
 
+    def sharded_state_dict(
+        self, prefix: str = "", *arguments: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Its part of megatron-core's distributed checkpoints: without the head's extra state,
+        which GPTModel removes, and which no checkpoint of it has."""
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, *arguments, **options)
+        sharded.pop(f"{prefix}output_layer._extra_state", None)
+        return sharded
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
 
