@@ -106,7 +106,8 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     recipe = adopt_engine_config(recipe)
     recipe = recipe.with_values({"model.config": model_config(recipe.model)})
     plan = plan_recipe(recipe, explained=False)
-    layouts = tuple(candidates(recipe, plan, options.processes))
+    own = recipe.with_values(rehearsed(recipe))
+    layouts = tuple(candidates(own, plan, options.processes))
     small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
     return Rehearsal(small, plan, recipe, layouts)
 

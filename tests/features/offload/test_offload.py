@@ -20,6 +20,7 @@ from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import host_bytes, peak_memory
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
+from toolkit.rehearse.rehearsal import Options, prepare
 from toolkit.run.announce import ledger_of
 
 BF16 = {"bf16_optimizer_states": True}
@@ -88,6 +89,12 @@ def test_what_is_refused(zero: dict[str, Any], changes: dict[str, Any], found: s
         rendered({**BF16, **zero}, **changes)
     (problem,) = caught.value.problems
     assert problem.key == "parallel.zero.bf16_optimizer_states" and found in problem.found
+
+
+def test_rehearsals_are_without() -> None:
+    wanted = recipe(**ON_GPUS, parallel__zero=BF16)
+    first = prepare(wanted, Options(steps=1, processes=2)).layouts[0]
+    assert first.parallel.zero.bf16_optimizer_states is None
 
 
 def test_ledger_and_memory() -> None:
