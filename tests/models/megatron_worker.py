@@ -27,7 +27,10 @@ from toolkit.models.weights import SafetensorsWeights
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import (
+    filesystem_async,
+    state_dict_saver,  # noqa: F401 - before `cpu.redirect`: 0.19 imports it when it saves
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
