@@ -34,7 +34,8 @@ GLM = {
 LLAMA4 = config_of("llama4_text", vocab_size=VOCABULARY)
 """Sigmoid scores without biases, of which none is more than the experts' own weight."""
 QWEN3 = config_of("qwen3_moe", num_hidden_layers=2, tie_word_embeddings=False)
-FAMILIES = {family["model_type"]: family for family in (MIXTRAL, GLM, LLAMA4, QWEN3)}
+QWEN2 = config_of("qwen2_moe", num_hidden_layers=2, tie_word_embeddings=False)
+FAMILIES = {family["model_type"]: family for family in (MIXTRAL, GLM, LLAMA4, QWEN2, QWEN3)}
 SPREAD = {"expert": 2, "model": "hf"}
 """DeepSpeed's AutoEP."""
 
@@ -63,6 +64,7 @@ CASES = {
         hf("fsdp", 1),
         balanced(Case("deepspeed", 1, 2, family=MIXTRAL, parallel=SPREAD)),
         balanced(Case("deepspeed", 2, 1, recompute="full", family=QWEN3, parallel=SPREAD)),
+        balanced(Case("deepspeed", 2, 1, family=QWEN2, parallel=SPREAD)),
         hf("deepspeed", 1, 2, recompute="full"),
         balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
         balanced(megatron(expert=2, family=LLAMA4)),
@@ -131,7 +133,7 @@ class Layer:
     def __init__(self, gate: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.bias = getattr(gate, "e_score_correction_bias", None)
         self.per_token = gate.top_k
-        self.softmax = type(gate).__name__.startswith(("Mixtral", "Qwen3"))
+        self.softmax = type(gate).__name__.startswith(("Mixtral", "Qwen"))
         self.rows = []
         for row, label in zip(logits.chunk(GLOBAL_BATCH), labels.tolist(), strict=True):
             trained = [at for at, one in enumerate(label) if one != IGNORE_INDEX]
