@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: setup demo test test-all check soak nightly resolve bump cuda-build
+.PHONY: setup demo test test-all check soak nightly nightly-newest nightly-floor resolve bump cuda-build
 
 setup: $(READY)
 
@@ -53,8 +53,14 @@ check: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-nightly: resolve
+# Each part runs, whatever became of the others.
+nightly:
+	$(MAKE) -k resolve nightly-newest nightly-floor
+
+nightly-newest:
 	$(MAKE) test PYTHON=$(word 2,$(PYTHONS)) CONSTRAINTS=.ci/constraints/newest.txt
+
+nightly-floor:
 	$(MAKE) test PYTHON=$(word 1,$(PYTHONS)) CONSTRAINTS=.ci/constraints/floor.txt
 
 resolve:

@@ -85,6 +85,9 @@ def changes(before: Mapping[str, Version], after: Mapping[str, Version]) -> str:
 
 def write(versions: Mapping[str, Version]) -> None:
     """Raise the bounds to the next minor version, and replace newest.txt."""
+    known = pins(NEWEST)
+    if older := [name for name, one in versions.items() if name in known and one < known[name]]:
+        sys.exit(f"older than in {NEWEST.name}: {', '.join(older)}; use the newest Python")
     text = PROJECT.read_text()
     for one in requirements():
         version = versions.get(canonicalize_name(one.name))

@@ -10,6 +10,7 @@ the constraints files. Without arguments: python3.11, python3.12 and python3.13 
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -83,6 +84,9 @@ def main() -> int:
     parser.add_argument("pythons", nargs="*", default=PYTHONS, metavar="PYTHON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    pythons = [shutil.which(name) for name in options.pythons]
+    if None in pythons:
+        parser.error(f"not on PATH: {options.pythons[pythons.index(None)]}")
     with TemporaryDirectory() as folder:
         venv.create(Path(folder, "venv"), with_pip=True)
         pip = Path(folder, "venv", "bin", "pip")
@@ -92,8 +96,12 @@ def main() -> int:
         subprocess.run(list(map(str, command)), check=True)
         (wheel,) = Path(folder).glob("*.whl")
         found, direct = {}, set()
-        for python in options.pythons:
-            version, found_here, direct = resolved(pip, python, wheel)
+        for python in pythons:
+            asked = [python, "-c", "import sys; print(sys.executable)"]  # not a shim of pyenv's
+            executable = subprocess.run(
+                asked, check=True, text=True, capture_output=True
+            ).stdout
+            version, found_here, direct = resolved(pip, executable.strip(), wheel)
             found[version] = found_here
     text, good = table(found, direct)
     text = f"Written by `make resolve` on {date.today()}.\n\n{text}\n"

@@ -41,6 +41,8 @@ ROOT = HERE.parent
 BILLION, EIGHT = "llama-3.2-1b-pretrain", "llama-3.1-8b-pretrain"
 PRESENT = ("torch", "triton")
 """What a GPU machine has, in versions that fit its driver; NVIDIA's libraries come with it."""
+NEEDED = ("dmt", "torchao", "liger-kernel")
+"""By the programs below."""
 PURE = "deepspeed"
 """Has no wheel; its operators are compiled where they run."""
 GLIBCS = ("2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
@@ -168,7 +170,7 @@ def tables(out: Path) -> Iterator[str]:
     rows = [{"kernel": name, **row} for name, row in kernels.items() if name != "machine"]
     yield from table(("kernel", "ms", "tflops", "gb_per_s", "peak_gib", "error"), rows)
     steps = jsonl.read(out / "steps.jsonl")
-    rows = [{**row, "loss": f"{row['losses'][-1]:.4f}"} for row in steps]
+    rows = [{**row, "loss": row["losses"][-1] if row["losses"] else None} for row in steps]
     yield from table(
         ("name", "gpu", "exit", "loss", "step_s", "mfu", "predicted", "measured"), rows
     )
@@ -196,7 +198,7 @@ def table(columns: tuple[str, ...], rows: Iterable[dict[str, Any]]) -> Iterator[
 def wheels(folder: Path, python: str, without: Iterable[str]) -> int:
     """Wheels of DMT and of what it needs, in the versions of this environment, but not of
     what the GPU machine has."""
-    names = closure("dmt", {*map(canonicalize_name, without), *PRESENT})
+    names = closure(NEEDED, {*map(canonicalize_name, without), *PRESENT})
     versions = {name: distribution(name).version for name in names - {"dmt"}}
     pip = (sys.executable, "-m", "pip")
     target = ["--python-version", python, "--implementation", "cp", "-d", str(folder)]
@@ -212,9 +214,9 @@ def wheels(folder: Path, python: str, without: Iterable[str]) -> int:
     return 0
 
 
-def closure(name: str, without: set[str]) -> set[str]:
-    """A distribution and all that it requires here, by canonical name."""
-    known, todo = set[str](), [name]
+def closure(names: Iterable[str], without: set[str]) -> set[str]:
+    """Distributions and all that they require here, by canonical name."""
+    known, todo = set[str](), [*names]
     while todo:
         name = canonicalize_name(todo.pop())
         if name in known | without or name.startswith(("nvidia-", "cuda-")):

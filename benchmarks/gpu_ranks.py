@@ -114,8 +114,9 @@ def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> in
         return int(any([*threads.map(run, todo)]))
 
 
-def killed(results: Path, engine: str) -> None:
-    """Kill a rank in the middle of training: what the other one does, and how soon."""
+def killed(results: Path, engine: str) -> int:
+    """Kill a rank in the middle of training: what the other one does, and how soon. 1 if it did
+    not train before, or did not end."""
     folder = Path(mkdtemp())
     run = folder / engine
     command = [
@@ -133,13 +134,18 @@ def killed(results: Path, engine: str) -> None:
             env = {**os.environ, **common, **each[rank]}
             ranks.append(
                 subprocess.Popen(
-                    command, env=env, stdout=output, stderr=output, start_new_session=True
+                    command,
+                    env=env,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(signal.SIGKILL),
                 )
             )
     metrics, limit = run / "metrics.jsonl", time.monotonic() + PATIENCE_S
     while time.monotonic() < limit and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.2)
-    trained = metrics.exists()
+    trained = metrics.exists() and metrics.stat().st_size > 0
     time.sleep(2)
     began = time.monotonic()
     ranks[1].send_signal(signal.SIGKILL)
@@ -162,6 +168,7 @@ def killed(results: Path, engine: str) -> None:
         seconds=taken,
         tail=tail,
     )
+    return int(not trained or isinstance(code, str))
 
 
 def main() -> int:
@@ -181,9 +188,8 @@ def main() -> int:
     if asked.what == "losses":
         wanted = cases(asked.ranks, asked.step, asked.only)
         return losses(asked.results, asked.ranks, asked.jobs, wanted)
-    for engine in asked.only or ("fsdp", "deepspeed", "megatron"):
-        killed(asked.results, engine)
-    return 0
+    engines = asked.only or ("fsdp", "deepspeed", "megatron")
+    return max(killed(asked.results, engine) for engine in engines)
 
 
 if __name__ == "__main__":

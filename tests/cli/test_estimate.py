@@ -31,7 +31,7 @@ def test_what_does_not_fit_says_so(dmt: Dmt) -> None:
     assert ": does not fit, pipeline stage " in printed
 
 
-def test_offload_is_counted_on_the_node(dmt: Dmt) -> None:
+def test_bf16_states_is_counted_on_the_node(dmt: Dmt) -> None:
     offload = ["--set", "parallel.zero.offload_optimizer=cpu"]
     printed = dmt("estimate", LLAMA_8B, "--set", "parallel.engine=deepspeed", *offload).out
     assert "\n    host of each node: " in printed

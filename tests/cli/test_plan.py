@@ -204,7 +204,7 @@ def test_launch_says_what_is_exact_before_it_starts(tmp_path: Path, dmt: Dmt) ->
     assert refused.startswith("not possible here: ")
 
 
-def test_offload_on_a_cpu(dmt: Dmt) -> None:
+def test_bf16_states_on_a_cpu(dmt: Dmt) -> None:
     settings = ("parallel.zero.stage=3", "parallel.zero.offload_optimizer=cpu")
     out = shown(dmt, TINY, *changed(*settings))
     assert "\n  offload          optimizer to cpu\n" in out

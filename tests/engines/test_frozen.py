@@ -123,7 +123,7 @@ def test_16_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
-def test_offload(tmp_path: Path) -> None:
+def test_bf16_states(tmp_path: Path) -> None:
     cases = [deepspeed(3, BOTTOM, offload="cpu"), fsdp(3, BOTTOM, offload="cpu")]
     check(cases, 2, tmp_path, 1e-4)
 

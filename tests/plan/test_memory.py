@@ -421,7 +421,7 @@ def test_at_the_loss_no_layer_is_gathered_or_reduced(
     assert memory.reserved == pytest.approx(1.07 * (memory.allocated + memory.idle))
 
 
-def test_offload_moves_states_to_the_node() -> None:
+def test_bf16_states_moves_states_to_the_node() -> None:
     train, total = workload(UNTIED, engine="deepspeed"), UNTIED.parameters.total
     away = Layout(dp=16, zero_stage=2, offload_optimizer="cpu")
     memory = peak_memory(train, away)

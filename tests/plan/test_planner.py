@@ -65,7 +65,7 @@ def test_ddp_copies_everything() -> None:
     assert plan.model_states_gib == pytest.approx(16 * PSI_8B / GIB)
 
 
-def test_offload_leaves_the_device() -> None:
+def test_bf16_states_leaves_the_device() -> None:
     optimizer = llama_8b(1, model="hf", zero={"stage": 2, "offload_optimizer": "cpu"})
     assert optimizer.layout.offload_optimizer == "cpu"
     assert optimizer.model_states_gib == pytest.approx(2 * PSI_8B / GIB)

@@ -441,7 +441,7 @@ def test_a_model_from_the_hub_is_checked_when_planned(tmp_path: Path) -> None:
 # Offload
 
 
-def test_offload_only_where_nothing_fits_without() -> None:
+def test_bf16_states_only_where_nothing_fits_without() -> None:
     roomy = found("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
     assert all(one.layout.offload_optimizer == "none" for one in roomy.fitting)
     narrow = found("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
@@ -455,7 +455,7 @@ def test_offload_only_where_nothing_fits_without() -> None:
     assert not search(*refused).fits
 
 
-def test_offload_needs_room_on_the_host() -> None:
+def test_bf16_states_needs_room_on_the_host() -> None:
     job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
     poor = replace(cluster, host_memory_gib=512)
     without = search(job, poor)

@@ -329,7 +329,7 @@ def test_a_precision_that_the_device_lacks_is_refused() -> None:
         step_time(MODERN, Layout(), parse_cluster("1xv100-32gb"))
 
 
-def test_offload_costs_time_and_disks_more_than_memory() -> None:
+def test_bf16_states_costs_time_and_disks_more_than_memory() -> None:
     workload = replace(MODERN, engine="deepspeed")
     layout = Layout(dp=8, zero_stage=3, micro_batch=1, gradient_accumulation=2)
     cluster = parse_cluster("8xh100-80gb")

@@ -67,7 +67,7 @@ def test_loss_is_named_before_the_gradient_norm_of_the_same_step() -> None:
     assert (found.first.step, found.first.quantity) == (1, "loss")
 
 
-def test_offload_has_its_own_tolerance() -> None:
+def test_bf16_states_has_its_own_tolerance() -> None:
     assert tolerance(Layout(zero_stage=3)) == TOLERANCE
     assert tolerance(Layout(zero_stage=2, offload_optimizer="cpu")) == OFFLOAD_TOLERANCE
     assert tolerance(Layout(zero_stage=3, offload_parameters="cpu")) == OFFLOAD_TOLERANCE

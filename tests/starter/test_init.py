@@ -286,7 +286,7 @@ def test_what_cannot_fit_is_said(tmp_path: Path, dmt: Dmt) -> None:
     assert "# Planned: DOES NOT FIT (see `dmt plan`): " in text
 
 
-def test_offload_is_named(tmp_path: Path, dmt: Dmt) -> None:
+def test_bf16_states_is_named(tmp_path: Path, dmt: Dmt) -> None:
     text, _ = written(tmp_path, dmt, "llama-3.1-8b", "--cluster", "1xh100-80gb")
     zero = next(line for line in text.splitlines() if line.startswith("  zero: "))
     assert zero.endswith("optimizer on cpu")

@@ -255,13 +255,11 @@ def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[
     tensors = mapped(config).tensors
     every = sorted({_last(one) for tensor in tensors for one in _modules(tensor)})
     chosen = {one: t for t in tensors for one in _chosen(section, t)}
-    if idle := [name for name in _names(section) if name not in (*KINDS, *every)]:
+    kinds = [kind for kind in KINDS if any(_modules(t) and kind in _kinds(t) for t in tensors)]
+    if idle := [name for name in _names(section) if name not in (*kinds, *every)]:
         found = f"{', '.join(idle)}, which is no projection of this model"
-        allowed = f"{', '.join(KINDS)}, or some of {', '.join(every)}"
+        allowed = f"{', '.join(kinds)}, or some of {', '.join(every)}"
         yield Problem(KEY, found, allowed, did_you_mean(idle[0], every, f"write {every[0]}"))
-    elif not chosen:
-        found = f"{section.targets}, of which this model has no projections"
-        yield Problem(KEY, found, f"some of {', '.join(every)}", f"set {KEY} to all-linear")
     family = str(config["model_type"])
     of_experts = any(map(is_of_expert, chosen.values()))
     if of_experts and family in _TAKEN_TRANSPOSED:
@@ -305,10 +303,14 @@ def _projections(model: MegatronModel, chosen: frozenset[str]) -> Iterator[Proje
 
 def _chosen(section: AdapterSection, tensor: TensorMap) -> list[str]:
     """The modules of a Megatron tensor that the recipe gives an adapter."""
-    kinds = {"all-linear", "attention" if ".self_attention." in tensor.name else "mlp"}
-    kinds |= {"experts"} if is_of_expert(tensor) else set()
-    names = {*_names(section)}
+    kinds, names = _kinds(tensor), {*_names(section)}
     return [one for one in _modules(tensor) if kinds & names or _last(one) in names]
+
+
+def _kinds(tensor: TensorMap) -> set[str]:
+    """The kinds of projections that a Megatron tensor is of."""
+    place = "attention" if ".self_attention." in tensor.name else "mlp"
+    return {"all-linear", place, *(["experts"] * is_of_expert(tensor))}
 
 
 def is_of_expert(tensor: TensorMap) -> bool:

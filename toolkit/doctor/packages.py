@@ -80,7 +80,11 @@ PACKAGES = (
         for package, (module, when) in tracker.packages.items()
     ),
     *_of_choices(),
-    Package("liger-kernel", "liger_kernel", use="`kernels.fused` and `loss: liger` need it"),
+    Package(
+        "liger-kernel",
+        "liger_kernel",
+        use="`kernels.fused: liger` and `kernels.loss: liger` need it",
+    ),
     Package("s3fs", "s3fs", use="data on s3:// needs it"),
     Package("gcsfs", "gcsfs", use="data on gs:// needs it"),
     Package(

@@ -109,8 +109,11 @@ class Feature:
 
     def read(self, around: Section) -> Section | None:
         """Its settings in the section that it is inside of; None where all are defaults, as a
-        degree of 1 is."""
-        values = {name: getattr(around, name) for name in self.section.model_fields}
+        degree of 1 and a switch that is off are."""
+        values: dict[str, Any] = {}
+        for name, key in self.section.model_fields.items():
+            value = getattr(around, name)
+            values[name] = None if value is False and key.default is None else value
         for degree in self.degrees:
             if values[degree] == 1:
                 values[degree] = None
@@ -122,7 +125,7 @@ FEATURES: Registry[Feature] = Registry(
     "dmt.features",
     {
         "fp8": "toolkit.features.fp8:FEATURE",
-        "offload": "toolkit.features.offload:FEATURE",
+        "bf16_states": "toolkit.features.bf16_states:FEATURE",
         "zero_plus": "toolkit.features.zero_plus:FEATURE",
     },
 )

@@ -670,15 +670,15 @@ class ParallelSection(Section):
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"
-    """Tensor-parallel degree. With engine `deepspeed` and model `hf`, both stated, it is
-    DeepSpeed's AutoTP, for the model types that docs/models.md lists; `auto` is 1 there."""
+    """Tensor-parallel degree. With `model: hf` it is DeepSpeed's AutoTP, for the model types
+    that docs/models.md lists; `auto` is 1 there."""
     pipeline: Degree | Auto = "auto"
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
     expert: Degree | Auto = 1
-    """Expert-parallel degree of mixture-of-experts layers. With engine `deepspeed` and model
-    `hf`, both stated, it is DeepSpeed's AutoEP, with ZeRO 1 and 2."""
+    """Expert-parallel degree of mixture-of-experts layers. With `model: hf` it is DeepSpeed's
+    AutoEP, with ZeRO 1 and 2; there `auto` is 1 unless `engine: deepspeed` is stated, too."""
     sequence: bool | Auto = "auto"
     """Sequence parallel: norms and dropouts sharded inside the tensor group."""
     zero: ZeroSection = ZeroSection()

@@ -20,6 +20,10 @@ QKV, GATE_UP, PARTIAL = "column qkv", "column gate up", "partial"
 """How a linear layer is split: its outputs, which stay split or are gathered; its inputs, of
 which a rank has its part or all; outputs that consist of several, each of which is split. Of a
 `PARTIAL` module every rank has all, and a part of the gradient, which is summed."""
+SUM_INPUTS = (COLUMN, GATHERED, QKV, GATE_UP)
+"""Of whose inputs the gradients are summed over the ranks."""
+NOT_IN_A_DECODER = "encoder_attn"
+"""Modules that a decoder without an encoder has and does not call."""
 ADAPTED = {
     COLUMN: "lora_B", GATHERED: "lora_B", QKV: "lora_B", GATE_UP: "lora_B",
     ROW: "lora_A", ROW_OF_WHOLE: "lora_A",

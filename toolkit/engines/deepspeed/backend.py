@@ -46,7 +46,7 @@ SPREAD_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
     """What keeps AutoEP from spreading the experts of a transformers model over ranks."""
-    degree, family = known(job.parallel.expert) or 1, job.spec.family
+    degree, family, config = known(job.parallel.expert) or 1, job.spec.family, job.config
     if degree == 1:
         return
     zero, why = job.parallel.zero, ""
@@ -65,6 +65,12 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
         allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
         allowed += f"{', '.join(SPREAD_TYPES)} are spread"
         fix = "set parallel.expert to 1, or parallel.engine to megatron"
+    elif config.get("router_jitter_noise"):
+        allowed = "1 with model.config.router_jitter_noise, which AutoEP's routers lack"
+        fix = "set parallel.expert to 1, or router_jitter_noise to 0"
+    elif (activation := config.get("hidden_act", "silu")) != "silu":
+        allowed = f"1 with model.config.hidden_act: {activation}: AutoEP's experts have silu"
+        fix = "set parallel.expert to 1"
     elif job.adapter or job.freeze or job.optimizer.kind.whole or job.features:
         allowed = "1 with adapters, frozen weights, optimizers other than adamw, or features"
         fix = "set parallel.expert to 1"
@@ -83,19 +89,31 @@ class DeepSpeedCost(EngineCost):
     gathers_beside_forward = False
     overlap = "overlap.deepspeed"
 
-    def builds_whole(self, model: ModelName) -> bool:
-        """megatron-core builds a tensor-parallel rank's whole model before DeepSpeed shards or
-        offloads it. transformers' models are sharded while they are built."""
-        return model == "megatron"
+    def builds_whole(self, model: ModelName, layout: Layout) -> bool:
+        """megatron-core, and DMT for AutoTP, build a tensor-parallel rank's whole model before
+        DeepSpeed shards or offloads it. Others are sharded while they are built."""
+        return model == "megatron" or layout.tp > 1
 
     def embeds_whole(self, model: ModelName) -> bool:
         """AutoTP's layers are those of the decoder; an untied head's logits are gathered."""
         return model == "hf"
 
+    def attends_whole(self, model: ModelName, family: str) -> bool:
+        """Where AutoTP gathers queries, keys and values."""
+        kinds = autotp.split_plan(family).kinds if model == "hf" else {}
+        return autotp.ROW_OF_WHOLE in kinds.values()
+
     def input_sums(self, model: ModelName, family: str) -> int | None:
         """AutoTP sums the gradient of every column-parallel layer's input by itself."""
-        kinds = autotp.split_plan(family).kinds.values() if model == "hf" else ()
-        return sum(kind.startswith(autotp.COLUMN) for kind in kinds) or None
+        kinds = autotp.split_plan(family).kinds if model == "hf" else {}
+        return (
+            sum(
+                kind in autotp.SUM_INPUTS
+                for name, kind in kinds.items()
+                if not name.startswith(autotp.NOT_IN_A_DECODER)
+            )
+            or None
+        )
 
     def communicators(self, layout: Layout) -> int:
         """Without groups that it is given, DeepSpeed copies the one of all ranks."""

@@ -80,7 +80,10 @@ ABSENT: Mapping[str, object] = {
     for feature in FEATURES.values()
     for name, (_, default) in feature.deepspeed.items()
 }
-"""Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""
+"""Settings of `OWNED` that features decide, and DeepSpeed's default of each."""
+
+_DEFAULTS = {**ABSENT, AUTOTP: 1, f"{AUTOEP}.enabled": False, f"{AUTOEP}.autoep_size": 1}
+"""Settings of `OWNED` that are not written if their value is DeepSpeed's default."""
 
 _FIXED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
@@ -92,6 +95,7 @@ _FIXED: Mapping[str, object] = {
     "fp16.fp16_master_weights_and_grads": False,
     "torch_autocast.enabled": False,
     "data_efficiency.enabled": False,
+    "use_data_before_expert_parallelism": False,
 }
 REQUIRED = {key: value for key, value in _FIXED.items() if key not in ABSENT}
 """The only values that keep the loss equal under every layout (AdamW with fp32 master
@@ -107,6 +111,12 @@ _NOT_RUN: Mapping[str, str] = {
     "kernels.compile compiles layers",
 }
 """What DeepSpeed 0.19 has, and why no run can use it (docs/limitations.md)."""
+
+_BY_US: Mapping[str, frozenset[str]] = {
+    "tensor_parallel": frozenset({"autotp_size"}),
+    AUTOEP: frozenset({"autoep_size", "enabled"}),
+}
+"""Blocks that DMT carries out instead of DeepSpeed, and the keys that it takes from them."""
 
 MAX_LISTED = 12
 """For blocks with at most this many keys, an error lists all of them."""
@@ -162,7 +172,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
         _put(config, f"{ZERO}.{name}", value)
     for key, value in owned.items():
         # An absent block also means no offload.
-        needed = value not in (None, "none") and not same(ABSENT.get(key), value)
+        needed = value not in (None, "none") and not same(_DEFAULTS.get(key), value)
         if needed or _get(config, key) is not None:
             _put(config, key, value)
     for key, value in {
@@ -270,9 +280,9 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         "optimizer.params.betas": list(optimizer.betas),
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
-        AUTOTP: request.tensor if request.tensor > 1 else None,
-        f"{AUTOEP}.enabled": True if layout.ep > 1 else None,
-        f"{AUTOEP}.autoep_size": layout.ep if layout.ep > 1 else None,
+        AUTOTP: request.tensor,
+        f"{AUTOEP}.enabled": layout.ep > 1,
+        f"{AUTOEP}.autoep_size": layout.ep,
         f"{ZERO}.stage": layout.zero_stage,
         **request.features,
     }
@@ -331,7 +341,7 @@ def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
 
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
     """Keys that DeepSpeed would silently drop or not accept."""
-    for block, known in KNOWN_KEYS.items():
+    for block, known in {**KNOWN_KEYS, **_BY_US}.items():
         value = _get(file.values, block) if block else file.values
         if value is None:
             continue

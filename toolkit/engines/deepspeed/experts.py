@@ -33,7 +33,12 @@ def build(setup: EngineSetup, dtype: torch.dtype) -> PreTrainedModel:
         model = hf.new_model(setup.model_config, dtype)
     model.tie_weights()
     grouped = setup.layout.experts == "grouped"
-    config = AutoEPConfig(enabled=True, autoep_size=degree, use_grouped_mm=grouped)
+    config = AutoEPConfig(
+        enabled=True,
+        autoep_size=degree,
+        use_grouped_mm=grouped,
+        disable_triton_grouped_mm=dtype == torch.float32,  # it would multiply in TF32
+    )
     for mixture in AutoEP(model, config).ep_parser():
         whole = model.get_submodule(mixture.moe_module_name)
         with torch.device("meta"):

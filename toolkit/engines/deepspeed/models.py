@@ -8,7 +8,7 @@ log-probabilities.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -156,7 +156,7 @@ class SplitTransformersModel(TransformersModel):
         self.layers = SplitLayers(self.config, self.tensor_group)
         dtype, device = DTYPES[setup.precision], setup.ranks.device
         model = self.layers.build(self.config, dtype, device, setup.lora, self.weights)
-        self.layers.sum_partial_gradients(model)
+        _sum_gradients(self.layers.partial(model), self.tensor_group)
         return model
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -165,9 +165,6 @@ class SplitTransformersModel(TransformersModel):
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         return _gradient_norm(module, self.tensor_group)
-
-    def biases(self) -> Iterator[StateShard]:
-        return bias_shards(self.module, saved_here=dist.get_rank() == 0)
 
     def placed(self) -> Iterator[PlacedParameter]:
         first = dist.get_rank(self.tensor_group) == 0
@@ -204,9 +201,11 @@ class SpreadExperts(TransformersModel):
         from deepspeed.utils import groups
 
         super().close()
-        groups._EXPERT_PARALLEL_GROUP.clear()
+        for made in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            for group in made.values():
+                dist.destroy_process_group(group)
+            made.clear()
         groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
         groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
 
 
@@ -239,22 +238,18 @@ class MegatronShard(TrainedModel):
         """Sum partial gradients over the tensor group.
 
         With sequence parallel these are the gradients of norms and biases; norms of query and
-        key heads always, because each rank has different heads. The hook runs before DeepSpeed
-        takes the gradient.
+        key heads always, because each rank has different heads.
         """
         if self.tensor_group.size() == 1:
             return
-
-        def summed(gradient: Tensor) -> Tensor:
-            gradient = gradient.contiguous()
-            dist.all_reduce(gradient, group=self.tensor_group)
-            return gradient
-
-        for name, parameter in self.module.named_parameters():
-            head_norm = "q_layernorm" in name or "k_layernorm" in name
-            partial = getattr(parameter, "sequence_parallel", False) or head_norm
-            if partial and parameter.requires_grad:
-                parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+        partial = [
+            parameter
+            for name, parameter in self.module.named_parameters()
+            if getattr(parameter, "sequence_parallel", False)
+            or "q_layernorm" in name
+            or "k_layernorm" in name
+        ]
+        _sum_gradients(partial, self.tensor_group)
 
     def seed_dropout(self) -> None:
         from toolkit.models.megatron.model import seed_dropout
@@ -298,6 +293,20 @@ def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor
     if split:
         dist.all_reduce(squares[0], group=tensor_group)
     return torch.stack(squares).sum().sqrt()
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of which every rank of `group` computes a part, before DeepSpeed takes
+    them."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
 def _mpu(tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> SimpleNamespace:

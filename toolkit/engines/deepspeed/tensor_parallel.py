@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit.adapters.huggingface import inject
@@ -225,18 +225,9 @@ class SplitLayers:
                 ),
             )
 
-    def sum_partial_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of which every rank of the group computes a part, before DeepSpeed
-        takes them."""
-
-        def summed(gradient: Tensor) -> Tensor:
-            gradient = gradient.contiguous()
-            dist.all_reduce(gradient, group=self.group)
-            return gradient
-
-        for parameter in model.parameters():
-            if getattr(parameter, "partial_gradient", False) and parameter.requires_grad:
-                parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+    def partial(self, model: nn.Module) -> Iterator[nn.Parameter]:
+        """Parameters of which every rank of the group computes a part of the gradient."""
+        return (one for one in model.parameters() if getattr(one, "partial_gradient", False))
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -117,17 +117,17 @@ def _least(
 def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> _Sizes:
     spec = workload.spec
     tokens = micro * workload.sample_tokens / cp
-    split = tokens / tp
+    split, of_heads = tokens / tp, tokens / workload.head_ranks(tp)
     inner = split * spec.intermediate
     if spec.moe_layers == spec.layers:
         inner = split * spec.experts_per_token * spec.expert_intermediate
     return _Sizes(
         stream=tokens * spec.hidden / (tp if sequence else 1),
         whole_stream=tokens * spec.hidden,
-        query=split * spec.heads * spec.head_dim,
-        key=split * spec.kv_heads * spec.head_dim,
-        scores=split * spec.heads * workload.sequence_length,
-        rows=split * spec.heads,
+        query=of_heads * spec.heads * spec.head_dim,
+        key=of_heads * spec.kv_heads * spec.head_dim,
+        scores=of_heads * spec.heads * workload.sequence_length,
+        rows=of_heads * spec.heads,
         inner=inner,
     )
 

@@ -50,13 +50,17 @@ class EngineCost:
         split = (layout.tp > 1) * (1 + (layout.dp * layout.cp > 1))
         return (layout.world > 1) + both + split + (layout.hpz > 1)
 
-    def builds_whole(self, model: ModelName) -> bool:
+    def builds_whole(self, model: ModelName, layout: Layout) -> bool:
         """Whether a tensor-parallel rank's model is completely on the device before it is
         sharded."""
         return False
 
     def embeds_whole(self, model: ModelName) -> bool:
         """Whether each tensor-parallel rank has the whole embedding and all logits."""
+        return False
+
+    def attends_whole(self, model: ModelName, family: str) -> bool:
+        """Whether each tensor-parallel rank computes the attention of all heads."""
         return False
 
     def input_sums(self, model: ModelName, family: str) -> int | None:

@@ -229,7 +229,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
 def building_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights on the fullest rank while the model is built, if it is built whole."""
-    if not workload.cost.builds_whole(workload.model):
+    if not workload.cost.builds_whole(workload.model, layout):
         return 0.0
     shares = _fullest_shares(workload, *degrees(layout))
     return max(share.parameters for share in shares) * workload.width / GIB

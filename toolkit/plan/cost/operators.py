@@ -246,7 +246,7 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
     if workload.attention == "fused":
         return _fused_attention_s(workload, part, device)
     spec, width = workload.spec, device.width
-    scores = part.tokens * workload.sequence_length * spec.heads / part.tp
+    scores = part.tokens * workload.sequence_length * spec.heads / workload.head_ranks(part.tp)
     flops = 2.0 * scores * spec.head_dim
     # Each of two products reads or writes all scores; head_dim is too small to hide that.
     one = max(flops / device.plain_matmul, width * scores / device.memory)
@@ -280,7 +280,8 @@ def fused_attention(workload: Workload, part: Slice, device: Device) -> tuple[fl
     spec, sequence = workload.spec, workload.sequence_length
     efficiency = device.efficiency
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
-    flops = 4.0 * part.tokens * spec.heads * spec.head_dim / part.tp * keys
+    heads = spec.heads / workload.head_ranks(part.tp)
+    flops = 4.0 * part.tokens * heads * spec.head_dim * keys
     on_rank = sequence / part.cp
     small = efficiency["attention.head_64"]
     head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)

@@ -139,6 +139,10 @@ class Workload:
         """Whether each tensor-parallel rank has the whole embedding and all logits."""
         return self.cost.embeds_whole(self.model)
 
+    def head_ranks(self, tp: int) -> int:
+        """Over how many ranks attention is split: 1 where each computes all heads."""
+        return 1 if self.cost.attends_whole(self.model, self.spec.family) else tp
+
     def logit_rows(self, tp: int) -> float:
         """Tokens of the vocabulary whose logits a tensor-parallel rank has."""
         rows = self.spec.vocab

@@ -115,7 +115,8 @@ def _inexpressible(job: PlanRequest, pair: Pair, reason: str) -> Problem:
         "model.config",
         f"{family} with {pair}",
         f"what megatron-core computes exactly as transformers does: {reason}",
-        "set parallel.model to hf, without tensor, pipeline or expert parallel",
+        "set parallel.model to hf, without pipeline parallel (tensor and expert parallel: "
+        "docs/models.md)",
     )
 
 

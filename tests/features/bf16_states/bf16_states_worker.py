@@ -1,4 +1,4 @@
-"""What every rank of test_offload.py does: train, and look at what the optimizer keeps."""
+"""What every rank of test_bf16_states.py does: train, and look at what the optimizer keeps."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ def states(case: Case, ranks: Ranks) -> dict[str, Any]:
     engine, layout = new_engine(case, ranks, SEED)
     steps(engine, layout, ranks, 0, 1)
     adam: Any = engine.optimizer.optimizer  # type: ignore[attr-defined]
-    kept = [value for state in adam.state.values() for value in (state["exp_avg"], *state)]
-    dtypes = {value.dtype for value in kept if hasattr(value, "dtype")}
-    dtypes |= {weight.dtype for weight in adam.state}
+    dtypes = {weight.dtype for weight in adam.state}
+    for state in adam.state.values():
+        dtypes |= {state["exp_avg"].dtype, state["exp_avg_sq"].dtype}
     engine.close()
     return {"dtypes": {*map(str, dtypes)}, **train(case, ranks)}

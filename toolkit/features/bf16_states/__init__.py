@@ -4,7 +4,7 @@ from toolkit.features.base import Feature
 from toolkit.recipe.section import Section
 
 
-class OffloadKeys(Section):
+class Bf16StateKeys(Section):
     """What DeepSpeed keeps of AdamW, and where: additions to `parallel.zero`."""
 
     bf16_optimizer_states: bool | None = None
@@ -13,11 +13,11 @@ class OffloadKeys(Section):
     In stages 2 and 3, and in 1 with offload. null: the value in `config`, otherwise false."""
 
 
-_RULES = "toolkit.features.offload.rules"
+_RULES = "toolkit.features.bf16_states.rules"
 
 FEATURE = Feature(
-    name="offload",
-    section=OffloadKeys,
+    name="bf16_states",
+    section=Bf16StateKeys,
     inside="parallel.zero",
     intent=f"{_RULES}:intent",
     refuse=f"{_RULES}:refusals",

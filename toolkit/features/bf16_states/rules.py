@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import Problem
-from toolkit.features.offload import OffloadKeys
+from toolkit.features.bf16_states import Bf16StateKeys
 from toolkit.layout import Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.workload import Workload
@@ -21,7 +21,7 @@ BF16_STATE_BYTES = 6.0
 
 
 def intent(
-    keys: OffloadKeys, parallel: ParallelSection, pair: Pair | None, ranks: int | None
+    keys: Bf16StateKeys, parallel: ParallelSection, pair: Pair | None, ranks: int | None
 ) -> Iterator[Problem]:
     """Stages whose optimizer reads the setting.
 
@@ -46,8 +46,8 @@ def intent(
 
 def refusals(job: PlanRequest, _pair: Pair) -> Iterator[Problem]:
     """AdamW in bf16 alone."""
-    keys, found = job.features["offload"], ""
-    assert isinstance(keys, OffloadKeys)
+    keys, found = job.features["bf16_states"], ""
+    assert isinstance(keys, Bf16StateKeys)
     if job.training.precision != "bf16":
         found = f"training.precision: {job.training.precision}"
     elif job.optimizer.kind.whole is not None:
@@ -57,7 +57,7 @@ def refusals(job: PlanRequest, _pair: Pair) -> Iterator[Problem]:
         yield Problem(_BF16_STATES, f"true with {found}", allowed, f"remove {_BF16_STATES}")
 
 
-def workload(plain: Workload, keys: OffloadKeys) -> Workload:
+def workload(plain: Workload, keys: Bf16StateKeys) -> Workload:
     """Fewer bytes; the update is planned as long as with fp32 states: nobody measured it."""
     if not keys.bf16_optimizer_states:
         return plain
@@ -65,7 +65,7 @@ def workload(plain: Workload, keys: OffloadKeys) -> Workload:
 
 
 def ledger(
-    keys: OffloadKeys, _plan: Plan, _spec: ModelSpec, _config: Mapping[str, Any]
+    keys: Bf16StateKeys, _plan: Plan, _spec: ModelSpec, _config: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
     """bf16 has 8 significant bits."""
     if keys.bf16_optimizer_states:
@@ -77,6 +77,6 @@ def ledger(
         )
 
 
-def rehearsed(_keys: OffloadKeys) -> OffloadKeys:
+def rehearsed(_keys: Bf16StateKeys) -> Bf16StateKeys:
     """Off: rehearsals are in fp32."""
-    return OffloadKeys()
+    return Bf16StateKeys()

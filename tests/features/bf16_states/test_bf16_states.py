@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.cases import assert_curves
 from tests.engines.parity_worker import Case, each_case, reference
-from tests.features.offload.offload_worker import states
+from tests.features.bf16_states.bf16_states_worker import states
 from tests.forked import call_ranks
 from tests.plan.making import LLAMA_8B, recipe
 from toolkit.backend import BACKENDS, adopt_engine_config
@@ -43,7 +43,6 @@ def test_states_in_bf16_follow_fp32_and_resume(tmp_path: Path) -> None:
     expected = torch.tensor(reference()["loss"])
     losses = [torch.tensor(found[case.name]["loss"]) for case in cases]
     differences = [(one / expected - 1).abs().max().item() for one in losses]
-    print(differences)
     assert max(differences[1:]) < max(1e-3, 2 * differences[0])
     assert [found[case.name]["dtypes"] for case in cases[:3]] == [
         {"torch.float32"}, {"torch.bfloat16"}, {"torch.bfloat16"},
