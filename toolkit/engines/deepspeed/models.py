@@ -351,6 +351,9 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
     # others, ranks would gather different weights and deadlock.
     if names := [name for name, part in model.named_modules() if _routes(name, part)]:
         deepspeed.utils.set_z3_leaf_modules_by_name(model, names)
+        # Behind frozen weights, whose output has no gradient, it would drop the weights of such
+        # a module before its backward pass.
+        model.enable_input_require_grads()
     for name, parameter in hf.named_parameters(model):
         _fill_shard(name, parameter, weights)
     return model
