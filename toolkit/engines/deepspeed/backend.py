@@ -49,7 +49,7 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
     degree, family, config = known(job.parallel.expert) or 1, job.spec.family, job.config
     if degree == 1:
         return
-    zero, why = job.parallel.zero, ""
+    zero, why, fix = job.parallel.zero, "", "set parallel.expert to 1"
     if zero.stage == 0:
         why = "stage 0 clips by the mean of the ranks' gradient norms, of different experts"
     elif zero.stage == 3:
@@ -58,22 +58,19 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
         why = "no test offloads them"
     if why:
         allowed = f"ZeRO {' or '.join(map(str, SPREADING_STAGES))} without offload: {why}"
-        fix = f"set parallel.zero.stage to {SPREADING_STAGES[-1]}, or parallel.expert to 1"
     elif (known(job.parallel.tensor) or 1) > 1:
         allowed, fix = "1 with parallel.tensor and model hf", "set parallel.tensor to 1"
     elif family not in SPREAD_TYPES:
         allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
         allowed += f"{', '.join(SPREAD_TYPES)} are spread"
-        fix = "set parallel.expert to 1, or parallel.engine to megatron"
+        fix += ", or parallel.engine to megatron"
     elif config.get("router_jitter_noise"):
         allowed = "1 with model.config.router_jitter_noise, which AutoEP's routers lack"
-        fix = "set parallel.expert to 1, or router_jitter_noise to 0"
+        fix += ", or router_jitter_noise to 0"
     elif (activation := config.get("hidden_act", "silu")) != "silu":
         allowed = f"1 with model.config.hidden_act: {activation}: AutoEP's experts have silu"
-        fix = "set parallel.expert to 1"
     elif job.adapter or job.freeze or job.optimizer.kind.whole or job.features:
         allowed = "1 with adapters, frozen weights, optimizers other than adamw, or features"
-        fix = "set parallel.expert to 1"
     elif job.training.precision == "fp16":
         allowed, fix = "1 with precision: fp16", "set training.precision to bf16"
     else:
