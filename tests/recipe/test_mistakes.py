@@ -818,8 +818,8 @@ MISTAKES = {
     "pipeline with ZeRO 3": M(
         "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to 1", at="pipeline: 2"
     ),
-    "tensor with hf": M(
-        "engine: auto", "model: hf\n  tensor: 2", "parallel.tensor", "to 1", at="tensor: 2"
+    "tensor with fsdp": M(
+        "engine: auto", "engine: fsdp\n  tensor: 2", "parallel.tensor", "to 1", at="tensor: 2"
     ),
     "engine and model": M(
         "engine: auto",
