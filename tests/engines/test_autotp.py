@@ -1,5 +1,6 @@
 """DeepSpeed's AutoTP on transformers' models: which types are split, and what is refused."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.engines.parity_worker import Case, recipe
 from tests.forked import call_ranks
 from tests.models.every_split import GENERIC, NAMED, config_of, each
 from tests.models.every_type import PAGE, with_column
+from tests.processes import ROOT
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed import autotp
 from toolkit.intake.checks import broken_rules
@@ -39,7 +41,8 @@ def test_trains_in_every_stage() -> None:
 
 def test_every_type_is_in_the_table() -> None:
     table = autotp.table()
-    assert {*table} == model_types()
+    if f"transformers=={version('transformers')}" in (ROOT / "constraints.txt").read_text():
+        assert {*table} == model_types()  # others have more or fewer types, which are refused
     proven = [entry for entry in table.values() if autotp.WHY not in entry]
     assert len(proven) >= 60
     assert all(entry[autotp.DIFFERENCE] <= TOLERANCE for entry in proven)
