@@ -109,7 +109,7 @@ PARTS: dict[str, tuple[Program, ...]] = {
     ),
     "against": (
         replace(
-            program("Trainer, torchtitan", 540, "gpu.py", "--pairs", "1", "--steps", "12",
+            program("Trainer, torchtitan", 540, "gpu.py", "--pairs", "1", "--steps", "20",
                     "--out", "{out}/against.json"),
             on_cpu=("--shape", "tiny"),
         ),
