@@ -41,7 +41,7 @@ _CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
 
 
 SPREAD_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Model types whose experts AutoEP spreads exactly: a rehearsal compares each."""
+"""Model types whose experts AutoEP spreads exactly (tests/engines/test_balance.py)."""
 
 
 def _spread_experts(job: PlanRequest) -> Iterator[Problem]:

@@ -84,7 +84,10 @@ class DeepSpeedEngine(Engine):
             model=module,
             optimizer=self._new_optimizer(groups),
             model_parameters=groups,
-            config=self.model.settings(setup.engine_config),
+            # DeepSpeed's AutoTP and AutoEP would look for layers that are replaced already.
+            config={
+                k: v for k, v in setup.engine_config.items() if k != self.model.carried_out
+            },
             mpu=self.model.mpu,
         )
         self.plain = self.stage == 0 and setup.precision == "fp32"

@@ -63,10 +63,8 @@ class TrainedModel:
     """DeepSpeed's view of the model-parallel groups; None without them."""
     data_group: dist.ProcessGroup | None = None
     """Ranks that hold the same parameters and different samples; None for all."""
-
-    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What DeepSpeed still has to do of its configuration."""
-        return config
+    carried_out = ""
+    """The block of DeepSpeed's configuration that building the model has carried out."""
 
     def seed_dropout(self) -> None:
         """Seed further random streams of the next step from torch's seed."""
@@ -145,6 +143,8 @@ class TransformersModel(TrainedModel):
 class SplitTransformersModel(TransformersModel):
     """This rank's tensor-parallel part of a transformers model."""
 
+    carried_out = "tensor_parallel"
+
     def build(self, setup: EngineSetup) -> PreTrainedModel:
         tensor, ranks = setup.layout.tp, range(setup.layout.world)
         neighbours = [[*ranks[first : first + tensor]] for first in ranks[::tensor]]
@@ -158,10 +158,6 @@ class SplitTransformersModel(TransformersModel):
         model = self.layers.build(self.config, dtype, device, setup.lora, self.weights)
         _sum_gradients(self.layers.partial(model), self.tensor_group)
         return model
-
-    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """DeepSpeed's AutoTP would split the model again, and needs all of it."""
-        return {key: value for key, value in config.items() if key != "tensor_parallel"}
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         return _gradient_norm(module, self.tensor_group)
@@ -185,13 +181,11 @@ class SplitTransformersModel(TransformersModel):
 class SpreadExperts(TransformersModel):
     """A transformers model of whose experts this rank holds a range."""
 
+    carried_out = "expert_parallel"
+
     def build(self, setup: EngineSetup) -> PreTrainedModel:
         self.degree, self.rank = setup.layout.ep, setup.ranks.rank
         return experts.build(setup, DTYPES[setup.precision])
-
-    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """DeepSpeed's AutoEP would look for mixtures that are replaced already."""
-        return {key: value for key, value in config.items() if key != "expert_parallel"}
 
     def placed(self) -> Iterator[PlacedParameter]:
         return experts.placed(self.module, self.degree, self.rank)
