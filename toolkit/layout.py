@@ -22,6 +22,8 @@ AttentionKernel = Literal["sdpa", "cudnn", "flash", "varlen", "eager"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]
+Exchange = Literal["all_gather", "ulysses", "ring", "ulysses_ring"]
+"""How the ranks of a context group exchange keys and values (models/context/)."""
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
@@ -64,6 +66,8 @@ class Layout:
     """The fused kernels in use."""
     experts: ExpertProducts = "sequential"
     """Whether a rank's experts are computed in turn, or all at once."""
+    exchange: Exchange = "all_gather"
+    """Of context parallel; without it, none takes place."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 

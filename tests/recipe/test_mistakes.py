@@ -510,12 +510,12 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
-    "context": M("engine: auto", "context: 2", "parallel.context", "not in this release"),
+    "context on one rank": M("engine: auto", "context: 2", "parallel.context", "to 1"),
     "Megatron's context": M(
         "engine: auto",
         "context_parallel_size: 2",
         "parallel.context_parallel_size",
-        "not in this release",
+        "parallel.context",
     ),
     "fp16 on CPU": M("precision: fp32", "precision: fp16", "training.precision", "to bf16"),
     "NVMe below stage 3": M(

@@ -71,10 +71,10 @@ _NAMES = {
         "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp",
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
-    Foreign(None, "context parallel is not in this release; remove it"):
+    Foreign("parallel.context"):
         "context_parallel_size context_parallel_degree context cp",
     Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
-    Foreign(None, "derived: world / (tensor · pipeline); remove it"):
+    Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
         "data_parallel_size data_parallel_shard_degree dp",
     Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"): "world_size",
     Foreign("parallel.sequence"): "sequence_parallel",

@@ -185,7 +185,12 @@ DIMENSIONS: tuple[Dimension, ...] = (
         scaled=lambda value, small: smallest_factor(value) if small["pp"] > 1 else 1,
         usual=True,
     ),
-    _degree("cp", "context", key="", scaled=lambda _, __: 1),
+    _degree(
+        "cp",
+        "context",
+        open=lambda choice: choice.layout.cp > 1,
+        disruption=16,
+    ),
     _degree(
         "ep",
         "expert",
@@ -371,6 +376,18 @@ DIMENSIONS: tuple[Dimension, ...] = (
         unneeded=lambda choice: ("sequential",) * (choice.layout.experts == "grouped"),
         disruption=3,
     ),
+    Dimension(
+        "exchange",
+        "kernels.context",
+        "context exchange",
+        "exchange by {}".format,
+        shown="{}",
+        phrase=True,
+        within="cp",
+        open=lambda choice: choice.layout.cp > 1,
+        tried="rule",
+        disruption=4,
+    ),
 )
 """In the order of a layout's text."""
 DIMENSION: Mapping[str, Dimension] = {one.field: one for one in DIMENSIONS}
@@ -445,7 +462,7 @@ def scaled_down(layout: Layout, processes: int) -> Layout:
     """The same kind of layout with at most `processes` ranks: every degree is its smallest
     prime factor, or 1 where that has no room."""
     # Experts are spread over data-parallel ranks, so those come earlier where there are any.
-    order = ("tp", "dp", "pp") if layout.ep > 1 else ("tp", "pp", "dp")
+    order = ("tp", "cp", "dp", "pp") if layout.ep > 1 else ("tp", "cp", "pp", "dp")
     small, room = {"ep": smallest_factor(layout.ep)}, processes
     replicated = layout.replicate > 1 or layout.hpz > 1
     for name in order:
@@ -462,4 +479,5 @@ def scaled_down(layout: Layout, processes: int) -> Layout:
         for one in DIMENSIONS
         if one.field not in small or one.field == "ep"
     }
-    return Layout(dp=small["dp"], tp=small["tp"], pp=small["pp"], **values)
+    degrees = {name: small[name] for name in order}
+    return Layout(**(values | degrees))

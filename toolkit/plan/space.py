@@ -15,7 +15,7 @@ from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import SETTABLE
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import kernels, legality
+from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import able_pairs, pair_problems
 from toolkit.plan.workloads import workload_of
@@ -122,7 +122,7 @@ def loosened(job: PlanRequest) -> str:
 def no_degrees(job: PlanRequest) -> PlanError:
     """The error if no degrees suit the model."""
     return PlanError(
-        f"parallel.tensor: no tensor and pipeline degrees that suit this model divide "
+        f"parallel.tensor: no tensor, pipeline and context degrees that suit this model divide "
         f"{job.cluster.world_size} ranks as the recipe asks",
         fix=loosened(job) or "use another number of ranks",
     )
@@ -154,16 +154,16 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
     zero = asked.zero.model_copy(update=places)
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
-    for tensor, pipeline, virtual in _degrees(job, pair, fallback.largest_tensor):
+    for degrees in _degrees(job, pair, fallback.largest_tensor):
+        tensor, pipeline = degrees["tensor"], degrees["pipeline"]
         spread = _experts(job, pair, pipeline)
         copies = _copies(job, pair, fallback, tensor * pipeline)
         for expert, sequence, sharded, replicate in product(
             spread, _sequence(asked, tensor), in_stage, copies
         ):
-            update = kept | {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "virtual_pipeline": virtual,
+            update = {
+                **kept,
+                **degrees,
                 "expert": expert,
                 "sequence": sequence,
                 "replicate": replicate,
@@ -183,10 +183,8 @@ def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
     return stages
 
 
-def _degrees(
-    job: PlanRequest, pair: Pair, largest_tensor: int
-) -> Iterator[tuple[int, int, int]]:
-    """Tensor, pipeline and virtual pipeline, less communication first."""
+def _degrees(job: PlanRequest, pair: Pair, largest_tensor: int) -> Iterator[dict[str, int]]:
+    """Tensor, pipeline, virtual pipeline and context, less communication first."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size
     every = divisors(ranks)
@@ -195,11 +193,26 @@ def _degrees(
         for tensor in _open(asked.tensor, every, most):
             if ranks % (pipeline * tensor):
                 continue
+            contexts = _contexts(job, pair, ranks // (pipeline * tensor))
             on_stage = layers // pipeline if pipeline > 1 else 1
             most = min(support.largest("virtual_pipeline"), on_stage)
             chunks = [one for one in range(1, most + 1) if _even(layers, pipeline, one)]
             for virtual in _open(asked.virtual_pipeline, chunks, most):
-                yield tensor, pipeline, virtual
+                for context_degree in contexts:
+                    yield {
+                        "tensor": tensor,
+                        "pipeline": pipeline,
+                        "virtual_pipeline": virtual,
+                        "context": context_degree,
+                    }
+
+
+def _contexts(job: PlanRequest, pair: Pair, ranks: int) -> list[int]:
+    """Context-parallel degrees that divide so many ranks."""
+    asked = job.parallel.context
+    most = table()[pair].largest_open("context")
+    found = _open(asked, [1], most)
+    return [one for one in found if ranks % one == 0]
 
 
 def _even(layers: int, pipeline: int, virtual: int) -> bool:
@@ -262,11 +275,12 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     stated = {one.field: one.of(job.asking(parallel=parallel)) for one in _IN_PARALLEL}
     settled = {field: value for field, value in stated.items() if value is not None}
     return Layout(
-        dp=job.cluster.world_size // (settled["tp"] * settled["pp"]),
+        dp=job.cluster.world_size // (settled["tp"] * settled["pp"] * settled["cp"]),
         **settled,
         compile=kernels.compiled(job, pair, settled["zero_stage"]),
         fused=kernels.fused(job, pair),
         experts=kernels.expert_products(job, pair, parallel),
+        exchange=context.exchange(job),
     )
 
 

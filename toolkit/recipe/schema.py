@@ -16,6 +16,7 @@ from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
+    Exchange,
     ExpertProducts,
     FusedKernels,
     LossKernel,
@@ -676,6 +677,9 @@ class ParallelSection(Section):
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
+    context: Degree | Auto = 1
+    """Context-parallel degree: ranks over which the positions of every row are spread, for long
+    sequences (docs/context.md). Twice the degree divides every sequence length."""
     expert: Degree | Auto = 1
     """Expert-parallel degree of mixture-of-experts layers. With `model: hf` it is DeepSpeed's
     AutoEP, with ZeRO 1 and 2; there `auto` is 1 unless `engine: deepspeed` is stated, too."""
@@ -904,6 +908,11 @@ class KernelsSection(Section):
     per linear layer, on megatron-core for a copy of the weights in each pass. `auto`: grouped
     on transformers' models; on megatron-core in bf16 on Hopper and Blackwell, if the host takes
     longer to start an expert than the GPU to compute it."""
+    context: Exchange | Auto = "auto"
+    """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
+    gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
+    heads; `ring`, they travel from rank to rank, so that none holds them all; `ulysses_ring`,
+    ulysses inside rings."""
 
 
 @with_features("", after="kernels")

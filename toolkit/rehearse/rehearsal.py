@@ -119,13 +119,18 @@ def rehearsed_batch(layouts: Sequence[RehearsedLayout]) -> int:
     """
     unit = 1
     for one in layouts:
-        tensor, stages = one.parallel.tensor, one.parallel.pipeline
-        assert isinstance(tensor, int), "a layout leaves nothing open"
-        assert isinstance(stages, int), "a layout leaves nothing open"
-        ranks = one.processes // (tensor * stages)
+        tensor, stages, context = map(
+            _settled, (one.parallel.tensor, one.parallel.pipeline, one.parallel.context)
+        )
+        ranks = one.processes // (tensor * stages * context)
         group = stages if one.parallel.virtual_pipeline != 1 else 1
         unit = lcm(unit, MICRO_BATCH * ranks * group)
     return -(-LEAST_BATCH // unit) * unit
+
+
+def _settled(degree: int | str) -> int:
+    assert isinstance(degree, int), "a layout leaves nothing open"
+    return degree
 
 
 def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:

@@ -18,6 +18,8 @@ from toolkit.plan.dimensions import DEGREES, SETTABLE, is_above_one
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
+RANKS = ("tensor", "pipeline", "context")
+"""Degrees of `parallel` by which data-parallel ranks become fewer."""
 
 
 @cache
@@ -88,13 +90,13 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 
 
 def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
-    """Data-parallel degree, if the recipe fixes it: world / (tensor·pipeline).
+    """Data-parallel degree, if the recipe fixes it: world / (tensor·pipeline·context).
 
     An `auto` counts as 1 if the preferred pair supports no more. None while the planner still
     has a choice, or when the degrees do not divide the world.
     """
     product = 1
-    for name in ("tensor", "pipeline"):
+    for name in RANKS:
         degree = _known_degree(parallel, name)
         if degree is None:
             return None
@@ -163,12 +165,15 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
 
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
-    """tensor · pipeline must divide the number of ranks."""
-    degrees = {name: _known_degree(parallel, name) or 1 for name in ("tensor", "pipeline")}
+    """tensor · pipeline · context must divide the number of ranks."""
+    degrees = {name: _known_degree(parallel, name) or 1 for name in RANKS}
+    if degrees["context"] == 1:
+        del degrees["context"]
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
-        yield from _copies(parallel, world // product)
-        yield from intent_problems(parallel, ranks=world // product)
+        sharded = world // product * degrees.get("context", 1)
+        yield from _copies(parallel, sharded)
+        yield from intent_problems(parallel, ranks=sharded)
         return
     largest = max(degrees, key=lambda name: degrees[name])
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
@@ -199,7 +204,7 @@ def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
 
 
 def copies_of(ranks: int) -> list[int]:
-    """Possible numbers of replicas on this many data-parallel ranks."""
+    """Possible numbers of replicas on this many ranks, data parallel times context parallel."""
     return [1, *(ranks // shards for shards in reversed(divisors(ranks)[1:]) if shards < ranks)]
 
 

@@ -16,7 +16,7 @@ from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import attention, kernels, legality
+from toolkit.plan.rules import attention, context, kernels, legality
 from toolkit.plan.rules.legality import divisors, nearest
 
 
@@ -92,6 +92,7 @@ def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """What compiled layers, fused kernels and features do not support."""
     yield from kernels.problems(job, pair)
+    yield from context.problems(job)
     for refuse, _ in hooks("refuse", job.features):
         yield from refuse(job, pair)
 

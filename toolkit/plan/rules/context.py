@@ -1,0 +1,75 @@
+"""Context parallel: which exchange its ranks use, and which recipes it cannot train."""
+
+from collections.abc import Iterator
+from math import gcd, lcm
+
+from toolkit.errors import Problem
+from toolkit.layout import Exchange, Layout
+from toolkit.models.config_keys import is_dropout
+from toolkit.plan.request import PlanRequest
+
+
+def exchange(job: PlanRequest) -> Exchange:
+    """The recipe's value, or what `auto` chooses."""
+    if job.kernels.context != "auto":
+        return job.kernels.context
+    return "all_gather"
+
+
+def problems(job: PlanRequest) -> Iterator[Problem]:
+    """Why no engine can spread the positions of this recipe's rows over so many ranks."""
+    asked = job.parallel
+    if not isinstance(asked.context, int):
+        return
+    if asked.context == 1:
+        if job.kernels.context not in ("auto", Layout.exchange):
+            yield Problem(
+                "kernels.context",
+                f"{job.kernels.context} with parallel.context: 1",
+                "auto without context parallel",
+                "set kernels.context to auto, or parallel.context to 2 or more",
+            )
+        return
+    yield from _lengths(job, asked.context)
+    dropped = [key for key, rate in job.config.items() if "att" in key and is_dropout(key)]
+    if any(job.config[key] for key in dropped):
+        yield _refused(
+            asked.context, f"1 with attention dropout (model.config.{dropped[0]})", "1"
+        )
+    heads = job.spec.heads // gcd(job.spec.heads, _number(asked.tensor))
+    if job.kernels.context == "ulysses" and heads % asked.context:
+        near = gcd(heads, asked.context)
+        allowed = (
+            f"a divisor of the {heads} attention heads of a rank with kernels.context: ulysses"
+        )
+        yield _refused(asked.context, allowed, str(near), ", or kernels.context to auto")
+
+
+def unit(context: int, tensor: int = 1) -> int:
+    """What divides every length: the positions of a rank are two equal runs, which sequence
+    parallel splits over `tensor` ranks."""
+    return lcm(2 * context, context * tensor)
+
+
+def _lengths(job: PlanRequest, context: int) -> Iterator[Problem]:
+    sequence = job.parallel.sequence is True
+    step = unit(context, _number(job.parallel.tensor) if sequence else 1)
+    if (length := job.uneven(step)) is None:
+        return
+    near = " or ".join(str(n * step) for n in (length // step, length // step + 1) if n)
+    fix = "choose such lengths" if job.lengths else f"set training.sequence_length to {near}"
+    yield Problem(
+        "parallel.context",
+        f"{context} with sequences of {length} tokens",
+        f"a degree for lengths that {step} divides: each rank computes two equal runs",
+        f"{fix}, or parallel.context to 1",
+    )
+
+
+def _refused(degree: int, allowed: str, near: str, otherwise: str = "") -> Problem:
+    fix = f"set parallel.context to {near}{otherwise}"
+    return Problem("parallel.context", str(degree), allowed, fix)
+
+
+def _number(degree: int | str) -> int:
+    return degree if isinstance(degree, int) else 1
