@@ -58,13 +58,13 @@ def test_the_kernel_is_called_for_what_one_document_after_the_other_computes(
         torch.randn(32, heads, width, generator=generator)
         for heads, width in ((4, size[0]), (2, size[0]), (2, size[1]))
     )
+    rest = (ENDS, ENDS), (16, 16), documents.Scores(scale, window)
     if window is not None and "window_size" not in documents._TAKES:  # torch 2.10
         with pytest.raises(BackendUnavailable, match="takes no window"):
-            documents._by_lengths(q, k, v, ENDS, 16, window, scale)
+            documents._by_lengths(q, k, v, *rest)
         return
     by_kernel, one_by_one = (
-        within(q, k, v, ENDS, 16, window, scale)
-        for within in (documents._by_lengths, documents._one_by_one)
+        within(q, k, v, *rest) for within in (documents._by_lengths, documents._one_by_one)
     )
     assert by_kernel.shape == (32, 4, size[1])
     torch.testing.assert_close(by_kernel, one_by_one)

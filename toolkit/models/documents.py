@@ -2,14 +2,16 @@
 
 On CUDA by torch's kernel for such lengths, whose time grows with the documents and not with the
 square of the row; on CPUs one document after the other. Neither makes a mask: transformers and
-megatron-core pass `MicroBatch.ends` to their layers in its place.
+megatron-core pass `MicroBatch.ends` to their layers in its place, with the `SplitAttention` of
+rows that are spread over ranks.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,46 @@ _TAKES = frozenset(signature(varlen_attn).parameters)
 _WIDTHS = 8
 """FlashAttention's head sizes are multiples of it."""
 _find_documents = masking_utils.find_packed_sequence_indices
-_batches: list[MicroBatch] = []
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer makes of q·k."""
+
+    scale: float | None = None
+    """None: 1 / √size."""
+    window: int | None = None
+    """How many previous positions a query sees, None: all."""
+    cap: float | None = None
+    """c of c · tanh(q·k / c)."""
+    sinks: Tensor | None = None
+    """[heads]: see `SinkAttention` of models/megatron/attention.py."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernels compute them."""
+        return self.cap is None and self.sinks is None
+
+
+class SplitAttention(Protocol):
+    """Attention of rows that are spread over ranks: models/context/ has it."""
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
+    ) -> Tensor:
+        """`attend` for this rank's positions, with the `ends` of whole rows."""
+
+
+class _Batch(NamedTuple):
+    rows: MicroBatch
+    split: SplitAttention | None
+
+
+_batches: list[_Batch] = []
 """What the model computes now, if that is known."""
 
 
@@ -40,12 +81,13 @@ def register() -> None:
 
 
 @contextmanager
-def of(batch: MicroBatch) -> Iterator[None]:
-    """Context in which models isolate the documents of `batch`.
+def of(batch: MicroBatch, split: SplitAttention | None = None) -> Iterator[None]:
+    """Context in which models isolate the documents of `batch`: whole rows, of which the model
+    is given this rank's part where there is a `split`.
 
     transformers would derive them from the positions, which makes the host wait for the GPU.
     """
-    _batches.append(batch)
+    _batches.append(_Batch(batch, split))
     try:
         yield
     finally:
@@ -56,41 +98,52 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
-    window: int | None = None,
-    scale: float | None = None,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    scores: Scores,
 ) -> Tensor:
     """Causal attention inside each document: [batch, sequence, heads, size], keys and values of
-    [..., groups, size] → [batch, sequence, heads, size of values].
+    [batch, their sequence, groups, size] → [batch, sequence, heads, size of values].
 
-    `ends` as in `MicroBatch`; `window`: how many previous positions a query sees, None: all.
-    Raises BackendUnavailable where torch has no such kernel.
+    `query_ends`, `key_ends`: as `MicroBatch.ends`, equally many. Of a document that has more
+    keys than queries, the last query sees the last key (a mask aligned bottom-right). Raises
+    BackendUnavailable where torch has no such kernel.
     """
-    length = query.shape[1]
+    lengths = query.shape[1], key.shape[1]
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     within = _by_lengths if query.is_cuda else _one_by_one
-    found = within(q, k, v, ends, length, window, scale)
+    found = within(q, k, v, (query_ends, key_ends), lengths, scores)
     return found.view(*query.shape[:3], value.shape[-1])
 
 
-def band(length: int, window: int, device: torch.device) -> Tensor:
-    """True where query i sees key j: i - window ≤ j ≤ i."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance <= window)
+def band(
+    length: int, window: int | None, device: torch.device, keys: int | None = None
+) -> Tensor:
+    """bool [length, keys]: the keys that each query sees, itself and `window` previous ones or
+    all. The last query is that of the last key."""
+    keys = length if keys is None else keys
+    place = torch.arange(keys, device=device)
+    distance = place[keys - length :, None] - place
+    sees = distance >= 0
+    return sees if window is None else sees & (distance <= window)
 
 
 def _by_lengths(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
-    longest: int,
-    window: int | None,
-    scale: float | None,
+    ends: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+    scores: Scores,
 ) -> Tensor:
     """torch's kernel, which has one size for queries, keys and values, a multiple of 8.
-    `longest` is only a bound: to know the longest document, the host would wait."""
+    `lengths` are only bounds: to know the longest document, the host would wait."""
+    if not scores.fused:
+        raise BackendUnavailable(
+            f"torch {torch.__version__}: no kernel for documents takes sinks or capped scores",
+            fix="set parallel.context to 1 and kernels.attention to eager",
+        )
+    window, scale = scores.window, scores.scale
     if torch.is_autocast_enabled("cuda"):  # which has no rule for this kernel
         query, key, value = (
             x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value)
@@ -117,7 +170,7 @@ def _by_lengths(
     else:
         query = query * (scale * width**0.5)
     q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    found = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+    found = varlen_attn(q, k, v, *ends, *lengths, **options)
     assert isinstance(found, Tensor)
     return found[..., :own].contiguous()
 
@@ -126,29 +179,64 @@ def _one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
-    _: int,
-    window: int | None,
-    scale: float | None,
+    ends: tuple[Tensor, Tensor],
+    _: tuple[int, int],
+    scores: Scores,
 ) -> Tensor:
     found = []
-    for begin, end in filter(lambda one: one[0] < one[1], pairwise(ends.tolist())):
-        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
-        mask = None
-        if window is not None and window + 1 < end - begin:
-            mask = band(end - begin, window, q.device)
-        found.append(
-            scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
-        )
+    for (first, last), (begin, end) in zip(*(pairwise(x.tolist()) for x in ends), strict=True):
+        if first == last:  # of the document, this rank has no query
+            continue
+        if scores.window is not None:  # no query sees what is before
+            begin = max(begin, end - (last - first) - scores.window)
+        q = query[first:last].transpose(0, 1)[None]
+        k, v = (x[begin:end].transpose(0, 1)[None] for x in (key, value))
+        found.append(_document(q, k, v, scores))
     return torch.cat(found, dim=2)[0].transpose(0, 1)
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """[1, heads, queries, size] and keys and values of [1, groups, keys, size] of one."""
+    queries, keys, window = q.shape[2], k.shape[2], scores.window
+    mask = None
+    if queries != keys or (window is not None and window + 1 < keys) or not scores.fused:
+        mask = band(queries, window, q.device, keys)
+    if not scores.fused:
+        return _products(q, k, v, mask, scores)
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scores.scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """What no fused kernel computes, with transformers' fp32 softmax."""
+    assert mask is not None
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    weights = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.cap is not None:
+        weights = torch.tanh(weights / scores.cap) * scores.cap
+    weights = weights.masked_fill(~mask, float("-inf"))
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    exact = torch.promote_types(weights.dtype, torch.float32)
+    weights = weights.softmax(dim=-1, dtype=exact)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
+
+
+class _Rows(NamedTuple):
+    """What transformers passes to its layers as the mask. It is an argument and no state: a
+    recomputed layer needs that of its own micro batch."""
+
+    ends: Tensor
+    window: int | None
+    split: SplitAttention | None
 
 
 def _attention(
@@ -156,16 +244,21 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: tuple[Tensor, int | None],
+    attention_mask: _Rows,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_options: object,
 ) -> tuple[Tensor, None]:
     """What transformers' layers call, with [batch, heads, sequence, size] each."""
     assert not dropout, "the plan chooses another kernel"
-    ends, window = attention_mask
+    ends, window, split = attention_mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attend(q, k, v, ends, window, scaling), None
+    scores = Scores(scaling, window, softcap, s_aux)
+    if split is not None:
+        return split.attend(q, k, v, ends, scores), None
+    return attend(q, k, v, ends, ends, scores), None
 
 
 def _mask(
@@ -174,21 +267,26 @@ def _mask(
     device: torch.device,
     local_size: int | None = None,
     **_: object,
-) -> tuple[Tensor, int | None]:
-    """What transformers passes to `_attention` as the mask: `ends`, and how many previous
-    positions a query sees. Not every layer states its window itself; transformers' counts the
-    query's own position."""
+) -> _Rows:
+    """`ends`, and how many previous positions a query sees. Not every layer states its window
+    itself; transformers' counts the query's own position."""
     window = None if local_size is None else local_size - 1
-    ends = _batches[-1].ends if _batches else None
+    batch, split = _batches[-1] if _batches else (None, None)
+    ends = batch.ends if batch is not None else None
+    if batch is not None and split is not None:
+        q_length *= split.degree
+        assert q_length == batch.labels.shape[1], "the model was not given this rank's part"
     if ends is None:
         rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
         ends = rows * q_length
-    return ends, window
+    return _Rows(ends, window, split)
 
 
 def _documents(position_ids: Tensor) -> Tensor | None:
-    """[batch, sequence], equal numbers in one document; None where each row is one."""
+    """[batch, sequence], equal numbers in one document; None where each row is one, or where
+    `_mask` alone knows."""
     if _batches:
-        return _batches[-1].segments
+        batch, split = _batches[-1]
+        return batch.segments if split is None else None
     found: Tensor | None = _find_documents(position_ids)
     return found

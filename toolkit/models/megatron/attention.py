@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn.functional import dropout, rms_norm, scaled_dot_product_attention, softmax
 
-from toolkit.models.documents import attend, band
+from toolkit.models.documents import Scores, attend, band
 from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
 
@@ -65,7 +65,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if attention_mask is not None and attention_mask.dtype == torch.int32:
             assert self.window is not None or not self.limited, "the plan chooses a mask"
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            found = attend(q, k, v, attention_mask, self.window, self.scale)
+            scores = Scores(self.scale, self.window)
+            found = attend(q, k, v, attention_mask, attention_mask, scores)
             return found.transpose(0, 1).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]

@@ -1,0 +1,121 @@
+"""Context parallel: each rank of a group computes some positions of every row.
+
+Only attention looks at other positions: an exchange brings keys and values, or heads, to the
+ranks that need them. The log-probabilities are gathered afterwards, so that every rank computes
+the same loss of whole rows and no objective knows of the split.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.batch import MicroBatch
+from toolkit.layout import Exchange, Layout
+from toolkit.models.context.all_gather import AllGather
+from toolkit.models.context.collectives import gathered
+from toolkit.models.context.runs import natural, own
+from toolkit.models.documents import Scores
+
+
+class AttentionExchange(Protocol):
+    """How this rank's queries meet the keys and values of other ranks."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
+    ) -> Tensor:
+        """See `Context.attend`."""
+
+
+def _all_gather(group: dist.ProcessGroup, _: int) -> AttentionExchange:
+    return AllGather(group)
+
+
+EXCHANGES: dict[Exchange, Callable[[dist.ProcessGroup, int], AttentionExchange]] = {
+    "all_gather": _all_gather,
+}
+"""By the name in `kernels.context`: from a context group and the number of heads that keys and
+values have on a rank."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's context group."""
+
+    group: dist.ProcessGroup
+    exchange: AttentionExchange
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, key_heads: int) -> "Context":
+        """The group of `rank`, numbered as `Layout.data_rank` says; collective among it.
+
+        `key_heads`: of keys and values, on one tensor-parallel rank.
+        """
+        first = rank - rank // layout.tp % layout.cp * layout.tp
+        members = [first + layout.tp * number for number in range(layout.cp)]
+        group = dist.new_group(members, use_local_synchronization=True)
+        return cls.over(group, layout.exchange, key_heads)
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, exchange: Exchange, key_heads: int) -> "Context":
+        """The same in a group that exists; collective among it."""
+        return cls(group, EXCHANGES[exchange](group, key_heads))
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks a row is spread."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.group.rank()
+
+    def part(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's positions of `batch`, for the model alone: objectives take whole rows.
+
+        They keep their numbers in the row or the document. `segments` are left out: attention
+        gets the `ends` of whole rows.
+        """
+        ids, positions = batch.input_ids, batch.positions
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        weights = batch.loss_weights
+        return replace(
+            batch,
+            input_ids=self.own(ids),
+            labels=self.own(batch.labels),
+            loss_weights=None if weights is None else self.own(weights),
+            positions=self.own(positions),
+            segments=None,
+        )
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This rank's positions of [rows, length, …]."""
+        return own(rows, self.rank, self.degree)
+
+    def places(self, count: int, device: torch.device) -> Tensor:
+        """[count]: the numbers in the row of this rank's positions, of which it has `count`."""
+        return self.own(torch.arange(count * self.degree, device=device)[None])[0]
+
+    def whole(self, log_probs: Tensor) -> Tensor:
+        """[rows, own positions] of every rank → [rows, length] in natural order.
+
+        Every rank has the loss of whole rows, so that backward takes this rank's part of the
+        gradient and sums nothing.
+        """
+        return natural(gathered(log_probs, self.group, summed=False))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
+    ) -> Tensor:
+        """Causal attention of this rank's positions inside the documents of whole rows:
+        [batch, own, heads, size], keys and values of [batch, own, groups, size] → [batch, own,
+        heads, size of values].
+
+        `ends`: as `MicroBatch.ends`, of whole rows; row boundaries where a row is a document.
+        """
+        return self.exchange.attend(query, key, value, ends, scores)

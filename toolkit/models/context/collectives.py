@@ -1,0 +1,38 @@
+"""Collectives of a context group that gradients pass through."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""By the names since torch 2.13, which warns of those before."""
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, *, summed: bool) -> Tensor:
+    """`x` of every rank, [ranks, …].
+
+    `summed`: whether each rank computes something else with it, so that the gradient is the sum
+    over ranks; without it all compute the same, and backward takes this rank's.
+    """
+    whole: Tensor = _Gather.apply(x, group, summed)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        whole = x.new_empty(group.size(), *x.shape)
+        _ALL_GATHER(whole.flatten(0, 1), x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not ctx.summed:
+            return gradient[ctx.group.rank()], None, None
+        mine = gradient.new_empty(gradient.shape[1:])
+        _REDUCE_SCATTER(mine, gradient.contiguous().flatten(0, 1), group=ctx.group)
+        return mine, None, None
