@@ -419,7 +419,7 @@ def test_no_degrees_at_all() -> None:
         cluster__gpus_per_node=2,
         parallel__sequence=True,
     )
-    with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor and") as caught:
+    with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor, pipeline") as caught:
         plan_recipe(wanted)
     assert caught.value.fix == "set parallel.sequence to auto"
 

@@ -282,7 +282,7 @@ def test_experts_travel_and_split_the_weights() -> None:
 
 
 def test_context_parallel_waits_for_keys_on_a_slow_network() -> None:
-    layout = Layout(dp=1, cp=8, zero_stage=1, gradient_accumulation=2)
+    layout = Layout(dp=1, cp=8, exchange="ring", zero_stage=1, gradient_accumulation=2)
     cluster = parse_cluster("8x1xh100-80gb")
     slow = replace(cluster, network=replace(cluster.network, bytes_per_s=1e9))
     sent = 7 * (2 * 2 * 1024 * 1024 / (1e9 * DEFAULT["link.infiniband"]) + 10e-6)

@@ -29,6 +29,8 @@ class Choice(NamedTuple):
     spec: ModelSpec
     limited: bool
     """The device's memory is: it is no CPU."""
+    contexts: bool
+    """The context-parallel degree is left to the search, and may be above 1."""
 
 
 class Need(NamedTuple):
@@ -188,7 +190,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
     _degree(
         "cp",
         "context",
-        open=lambda choice: choice.layout.cp > 1,
+        open=lambda choice: choice.contexts,
+        unneeded=lambda choice: (1,) * (choice.layout.cp > 1),
         disruption=16,
     ),
     _degree(
@@ -385,7 +388,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         phrase=True,
         within="cp",
         open=lambda choice: choice.layout.cp > 1,
-        tried="rule",
         disruption=4,
     ),
 )

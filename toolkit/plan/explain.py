@@ -12,6 +12,8 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Pair, stage_layers
+from toolkit.plan.cost.exchange import ContextSplit, context_split
+from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import (
     DIMENSION,
     IN_REASONS,
@@ -23,6 +25,7 @@ from toolkit.plan.dimensions import (
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels, legality
 from toolkit.plan.rules import models as model_rules
+from toolkit.plan.rules.context import LONG
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import (
     MARGIN,
@@ -35,6 +38,7 @@ from toolkit.plan.search import (
     search,
     shortage,
 )
+from toolkit.plan.workloads import workload_of
 
 SHOWN = 2
 """Alternatives of a decision that its reason names."""
@@ -96,7 +100,9 @@ def decisions(found: Search, most: int | None = None) -> list[Decision]:
 
 def _choice(found: Search) -> Choice:
     best, limited = found.best, found.cluster.gpu.memory_gib is not None
-    return Choice(best.pair, best.layout, table()[best.pair], found.job.spec, limited)
+    support, asked = table()[best.pair], found.job.parallel.context
+    contexts = asked == "auto" and support.largest_open("context") > 1
+    return Choice(best.pair, best.layout, support, found.job.spec, limited, contexts)
 
 
 def choice(found: Search) -> Iterator[str]:
@@ -203,6 +209,8 @@ def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
     values = _others(found, dimension, found.best.pair)
     if dimension.field != "recompute":
         values.sort(key=lambda one: _distance(one, chosen))
+    if dimension.field == "cp":  # what other forms of parallelism cost in its place
+        values.sort(key=lambda one: one > 1)
     costs = (cost for value in values if (cost := _cost(found, dimension, value)))
     return Decision(what, f"{_auto(found)}{note}", tuple(islice(costs, most)))
 
@@ -241,6 +249,8 @@ def _untried(found: Search, other: Candidate) -> str:
     island, places = found.cluster.island, found.fallback.offload
     if (other.layout.offload_optimizer, other.layout.offload_parameters) != places:
         return "offload is tried only if nothing fits without it"
+    if other.layout.cp > 1 and not found.fallback.context:
+        return f"context groups are tried from {LONG:,} tokens, or if nothing else fits"
     if other.layout.tp > island >= found.best.layout.tp:
         return "tensor groups across nodes are tried only if nothing else fits"
     return ""
@@ -364,6 +374,8 @@ def _note(found: Search, field: str) -> str:
         sizes = stage_layers(job.spec.layers, layout.pp, layout.vpp)
         whole = "each pipeline chunk" if layout.pp > 1 else "the model"
         return f"; of the {max(sizes)} of {whole}"
+    if field in ("cp", "exchange") and layout.cp > 1:
+        return _exchanged(found) if field == "cp" else _kept(found)
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":
@@ -373,6 +385,7 @@ def _note(found: Search, field: str) -> str:
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
+        job = job.stating({"parallel.context": layout.cp})
         return f"; {kernels.compile_objection(job, found.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
         return f"; {kernels.fused_objection(job, found.best.pair)}"
@@ -386,6 +399,44 @@ def _note(found: Search, field: str) -> str:
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(found) if DIMENSION[field].of(job) == "auto" else ""
     return ""
+
+
+def _split(found: Search) -> ContextSplit:
+    """Of a layer's attention."""
+    layout, workload = found.best.layout, workload_of(found.job, found.best.pair)
+    own = layout.micro_batch * workload.sample_tokens / layout.cp
+    return context_split(workload, layout.exchange, layout.tp, layout.cp, own)
+
+
+def _exchanged(found: Search) -> str:
+    """What a rank receives in a layer, next to what it would if its context group were tensor
+    ranks, too: an all-gather and a reduce-scatter of activations around attention, and around
+    the MLP (Korthikanti et al., arXiv:2205.05198, section 4.2.2)."""
+    layout, split = found.best.layout, _split(found)
+    workload = workload_of(found.job, found.best.pair)
+    row = 4 * layout.micro_batch * workload.sample_tokens * found.job.spec.hidden
+    ranks = layout.tp * layout.cp
+    mine = split.received + row / layout.cp * (layout.tp - 1) / layout.tp
+    theirs = row * (ranks - 1) / ranks
+    return (
+        f"; a rank receives {_mib(mine, workload)} per layer and pass, with tensor {ranks} "
+        f"instead {_mib(theirs, workload)}"
+    )
+
+
+def _kept(found: Search) -> str:
+    """What an exchange keeps, and whether attention hides it."""
+    split, workload = _split(found), workload_of(found.job, found.best.pair)
+    text = f"; {_mib(2 * split.attended_key, workload)} of keys and values per layer and rank"
+    if split.rings > 1:
+        text += f", which {split.rings} ranks pass on while they attend"
+    if split.heads > 1:
+        text += f"; {split.heads} ranks split the heads"
+    return text
+
+
+def _mib(elements: float, workload: Workload) -> str:
+    return f"{workload.width * elements / 2**20:,.0f} MiB"
 
 
 def _why_offloaded(found: Search) -> str:

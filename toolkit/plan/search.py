@@ -372,7 +372,7 @@ def _drawbacks(one: Candidate, cluster: Cluster) -> tuple[bool, float, int, int,
     other techniques, their degrees, and memory."""
     layout, capacity = one.layout, cluster.gpu.memory_gib or 0.0
     scarce = max(one.memory_gib, capacity / (1 + MARGIN))
-    degrees = layout.tp + layout.pp + layout.vpp + layout.ep
+    degrees = layout.tp + layout.pp + layout.vpp + layout.cp + layout.ep
     slow_links = layout.tp > 1 and tensor_link(layout, cluster) not in FAST_LINKS
     return slow_links, scarce, moving_parts(one), degrees, one.memory_gib
 

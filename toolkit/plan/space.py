@@ -62,6 +62,8 @@ class Fallback:
     offload: Offload
     largest_tensor: int
     """Tensor-parallel degree, if it is open."""
+    context: bool = True
+    """Whether context parallel is tried, if it is open."""
 
 
 def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
@@ -72,10 +74,11 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
         recomputes = _recomputes(job, pair)
         for parallel in _settled(job, pair, fallback):
             layout = _layout(job, pair, parallel)
-            sizes = _micro_batches(job, layout)
-            share = training.global_batch_size // layout.dp
-            whole = replace(layout, gradient_accumulation=max(1, share))
-            yield PartialLayout(pair, workload, whole, tuple(sizes), recomputes)
+            sizes = tuple(_micro_batches(job, layout))
+            share = max(1, training.global_batch_size // layout.dp)
+            for exchange in context.exchanges(job, parallel):
+                whole = replace(layout, exchange=exchange, gradient_accumulation=share)
+                yield PartialLayout(pair, workload, whole, sizes, recomputes)
 
 
 def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
@@ -83,11 +86,15 @@ def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
 
     At first, tensor groups stay within the `island` of accelerators connected by the fast link:
     layers wait for their collectives, and no source has measured them through a network. Then
-    they may grow, and then states are offloaded.
+    they may grow, and then states are offloaded. Short rows are spread over context groups
+    only if that is not enough.
     """
     placements, widest = _placements(job.parallel), job.spec.heads
     first = [Fallback(placements[0], min(island, widest)), Fallback(placements[0], widest)]
-    return list(dict.fromkeys(first + [Fallback(one, widest) for one in placements]))
+    found = list(dict.fromkeys(first + [Fallback(one, widest) for one in placements]))
+    if job.parallel.context != "auto" or job.training.sequence_length >= context.LONG:
+        return found
+    return [replace(one, context=tried) for tried in (False, True) for one in found]
 
 
 def _placements(parallel: ParallelSection) -> list[Offload]:
@@ -154,7 +161,7 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
     zero = asked.zero.model_copy(update=places)
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
-    for degrees in _degrees(job, pair, fallback.largest_tensor):
+    for degrees in _degrees(job, pair, fallback):
         tensor, pipeline = degrees["tensor"], degrees["pipeline"]
         spread = _experts(job, pair, pipeline)
         copies = _copies(job, pair, fallback, tensor * pipeline)
@@ -183,17 +190,17 @@ def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
     return stages
 
 
-def _degrees(job: PlanRequest, pair: Pair, largest_tensor: int) -> Iterator[dict[str, int]]:
+def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[str, int]]:
     """Tensor, pipeline, virtual pipeline and context, less communication first."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size
     every = divisors(ranks)
     for pipeline in _open(asked.pipeline, every, min(support.largest("pipeline"), layers)):
-        most = min(support.largest_open("tensor"), largest_tensor)
+        most = min(support.largest_open("tensor"), fallback.largest_tensor)
         for tensor in _open(asked.tensor, every, most):
             if ranks % (pipeline * tensor):
                 continue
-            contexts = _contexts(job, pair, ranks // (pipeline * tensor))
+            contexts = _contexts(job, pair, fallback, ranks // (pipeline * tensor))
             on_stage = layers // pipeline if pipeline > 1 else 1
             most = min(support.largest("virtual_pipeline"), on_stage)
             chunks = [one for one in range(1, most + 1) if _even(layers, pipeline, one)]
@@ -207,11 +214,10 @@ def _degrees(job: PlanRequest, pair: Pair, largest_tensor: int) -> Iterator[dict
                     }
 
 
-def _contexts(job: PlanRequest, pair: Pair, ranks: int) -> list[int]:
+def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
     """Context-parallel degrees that divide so many ranks."""
-    asked = job.parallel.context
-    most = table()[pair].largest_open("context")
-    found = _open(asked, [1], most)
+    most = table()[pair].largest_open("context") if fallback.context else 1
+    found = _open(job.parallel.context, divisors(ranks), most)
     return [one for one in found if ranks % one == 0]
 
 
@@ -272,7 +278,8 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
 
 def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     """The layout of a complete intent."""
-    stated = {one.field: one.of(job.asking(parallel=parallel)) for one in _IN_PARALLEL}
+    job = job.asking(parallel=parallel)
+    stated = {one.field: one.of(job) for one in _IN_PARALLEL}
     settled = {field: value for field, value in stated.items() if value is not None}
     return Layout(
         dp=job.cluster.world_size // (settled["tp"] * settled["pp"] * settled["cp"]),
@@ -280,7 +287,6 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         compile=kernels.compiled(job, pair, settled["zero_stage"]),
         fused=kernels.fused(job, pair),
         experts=kernels.expert_products(job, pair, parallel),
-        exchange=context.exchange(job),
     )
 
 

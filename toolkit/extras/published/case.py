@@ -269,6 +269,7 @@ class Case:
             pp=pp,
             vpp=self._chunks(pp),
             cp=self._degree("cp"),
+            exchange="ring",  # Transformer Engine's default, `cp_comm_type` p2p
             ep=self._degree("ep"),
             sequence_parallel=bool(sequence),
             zero_stage=self.zero_stage,  # type: ignore[arg-type]

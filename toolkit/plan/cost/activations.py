@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from toolkit.layout import Recompute
+from toolkit.layout import Exchange, Recompute
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
+from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.workload import Workload
 
 MASK_BYTES = 1
@@ -78,6 +79,10 @@ class _Sizes:
     query: float
     key: float
     """Of the keys, equal to that of the values."""
+    attended: float
+    """The same of the keys that attention keeps: a context group's may be gathered."""
+    output: float
+    """Of attention's output before a context group sent its heads back."""
     scores: float
     rows: float
     """Rows of the score matrices: one softmax each."""
@@ -86,13 +91,14 @@ class _Sizes:
 
 
 def layer_activations(
-    workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
-) -> Activations:
+    workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute,
+    exchange: Exchange = "all_gather",
+) -> Activations:  # fmt: skip
     """What one micro batch of `micro` samples leaves on a rank per layer.
 
     `tp`, `cp`: tensor and context parallel degrees; `sequence`: sequence parallel.
     """
-    sizes = _sizes(workload, tp, cp, sequence, micro)
+    sizes = _sizes(workload, tp, cp, sequence, micro, exchange)
     whole = _everything(workload, sizes, tp)
     stored = whole
     if recompute == "full":
@@ -114,9 +120,12 @@ def _least(
     return (_layer_input(workload, sizes) if recompute == "full" else stored).total
 
 
-def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> _Sizes:
+def _sizes(
+    workload: Workload, tp: int, cp: int, sequence: bool, micro: int, exchange: Exchange
+) -> _Sizes:
     spec = workload.spec
     tokens = micro * workload.sample_tokens / cp
+    context = context_split(workload, exchange, tp, cp, tokens)
     split, of_heads = tokens / tp, tokens / workload.head_ranks(tp)
     inner = split * spec.intermediate
     if spec.moe_layers == spec.layers:
@@ -124,8 +133,10 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
     return _Sizes(
         stream=tokens * spec.hidden / (tp if sequence else 1),
         whole_stream=tokens * spec.hidden,
-        query=of_heads * spec.heads * spec.head_dim,
-        key=of_heads * spec.kv_heads * spec.head_dim,
+        query=context.query,
+        key=context.key,
+        attended=context.attended_key,
+        output=context.kept,
         scores=of_heads * spec.heads * workload.sequence_length,
         rows=of_heads * spec.heads,
         inner=inner,
@@ -146,7 +157,7 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     return LayerActivations(
         norms=norms + masks,
         qkv=width * (_projected(workload, sizes) + head_norms) + _latents(workload, sizes),
-        attention=width * sizes.query + _kernel(workload, sizes),
+        attention=width * (sizes.query + sizes.output) + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
         experts=_experts(workload, sizes, tp) + _changed_experts(workload),
     )
@@ -157,7 +168,7 @@ def _projected(workload: Workload, sizes: _Sizes) -> float:
     spec = workload.spec
     if workload.attention == "eager" and (workload.megatron_layers or spec.grouped):
         return 3 * sizes.query  # copies, one of keys and of values per query head
-    return sizes.query + 2 * sizes.key + _rotated(workload, sizes)
+    return sizes.query + 2 * sizes.attended + _rotated(workload, sizes)
 
 
 def _rotated(workload: Workload, sizes: _Sizes) -> float:
@@ -306,7 +317,7 @@ def _gradients(workload: Workload, sizes: _Sizes, whole: LayerActivations) -> fl
         attention = width * 2 * sizes.query + scores - whole.mlp - whole.experts
         mlp = width * products * sizes.inner
         return width * 2 * sizes.whole_stream + max(mlp, attention)
-    attention = 2 * (sizes.query + 2 * sizes.key)
+    attention = 2 * (sizes.query + 2 * sizes.attended)
     if workload.attention == "unfused":
         attention += 2 * sizes.scores
     return width * (2 * sizes.whole_stream + max(products * sizes.inner, attention))

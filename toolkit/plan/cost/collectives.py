@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple
 from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.cost.efficiency import Efficiency
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "circulate"
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +95,33 @@ class Group:
             self.all_gather_s(total_bytes), total_bytes / self.bytes_per_s + self.tree_latency_s
         )
 
-    def all_to_all_s(self, total_bytes: float) -> float:
-        """Every member sends an equal part of `total_bytes` to each member."""
+    @property
+    def near_share(self) -> float:
+        """Of what a member sends to all members, the part for others of its island."""
+        return 1 / self.islands - 1 / self.size
+
+    @property
+    def far_share(self) -> float:
+        """The part for other islands."""
+        return (self.islands - 1) / self.islands
+
+    @property
+    def step_latency_s(self) -> float:
+        """Of one message to each member."""
+        return self.links.far_latency_s if self.islands > 1 else self.links.near_latency_s
+
+    def all_to_all_s(self, own_bytes: float) -> float:
+        """Every member sends an equal part of its `own_bytes` to each member."""
         if self.size == 1:
             return 0.0
-        away = (self.islands - 1) / self.islands
-        near = total_bytes * (1 / self.islands - 1 / self.size) / self.links.near_bytes_per_s
-        far = total_bytes * away / self.links.far_bytes_per_s
-        latency = self.links.far_latency_s if self.islands > 1 else self.links.near_latency_s
-        return max(near, far) + latency
+        near = own_bytes * self.near_share / self.links.near_bytes_per_s
+        far = own_bytes * self.far_share / self.links.far_bytes_per_s
+        return max(near, far) + self.step_latency_s
+
+    def circulate_s(self, own_bytes: float) -> float:
+        """Every member sends `own_bytes` to its neighbour, and then what it received, until
+        all have passed."""
+        return (self.size - 1) * (own_bytes / self.bytes_per_s + self.links.far_latency_s)
 
 
 class Collectives(NamedTuple):
@@ -110,7 +130,7 @@ class Collectives(NamedTuple):
     kind: CollectiveKind
     group: Group
     nbytes: float
-    """Of the whole tensor, each time."""
+    """Of the whole tensor, each time; of all_to_all and circulate, of a member's own part."""
     times: float = 1
 
     @property

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from toolkit.layout import (
+    Exchange,
     Layout,
     LossKernel,
     Recompute,
@@ -19,6 +20,7 @@ from toolkit.layout import (
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
+from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.owners import owned_bytes, replicated
 from toolkit.plan.cost.stages import (
     StageShare,
@@ -202,7 +204,9 @@ def degrees(layout: Layout) -> tuple[int, int, int, int]:
     return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
-def micro_batch_of(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
+def micro_batch_of(
+    layout: Layout,
+) -> tuple[int, int, int, bool, int, Recompute, LossKernel, Exchange]:
     """Quantities that determine one micro batch's memory on a rank."""
     return (
         layout.tp,
@@ -212,6 +216,7 @@ def micro_batch_of(layout: Layout) -> tuple[int, int, int, bool, int, Recompute,
         layout.micro_batch,
         "full" if isinstance(layout.recompute, int) else layout.recompute,
         layout.loss,
+        layout.exchange,
     )
 
 
@@ -405,19 +410,18 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 @lru_cache(maxsize=4096)
 def micro_batch_memory(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
-    recompute: Recompute, loss: LossKernel,
+    recompute: Recompute, loss: LossKernel, exchange: Exchange,
 ) -> MicroBatchMemory:  # fmt: skip
     """See `micro_batch_of`."""
     spec, width = workload.spec, workload.width
-    layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
+    layer = layer_activations(workload, tp, cp, sequence, micro, recompute, exchange)
     tokens = micro * workload.sample_tokens / cp
     whole = width * tokens * spec.hidden
     stream = whole / (tp if sequence else 1)
     messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence
     if pp > 1:
         messages += MESSAGES * stream
-    if cp > 1:  # keys and values of this and the next rank
-        messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
+    messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
     rows = workload.logit_rows(tp)
     logits = logits_at_once(workload, loss, int(tokens), tp)
     head = logits.each * tokens * rows / logits.chunks
@@ -518,5 +522,5 @@ def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, fl
     """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
     first stage."""
     share = workload.share(*degrees(layout), 0)
-    ranks = layout.dp if layout.zero_stage else 1
+    ranks = layout.dp * layout.cp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

@@ -107,7 +107,7 @@ def _activations(
     recomputed = layers_stored(workload, layout, share) / layout.vpp
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
     way = micro_batch_of(layout)[5]
-    stored = layer_activations(workload, *_shape(layout), way).stored
+    stored = layer_activations(workload, *_shape(layout), way, layout.exchange).stored
     per_token = {
         f"{part}_bytes": size / tokens for part, size in stored._asdict().items() if size
     }
@@ -160,7 +160,8 @@ def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
 
 
 def _workspace(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
-    layer = layer_activations(workload, *_shape(layout), micro_batch_of(layout)[5])
+    way = micro_batch_of(layout)[5]
+    layer = layer_activations(workload, *_shape(layout), way, layout.exchange)
     again = is_whole_again(workload, layout) * layer.again
     parts = {"recomputed_bytes": again, "gradient_bytes": layer.gradients}
     source = "gradients in one layer's backward pass, next to what it recomputed"
@@ -188,5 +189,5 @@ def _communication(
         "owner_bytes": owners,
     }
     about = " ".join(cleandoc(why or "").split()) if engine else ""
-    messages = "what tensor groups and pipeline stages receive and send"
+    messages = "what tensor and context groups and pipeline stages receive and send"
     return total(memory.buffers, parts, f"{workload.engine}: {about}" if about else messages)

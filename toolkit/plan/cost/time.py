@@ -153,7 +153,7 @@ class StageParts:
 
     def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
         """Forward and backward of every stage for one micro batch, by its layers."""
-        again = self.layer.recompute.total + self.traffic.tensor_again
+        again = self.layer.recompute.total + self.traffic.again
         forward = self.layer.forward.total + self.traffic.forward
         backward = self.layer.backward.total + self.traffic.backward
         found = [
@@ -300,11 +300,15 @@ def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
     layout, traffic, data = place.layout, parts.traffic, busiest.data
     steps = layout.gradient_accumulation
     many = steps * busiest.share.layers
-    again = parts.recomputed[busiest.share.stage] * traffic.tensor_again
+    recomputed = parts.recomputed[busiest.share.stage]
+    again = recomputed * traffic.tensor_again
     again += busiest.ends * 2 * parts.ends_traffic_s
+    exchanged = sum(
+        many * (1 + one.back) * one.forward.exposed_s for one in traffic.exchanged.values()
+    )
     return {
         "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
-        "context": many * 3 * traffic.context,
+        "context": exchanged + steps * recomputed * traffic.context_again,
         "expert": many * 2 * traffic.expert,
         "pipeline": _pipeline_s(place, message_s, busiest.waited),
         "data_gather": data.gather_s,

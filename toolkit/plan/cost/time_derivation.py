@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from toolkit.plan.cost.collectives import Collectives
 from toolkit.plan.cost.derivation import Derivation, Symbol, amount, total
 from toolkit.plan.cost.efficiency import TABLE
+from toolkit.plan.cost.exchange import SOURCES
 from toolkit.plan.cost.operators import (
     BACKWARD_SCORES,
     Pass,
@@ -22,6 +23,9 @@ from toolkit.plan.cost.traffic import (
 from toolkit.plan.cost.update import UPDATE_BYTES, offload_parts_s, updated_parameters
 
 _RING = "Thakur et al. 2005: a ring moves (n - 1)/n of the data; rates: NCCL tests"
+_PASSED = "each member sends to its neighbour, in turn; rates: NCCL tests"
+_SENT_TO_ALL = "an equal part to each member: the slower of both links; rates: NCCL tests"
+_NOT_HIDDEN = "what computation does not hide, or by how much it slows computation down"
 _BUBBLE = "Narayanan et al., arXiv:2104.04473, section 2.2"
 _TENSOR = "two collectives per pass: Korthikanti et al., arXiv:2205.05198, section 4.2.2"
 
@@ -226,12 +230,7 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
             {**inside, **tensor},
             _TENSOR,
         ),
-        "context": Derivation(
-            waited["context"],
-            "micro_batches * layers * 3 * forward_s",
-            {**inside, "forward_s": traffic.context},
-            "keys and values, and their gradients",
-        ),
+        "context": _context(busiest, waited["context"], inside),
         "expert": Derivation(
             waited["expert"],
             "micro_batches * layers * 2 * forward_s",
@@ -256,6 +255,33 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
     return {f"waiting: {kind}": one for kind, one in found.items()}
 
 
+def _context(busiest: BusiestStage, value: float, inside: Mapping[str, float]) -> Derivation:
+    """What a context group exchanges, and its gradients."""
+    traffic, symbols = busiest.parts.traffic, dict[str, Symbol](inside)
+    terms = []
+    for name, one in traffic.exchanged.items():
+        terms.append(f"{1 + one.back} * {name}_s")
+        symbols[f"{name}_s"] = _exposed(one.forward)
+    formula = f"micro_batches * layers * ({' + '.join(terms)})"
+    if traffic.context_again:
+        formula += " + micro_batches * recomputed * again_s"
+        symbols["recomputed"] = busiest.parts.recomputed[busiest.share.stage]
+        symbols["again_s"] = traffic.context_again
+    return Derivation(value, formula, symbols, SOURCES[busiest.place.layout.exchange])
+
+
+def _exposed(one: Overlapped) -> Symbol:
+    sent = _collectives(one.sent_s, one.sent)
+    if not one.computed_s and not one.slowed:
+        return sent
+    return Derivation(
+        one.exposed_s,
+        "max(sent_s - computed_s, slowed * sent_s)",
+        {"sent_s": sent, "computed_s": one.computed_s, "slowed": one.slowed},
+        _NOT_HIDDEN,
+    )
+
+
 def _overlapped(
     value: float, parts: Mapping[str, Overlapped], more: Mapping[str, float] = {}
 ) -> Derivation:
@@ -269,7 +295,7 @@ def _overlapped(
                 "computed_s": one.computed_s,
                 "slowed": one.slowed,
             },
-            "what computation does not hide, or by how much it slows computation down",
+            _NOT_HIDDEN,
         )
         for name, one in parts.items()
         if one.times
@@ -281,15 +307,45 @@ def _collectives(value: float, sent: "list[Collectives] | tuple[Collectives, ...
     """The first of some collectives by its formula, the others by their time."""
     if not sent or sum(one.seconds for one in sent) != value:
         return value
+    names = [one.kind for one in sent]
     symbols: dict[str, Symbol] = {}
     for one in sent:
-        symbols[f"{one.kind}_s"] = _collective(one)
+        again = f"_{len(symbols) + 1}" if names.count(one.kind) > 1 else ""
+        symbols[f"{one.kind}{again}_s"] = _collective(one)
     return total(value, symbols)
 
 
 def _collective(one: Collectives) -> Derivation:
     """By a ring, or by a tree where latency dominates."""
     group, times = one.group, one.times
+    if one.kind == "circulate":
+        return Derivation(
+            one.seconds,
+            "(ranks - 1) * (own_bytes / link_bytes_per_s + latency_s)",
+            {
+                "ranks": group.size,
+                "own_bytes": one.nbytes,
+                "link_bytes_per_s": group.bytes_per_s,
+                "latency_s": group.links.far_latency_s,
+            },
+            _PASSED,
+        )
+    if one.kind == "all_to_all":
+        return Derivation(
+            one.seconds,
+            "times * (own_bytes * max(near / near_bytes_per_s, far / far_bytes_per_s)"
+            " + latency_s)",
+            {
+                "times": times,
+                "own_bytes": one.nbytes,
+                "near": group.near_share,
+                "near_bytes_per_s": group.links.near_bytes_per_s,
+                "far": group.far_share,
+                "far_bytes_per_s": group.links.far_bytes_per_s,
+                "latency_s": group.step_latency_s,
+            },
+            _SENT_TO_ALL,
+        )
     moved, latency = "bytes * (ranks - 1) / ranks", group.ring_latency_s
     tree = one.nbytes / group.bytes_per_s + group.tree_latency_s
     if one.kind == "all_reduce":

@@ -5,7 +5,8 @@ longer than computation, or slows computation down.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from toolkit.hardware.cluster import Cluster
@@ -13,6 +14,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.collectives import CollectiveKind, Collectives, Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES
+from toolkit.plan.cost.exchange import ContextSplit, context_split
 from toolkit.plan.cost.operators import Slice
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
@@ -37,11 +39,47 @@ class PlacedLayout:
     def slice(self) -> Slice:
         """What a rank computes of one micro batch."""
         layout, tokens = self.layout, int(self.tokens)
-        return Slice(tokens, layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+        parts = layout.cp // self.context.heads
+        return Slice(tokens, layout.tp, parts, layout.ep, layout.sequence_parallel)
+
+    @cached_property
+    def context(self) -> ContextSplit:
+        """What a rank of a context group exchanges in a layer."""
+        layout = self.layout
+        return context_split(self.workload, layout.exchange, layout.tp, layout.cp, self.tokens)
 
     def group(self, size: int, stride: int) -> Group:
         """`size` ranks that are `stride` apart."""
         return self.network.group(size, stride)
+
+
+class Overlapped(NamedTuple):
+    """Communication next to computation."""
+
+    sent: tuple[Collectives, ...]
+    computed_s: float
+    slowed: float
+    """Seconds by which one second of communication slows computation down."""
+    times: float = 1
+    """Per step."""
+
+    @property
+    def sent_s(self) -> float:
+        """Of all communication."""
+        return sum(one.seconds for one in self.sent)
+
+    @property
+    def exposed_s(self) -> float:
+        """Per step."""
+        return self.times * _exposed(self.sent_s, self.computed_s, self.slowed)
+
+
+class ContextTraffic(NamedTuple):
+    """What a context group exchanges in a layer."""
+
+    forward: Overlapped
+    back: int
+    """How many times as much the backward pass sends."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +89,18 @@ class LayerTraffic:
     tensor: float = 0.0
     tensor_back: float = 0.0
     tensor_again: float = 0.0
-    """Repeated by recompute."""
+    """Repeated by recompute, with that of experts."""
     context: float = 0.0
-    """Of the forward pass; the backward pass also sends the gradients: twice as much."""
+    context_back: float = 0.0
+    context_again: float = 0.0
+    exchanged: Mapping[str, ContextTraffic] = field(default_factory=dict)
+    """What the context group's seconds are of, by kind."""
     expert: float = 0.0
+
+    @property
+    def again(self) -> float:
+        """Added to the backward pass of a layer that is recomputed."""
+        return self.tensor_again + self.context_again
 
     @property
     def forward(self) -> float:
@@ -64,20 +110,26 @@ class LayerTraffic:
     @property
     def backward(self) -> float:
         """Added to the backward pass."""
-        return self.tensor_back + 2 * self.context + self.expert
+        return self.tensor_back + self.context_back + self.expert
 
 
 def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
     tensor, expert = _layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
-    layout = place.layout
-    again = 0.0
+    layout, exchanged = place.layout, _exchanged(place, attention_s)
+    exposed = [(one.forward.exposed_s, one.back) for one in exchanged.values()]
+    context, context_back = sum(one for one, _ in exposed), sum(n * one for one, n in exposed)
+    again, context_again = 0.0, 0.0
     if layout.recompute == "full" or isinstance(layout.recompute, int):
-        again = tensor + expert
+        again, context_again = tensor + expert, context
     elif layout.recompute == "selective" and place.workload.cost.selective == "products":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
-    return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
+    elif layout.recompute == "selective":
+        context_again = context
+    return LayerTraffic(
+        tensor, back, again, context, context_back, context_again, exchanged, expert
+    )
 
 
 def layer_collectives(place: PlacedLayout) -> list[Collectives]:
@@ -132,20 +184,33 @@ def ends_traffic_s(place: PlacedLayout, layer_s: float) -> float:
     return (gathered.seconds + summed.seconds) / 4  # both ends, both passes
 
 
-def _context_s(place: PlacedLayout, attention_s: float) -> float:
-    """Keys and values circulate in the context group while attention processes the local
-    ones."""
-    layout, spec = place.layout, place.workload.spec
+def _exchanged(place: PlacedLayout, attention_s: float) -> dict[str, ContextTraffic]:
+    """Gathered keys and values, whose gradients are scattered, and heads that are sent, have
+    to arrive before attention; what travels around arrives while attention computes with what
+    came before, and on the way back so do the gradients. Ranks that split heads are
+    neighbours."""
+    layout, split, width = place.layout, place.context, place.workload.width
     if layout.cp == 1:
-        return 0.0
-    ring = place.group(layout.cp, layout.tp)
-    keys_values = (
-        2 * place.workload.width * place.tokens * spec.kv_heads * spec.head_dim / layout.tp
-    )
-    steps = layout.cp - 1
-    sent = steps * (keys_values / ring.bytes_per_s + ring.links.far_latency_s)
-    compute = attention_s * steps / layout.cp
-    return _exposed(sent, compute, place.efficiency["overlap.megatron"])
+        return {}
+    if layout.exchange == "all_gather":
+        group = place.group(layout.cp, layout.tp)
+        gathered = Collectives("all_gather", group, 2 * width * split.attended_key)
+        return {"gathered": ContextTraffic(Overlapped((gathered,), 0.0, 0.0), 1)}
+    found = {}
+    if split.heads > 1:
+        group, own = place.group(split.heads, layout.tp), width * split.query
+        sent = (
+            Collectives("all_to_all", group, own, 2),
+            Collectives("all_to_all", group, width * split.sent_key, 2),
+        )
+        found["heads"] = ContextTraffic(Overlapped(sent, 0.0, 0.0), 1)
+    if split.rings > 1:
+        ring = place.group(split.rings, layout.tp * split.heads)
+        passed = Collectives("circulate", ring, 2 * width * split.sent_key)
+        compute = attention_s * (split.rings - 1) / split.rings
+        slowed = place.efficiency["overlap.megatron"]
+        found["passed"] = ContextTraffic(Overlapped((passed,), compute, slowed), 2)
+    return found
 
 
 def _expert_s(place: PlacedLayout) -> float:
@@ -173,27 +238,6 @@ def pipeline_message_s(place: PlacedLayout) -> float:
 def reduce_bytes(workload: Workload) -> float:
     """Bytes per gradient element on the wire."""
     return FP32_BYTES if workload.reduce_bytes is None else workload.reduce_bytes
-
-
-class Overlapped(NamedTuple):
-    """Communication next to computation."""
-
-    sent: tuple[Collectives, ...]
-    computed_s: float
-    slowed: float
-    """Seconds by which one second of communication slows computation down."""
-    times: float = 1
-    """Per step."""
-
-    @property
-    def sent_s(self) -> float:
-        """Of all communication."""
-        return sum(one.seconds for one in self.sent)
-
-    @property
-    def exposed_s(self) -> float:
-        """Per step."""
-        return self.times * _exposed(self.sent_s, self.computed_s, self.slowed)
 
 
 class DataTraffic(NamedTuple):
@@ -235,8 +279,8 @@ def _copies(place: PlacedLayout, share: StageShare, backward_s: float) -> dict[s
     layout, layers = place.layout, max(1, share.layers)
     if layout.replicate == 1:
         return {}
-    shards = layout.dp // layout.replicate
-    between = place.group(layout.replicate, shards * layout.tp * layout.cp)
+    shards = layout.dp * layout.cp // layout.replicate
+    between = place.group(layout.replicate, shards * layout.tp)
     size = reduce_bytes(place.workload) * share.trained.parameters / shards
     sent = Collectives("all_reduce", between, size / layers, layers)
     slowed = place.efficiency[place.workload.cost.overlap]

@@ -159,19 +159,23 @@ class Workload:
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's
-        activation function is not in experts."""
+        activation function is not in experts. With context parallel, attention has the kernel
+        for documents of different lengths."""
         grouped, compiled = layout.experts == "grouped", layout.compile != "none"
         fused, liger = layout.fused != "none", layout.fused == "liger"
-        if not (compiled or fused or grouped):
+        lengths = layout.cp > 1 and (self.document_mask or self.cudnn)
+        if not (compiled or fused or grouped or lengths):
             return self
         glu = (compiled or fused) and not (liger and self.spec.moe_layers)
-        return _in_layout(self, compiled, glu, liger, grouped)
+        return _in_layout(self, compiled, glu, liger, grouped, lengths)
 
 
 @lru_cache(64)
 def _in_layout(
-    workload: Workload, compiled: bool, glu: bool, norms: bool, grouped: bool
+    workload: Workload, compiled: bool, glu: bool, norms: bool, grouped: bool, lengths: bool
 ) -> Workload:
+    if lengths:
+        workload = replace(workload, document_mask=False, cudnn=False)
     return replace(
         workload,
         fused_elementwise=compiled or workload.fused_elementwise,

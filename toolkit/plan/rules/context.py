@@ -7,13 +7,28 @@ from toolkit.errors import Problem
 from toolkit.layout import Exchange, Layout
 from toolkit.models.config_keys import is_dropout
 from toolkit.plan.request import PlanRequest
+from toolkit.recipe.schema import ParallelSection
+
+LONG = 16_384
+"""Tokens of a row from which `parallel.context: auto` may be above 1 without need: of shorter
+ones attention is a small part, and data parallel sends less."""
 
 
-def exchange(job: PlanRequest) -> Exchange:
-    """The recipe's value, or what `auto` chooses."""
+def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ...]:
+    """The recipe's value, or all that `auto` may become with settled degrees."""
+    degree = _number(parallel.context)
     if job.kernels.context != "auto":
-        return job.kernels.context
-    return "all_gather"
+        return (job.kernels.context,)
+    if degree == 1:
+        return (Layout.exchange,)
+    tensor = _number(parallel.tensor)
+    heads, keys = (max(1, one // tensor) for one in (job.spec.heads, job.spec.kv_heads))
+    found: list[Exchange] = ["all_gather", "ring"]
+    if heads % degree == 0:
+        found.append("ulysses")
+    if gcd(keys, degree) not in (1, degree):
+        found.append("ulysses_ring")
+    return tuple(found)
 
 
 def problems(job: PlanRequest) -> Iterator[Problem]:

@@ -91,6 +91,8 @@ def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
         return _GATHERS
     if pair.model == "hf" and is_above_one(job.parallel.tensor):
         return "no test compiles layers that tensor parallel splits"
+    if is_above_one(job.parallel.context):
+        return "no test compiles layers whose rows are spread over ranks"
     if job.spec.moe_layers:
         return "which experts a token takes depends on data, which one graph cannot"
     return ""
@@ -134,7 +136,10 @@ def _without_liger(job: PlanRequest, pair: Pair) -> str:
         return f"no test runs {job.spec.family} with Liger's kernels"
     if untested := excluding("liger", job.features):
         return f"no test runs {untested[0]} with Liger's kernels"
-    return "no test runs tensor parallel with them" if _number(job.parallel.tensor) > 1 else ""
+    for degree in ("tensor", "context"):
+        if _number(getattr(job.parallel, degree)) > 1:
+            return f"no test runs {degree} parallel with them"
+    return ""
 
 
 def _no_liger_loss(job: PlanRequest, pair: Pair) -> str:
