@@ -44,11 +44,12 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     ),
     "autotp2": (2, zero(2, parallel={"model": "hf", "tensor": 2})),
     "tp2-pp2": (4, megatron(tensor=2, pipeline=2)),
+    "tp2-cp2": (4, megatron(tensor=2, context=2)),
 }
 """Name → ranks and case."""
 SOME = {
     name: LAYOUTS[name]
-    for name in ("ddp-2", "zero2-2", "fsdp3-2", "tp2", "pp2-vpp2", "dp2-distributed", "tp2-pp2")
+    for name in ("ddp-2", "zero2-2", "fsdp3-2", "tp2", "pp2-vpp2", "dp2-distributed", "tp2-cp2")
 }
 """One of each way to cut a state; `test_between_engines` has ZeRO-3."""
 MOE: dict[str, tuple[int, Case]] = {
@@ -87,7 +88,7 @@ def test_between_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_some_pairs(tmp_path: Path) -> None:
     """`make soak` tries all pairs."""
-    unbroken = [(name, name) for name in ("ddp-2", "fsdp3-2", "pp2-vpp2")]
+    unbroken = [(name, name) for name in ("ddp-2", "fsdp3-2", "pp2-vpp2", "tp2-cp2")]
     check(tmp_path, write_all(tmp_path, SOME), SOME, around(SOME) + unbroken)
 
 

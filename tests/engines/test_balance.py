@@ -71,6 +71,8 @@ CASES = {
         biased(Case("fsdp", 2)),
         biased(Case("deepspeed", 2, 3, recompute="full")),
         biased(megatron(expert=2)),
+        balanced(megatron(context=2, expert=2, family=MIXTRAL)),
+        biased(megatron(context=2, recompute="full")),
     ],
     4: [biased(megatron(expert=2, tensor=2))],
 }

@@ -10,6 +10,7 @@ from tests.engines.cases import MIXTRAL, assert_curves, megatron
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
+from tests.models.configs import config_of
 from tests.models.small import FAMILIES
 from toolkit.engines.distributed import join, leave
 from toolkit.models.families import attention, unsupported
@@ -26,7 +27,9 @@ CASES = [
     Case("ddp", 2),
     Case("deepspeed", 2, stage=3),
     megatron(tensor=2),
-    megatron(pipeline=2),
+    megatron(context=2),
+    megatron(context=2, recompute="full", family=WINDOWED),
+    megatron(context=2, family=config_of("llama4_text", num_hidden_layers=2)),
     megatron(tensor=2, family=WINDOWED),
     megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
     megatron(expert=2, family=MIXTRAL),
@@ -85,6 +88,12 @@ def assert_isolated(cases: list[Case], world: int) -> None:
 @pytest.mark.slow
 def test_documents_of_a_row_are_apart() -> None:
     assert_isolated(CASES, world=2)
+
+
+@pytest.mark.slow
+def test_a_recomputed_layer_has_the_documents_of_its_own_batch() -> None:
+    """In a pipeline, the next micro batch comes before the backward pass."""
+    assert_isolated([megatron(1, pipeline=2, context=2, recompute="full")], world=4)
 
 
 @pytest.mark.slow

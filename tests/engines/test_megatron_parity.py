@@ -49,6 +49,14 @@ GRANITE = {
 }  # fmt: skip
 """Factors that functions of ours apply, and rotary positions with one of their own."""
 
+LONG = {
+    "model_type": "phi3", "pad_token_id": None, "max_position_embeddings": 32,
+    "rope_scaling": {
+        "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 14,
+        "long_factor": [4.0] * 8, "short_factor": [1.5] * 8,
+    },
+}  # fmt: skip
+"""Frequencies that depend on positions which only one of two context ranks has."""
 LLAMA4 = config_of("llama4_text", num_hidden_layers=2)
 GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
 BIASED = [
@@ -78,6 +86,17 @@ TWO = [
     megatron(tensor=2, recompute="selective", family=LLAMA4),
     megatron(expert=2, family=LLAMA4),
     megatron(pipeline=2, family=LLAMA4),
+    *(
+        megatron(context=2, recompute=recompute, family=family)
+        for recompute, family in (
+            ("none", GEMMA2),
+            ("full", GEMMA3),
+            ("selective", LLAMA4),
+            ("none", LONG),
+            ("full", config_of("deepseek_v3", num_hidden_layers=2)),
+        )
+    ),
+    megatron(context=2, expert=2, family=GPT_OSS),
 ]
 """Families that can be cut wrongly; all layouts of others are in test_pairs.py."""
 FOUR = [

@@ -42,7 +42,7 @@ def rectangles_read(folder: Path) -> list[Any]:
     layout = Layout(tp=2, pp=2, sequence_parallel=True)
     model = megatron_model(config.to_dict())
     megatron.join_groups(layout, seed=1)
-    chunks = megatron.build_chunks(model, **render_model(model, layout, "fp32"))
+    chunks = megatron.build_chunks(model, **render_model(model, layout, "fp32"), layout=layout)
     weights.fill(chunks, model, source)
     # A transposed block's rows are the file's columns.
     return [

@@ -125,6 +125,7 @@ def run(case: Case) -> dict[str, float]:
         described,
         transformer_arguments(described, layout, "fp32"),
         gpt_arguments(described, layout),
+        layout,
     )
     state = {"": chunks[0]} if len(chunks) == 1 else dict(enumerate(chunks))
     if case.load is None:

@@ -37,6 +37,7 @@ def compared(precision: str, frozen: bool) -> dict[str, float]:
         described,
         transformer_arguments(described, layout, precision),
         gpt_arguments(described, layout),
+        layout,
     )
     grouped = chunk.decoder.layers[0].mlp.experts
     for parameter in grouped.parameters():

@@ -95,7 +95,7 @@ def test_four_ranks() -> None:
         Case("ddp", 2),
         Case("deepspeed", 2, stage=1),
         megatron(tensor=2, expert=2, family=MIXTRAL),
-        megatron(pipeline=2),
+        megatron(pipeline=2, context=2),
         megatron(tensor=2, pipeline=2),
         Case("deepspeed", 2, stage=3),
     ]

@@ -83,7 +83,9 @@ class Balance:
             assert setup.megatron is not None
             balance.layers = len(setup.megatron.moe_layers)
             if setup.layout.sequence_parallel:
-                balance.group = parallel_state.get_tensor_model_parallel_group()
+                balance.group = parallel_state.get_tensor_and_context_parallel_group()
+            elif setup.layout.cp > 1:
+                balance.group = parallel_state.get_context_parallel_group()
             balance.routers = watch(chunks, setup.megatron, balance._observe)
             balance.bias = "expert_bias"
         return balance

@@ -72,7 +72,8 @@ class EngineSetup:
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
-        return batch.ends if self.attention_kernel == "varlen" else None
+        needed = self.attention_kernel == "varlen" or self.layout.cp > 1
+        return batch.ends if needed else None
 
     @property
     def layers(self) -> int:

@@ -144,6 +144,7 @@ def degrees(plan: Plan) -> Degrees:
         Degree(layout.tp, smallest_factor(layout.tp)),
         stages,
         Degree(layout.ep, smallest_factor(layout.ep)),
+        Degree(layout.cp, smallest_factor(layout.cp)),
     )
 
 

@@ -54,6 +54,7 @@ class Degrees:
     stages: Degree = Degree()
     """Pipeline stages times virtual stages: it divides the layers."""
     expert: Degree = Degree()
+    context: Degree = Degree()
 
 
 def alike(original: int, unit: int, degree: Degree = Degree(), *, least: int = 1) -> int:
@@ -104,8 +105,9 @@ def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:
-    """A short sequence that tensor parallel splits as it splits `length`."""
-    return alike(length, _PAIR, degrees.tensor, least=SEQUENCE_LENGTH)
+    """A short sequence that tensor and context parallel split as they split `length`."""
+    unit = _PAIR * degrees.context.rehearsed  # a context rank computes two equal runs
+    return alike(length, unit, degrees.tensor, least=SEQUENCE_LENGTH)
 
 
 def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:

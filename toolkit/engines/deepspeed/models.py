@@ -217,7 +217,7 @@ class MegatronShard(TrainedModel):
         assert setup.megatron is not None
         self.model, self.ends_of = setup.megatron, setup.ends_of
         rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
-        self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
+        self.chunks = model.build_chunks(self.model, **rendered, layout=setup.layout)
         self.module = self.chunks[0]
         self.balance = Balance(setup)  # None: models with experts use another engine
         attach(self.chunks, setup.lora)

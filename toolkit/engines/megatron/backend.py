@@ -43,7 +43,9 @@ class MegatronBackend(Backend):
     supports = {
         "megatron": Support(
             preference=40,
-            degrees=dict.fromkeys(("tensor", "pipeline", "virtual_pipeline", "expert"), ANY),
+            degrees=dict.fromkeys(
+                ("tensor", "pipeline", "virtual_pipeline", "context", "expert"), ANY
+            ),
             sequence=True,
             zero_stages=(0, 1),
             recompute=("none", "selective", "full"),
@@ -61,9 +63,13 @@ class MegatronBackend(Backend):
         Rehearsed("megatron-pp2", "megatron", Layout(pp=2)),
         Rehearsed("megatron-pp2-vpp2", "megatron", Layout(pp=2, vpp=2)),
         Rehearsed("megatron-dp2-distopt", "megatron", Layout(dp=2, zero_stage=1)),
+        Rehearsed("megatron-cp2", "megatron", Layout(cp=2)),
         Rehearsed("megatron-ep2", "megatron", Layout(dp=2, ep=2)),
         Rehearsed(
             "megatron-tp2-pp2-sp", "megatron", Layout(tp=2, pp=2, sequence_parallel=True)
+        ),
+        Rehearsed(
+            "megatron-tp2-cp2-sp", "megatron", Layout(tp=2, cp=2, sequence_parallel=True)
         ),
     )
 

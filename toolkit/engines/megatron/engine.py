@@ -74,7 +74,7 @@ class MegatronEngine(Engine):
         self.model = setup.megatron
         config = setup.engine_config
         self.chunks = build_chunks(
-            self.model, config["transformer"], config["gpt"], setup.layout.loss
+            self.model, config["transformer"], config["gpt"], setup.layout
         )
         self.balance = Balance.of_megatron(setup, self.chunks)
         attach(self.chunks, setup.lora)
@@ -289,10 +289,10 @@ class MegatronEngine(Engine):
         """Run the pipeline schedule; returns, on all ranks, loss and metrics of the global
         batch, and a sum of all gradients (0 without a backward pass)."""
         sums = self._schedule(micro_batches, self._terms, forward_only=forward_only)
-        # Only the last stage has losses, and every tensor-parallel rank has the same ones.
+        # Only the last stage has losses, and all tensor and context ranks have the same ones.
         objective = self.setup.objective
         total = torch.zeros(4 + len(objective.metrics), dtype=torch.float64, device=self.device)
-        if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
+        if sums and parallel_state.get_tensor_and_context_parallel_rank() == 0:
             total[:-1] += torch.stack(sums).sum(dim=0)
         if not forward_only:
             total[-1] = self._gradient_sum()

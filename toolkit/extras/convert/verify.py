@@ -47,6 +47,7 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
         described,
         transformer_arguments(described, layout, "fp32"),
         gpt_arguments(described, layout),
+        layout,
     )
     strategy = TorchDistLoadShardedStrategy()
     # Objects (TE's extra states) are left in the file: megatron-core would unpickle them.

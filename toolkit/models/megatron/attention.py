@@ -5,6 +5,7 @@ recipe wants it, matrix products with a softmax, which is `eager`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
-from torch.nn.functional import dropout, rms_norm, scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout, pad, rms_norm, scaled_dot_product_attention, softmax
 
+from toolkit.models.context import Context
 from toolkit.models.documents import Scores, attend, band
 from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
@@ -50,6 +52,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         )
         self.window: int | None = config.window_size[0] if windowed else None
         """Number of previous positions that a query sees; None for all of them."""
+        self.context: Context | None = None
+        """The ranks that have the keys and values of other positions."""
 
     def forward(
         self,
@@ -61,12 +65,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
         [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or the
-        `MicroBatch.ends` of documents that are attended to alone; None if a row is one."""
+        `MicroBatch.ends` of documents that are attended to alone, or `chunk_ends`; None if a
+        row is one document."""
         if attention_mask is not None and attention_mask.dtype == torch.int32:
-            assert self.window is not None or not self.limited, "the plan chooses a mask"
+            chunked = attention_mask.ndim == 2
+            ends = attention_mask[int(self.limited)] if chunked else attention_mask
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            scores = Scores(self.scale, self.window)
-            found = attend(q, k, v, attention_mask, attention_mask, scores)
+            if self.context is None:
+                found = attend(q, k, v, ends, ends, self._scores())
+            else:
+                found = self.context.attend(q, k, v, ends, self._scores())
             return found.transpose(0, 1).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
@@ -81,6 +89,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         with self._own_random_stream():
             context = self._attend(q, k, v, mask)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _scores(self) -> Scores:
+        """How the kernels of documents compute what `_attend` does."""
+        return Scores(scale=self.scale, window=self.window)
 
     @property
     def limited(self) -> bool:
@@ -149,6 +161,9 @@ class CappedAttention(EagerAttention):
     def _changed(self, scores: Tensor) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
 
+    def _scores(self) -> Scores:
+        return replace(super()._scores(), cap=self.cap)
+
 
 class SinkAttention(EagerAttention):
     """Σ exp(q·k) v / (exp(s) + Σ exp(q·k)): the sink s, learned for each head, takes a share of
@@ -161,6 +176,9 @@ class SinkAttention(EagerAttention):
             torch.empty(heads, device=local_device(), dtype=config.params_dtype)
         )
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def _scores(self) -> Scores:
+        return replace(super()._scores(), sinks=self.softmax_offset)
 
     def _weights(self, scores: Tensor) -> Tensor:
         sinks = self.softmax_offset.float()[:, None, None]
@@ -210,7 +228,10 @@ class ChunkedAttention(CausalAttention):
             eps = self.config.layernorm_epsilon
             query, key = (rms_norm(x, x.shape[-1:], eps=eps) for x in (query, key))
         if self.tempered:
-            place = torch.arange(1.0, len(query) + 1, device=query.device)
+            ranks = 1 if self.context is None else self.context.degree
+            place = torch.arange(1.0, ranks * len(query) + 1, device=query.device)
+            if self.context is not None:
+                place = self.context.own(place[None])[0]
             steps = torch.floor(place / self.layers.floor)
             factor = torch.log1p(steps) * self.layers.growth + 1.0
             query = (query * factor[:, None, None, None]).to(query.dtype)
@@ -236,6 +257,16 @@ def _same_chunk(positions: Tensor, size: int) -> Tensor:
     """[…, sequence] → bool […, queries, keys]."""
     chunk = positions // size
     return chunk[..., :, None] == chunk[..., None, :]
+
+
+def chunk_ends(ends: Tensor, positions: Tensor, size: int) -> Tensor:
+    """int32 [2, n]: the `MicroBatch.ends` of documents, and those of their chunks of `size`
+    positions. `positions`, [batch, sequence], count from 0 in each document."""
+    tokens = positions.numel()
+    most = len(ends) + tokens // size  # known to the host, which does not wait for the count
+    begins = (positions % size == 0).flatten()
+    chunks = torch.nonzero_static(begins, size=most, fill_value=tokens)[:, 0]
+    return torch.stack([pad(ends, (0, most - len(ends)), value=tokens), chunks.int()])
 
 
 def document_masks(

@@ -21,10 +21,11 @@ from torch.nn import functional
 from toolkit.batch import MicroBatch
 from toolkit.layout import Layout, LossKernel, loss_chunks
 from toolkit.models import compiled
+from toolkit.models.context import Context
 from toolkit.models.families import MegatronModel
 from toolkit.models.log_probs import in_chunks
 from toolkit.models.megatron import cpu, versions
-from toolkit.models.megatron.attention import document_masks
+from toolkit.models.megatron.attention import CausalAttention, chunk_ends, document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
@@ -63,6 +64,8 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
     loss_kernel: LossKernel
     attention_chunk: int | None
     """Tokens that chunked layers see at most; None without such layers."""
+    context: Context | None
+    """The ranks that compute the other positions of the same rows; None: there are none."""
 
     def __init__(
         self,
@@ -89,24 +92,29 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
             for layer in self.decoder.layers:
                 choose_rotation(layer.self_attention, self._windowed.attention_factor)
 
-    def _rotation(self, positions: Tensor | None, length: int) -> Tensor | None:
+    def _rotation(
+        self, positions: Tensor | None, length: int, longest: Tensor | None
+    ) -> Tensor | None:
         """What the layers rotate by: fp32 angles, [sequence, 1, 1, size] for 0, 1, 2, … or
         [sequence, batch, 1, size] for the positions of the batch, which megatron-core itself
         uses for learned embeddings only. If layers with a window rotate differently, two of
-        them: [2, sequence, batch, 1, size]. Latent attention gets positions instead."""
+        them: [2, sequence, batch, 1, size]. Latent attention gets positions instead.
+
+        `length`: of whole rows; `longest`: of their documents, if `positions` are a part."""
         if self.config.multi_latent_attention:
             return None if positions is None else positions.T
         if self.position_embedding_type != "rope":
             return None
-        angles: Tensor = self.rotary_pos_emb(length)
+        # Packed: the whole table, of which megatron-core would choose a context rank's part.
+        angles: Tensor = self.rotary_pos_emb(length, packed_seq=True)
         if positions is not None and self._scaled is None:
             angles = angles[positions.T, 0]
         if positions is None:
             positions = torch.arange(length, device=angles.device)[None]
         if self._scaled is not None:
-            angles = self._scaled.angles(positions)
+            angles = self._scaled.angles(positions, longest)
         if self._windowed is not None:
-            return torch.stack([angles, self._windowed.angles(positions)])
+            return torch.stack([angles, self._windowed.angles(positions, longest)])
         return angles
 
     def forward(
@@ -122,16 +130,23 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         `MicroBatch`; with `ends`, attention is computed in each document alone. `real`: bool
         [batch, sequence], which tokens are not padding; None: the routers are not observed.
 
+        All are whole rows. With context parallel the layers compute this rank's positions, and
+        attention those of all, so that every context rank has the loss of whole rows.
+
         Returns the cross entropy [batch, sequence] on the last stage (without labels, logits
         [batch, sequence, this rank's vocabulary]), hidden states on others.
         """
-        length = input_ids.shape[1]
-        rotation = self._rotation(position_ids, length)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        masks = ends
-        if masks is None and segments is not None:
-            masks = document_masks(segments, position_ids, self.config, self.attention_chunk)
+        length, longest = input_ids.shape[1], None
+        places = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        masks = self._masks(places if segments is None else position_ids, segments, ends)
+        if self.context is not None:
+            own = self.context.own
+            position_ids = places if position_ids is None else position_ids
+            longest = position_ids.max() + 1
+            input_ids, position_ids = own(input_ids), own(position_ids)
+            labels, real = (None if x is None else own(x) for x in (labels, real))
+        rotation = self._rotation(position_ids, length, longest)
+        position_ids = places if position_ids is None else position_ids
         embedded = None  # later stages have been sent their input
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
@@ -141,7 +156,26 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
             rotary_pos_emb=rotation,
             padding_mask=self._padding(real),
         )
-        return self._losses(hidden, labels) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        losses = self._losses(hidden, labels)
+        return losses if self.context is None else self.context.whole(losses)
+
+    def _masks(
+        self, positions: Tensor | None, segments: Tensor | None, ends: Tensor | None
+    ) -> Tensor | None:
+        """The attention mask of `CausalAttention.forward`, for whole rows with these positions
+        in their documents. It is an argument of every layer: one that is recomputed needs that
+        of its own micro batch."""
+        assert positions is not None, "given with segments"
+        if ends is None and self.context is not None:
+            rows, length = positions.shape
+            ends = torch.arange(rows + 1, dtype=torch.int32, device=positions.device) * length
+        if ends is not None and self.attention_chunk is not None:
+            return chunk_ends(ends, positions, self.attention_chunk)
+        if ends is None and segments is not None:
+            return document_masks(segments, positions, self.config, self.attention_chunk)
+        return ends
 
     def _padding(self, real: Tensor | None) -> Tensor | None:
         """megatron-core's padding mask: with sequence parallel, of this rank's positions."""
@@ -227,10 +261,12 @@ def seed_dropout() -> None:
     """Seed the random streams of the next step from torch's seed.
 
     Tensor-parallel ranks, which hold different heads and with sequence parallel different
-    positions, have different streams, and so do pipeline stages.
+    positions, have different streams, and so do pipeline stages and context ranks.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
+    part = parallel_state.get_context_parallel_rank()
+    seed = torch.initial_seed() % 2**31 + 100 * stage + 10_000 * part
+    model_parallel_cuda_manual_seed(seed)
 
 
 def leave_groups() -> None:
@@ -251,14 +287,15 @@ def build_chunks(
     model: MegatronModel,
     transformer: Mapping[str, Any],
     gpt: Mapping[str, Any],
-    loss: LossKernel = "whole",
+    layout: Layout,
 ) -> list[GPTChunk]:
-    """This rank's pipeline chunks (one without virtual stages), uninitialised.
+    """This rank's pipeline chunks (one without virtual stages), uninitialised; collective.
 
-    `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`). Call
-    `join_groups` first.
+    `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`) for
+    `layout`. Call `join_groups` first.
     """
     config = transformer_config(transformer)
+    context = _context(config, layout)
     if config.bias_activation_fusion:
         compiled.prepare()
     stages = config.virtual_pipeline_model_parallel_size or 1
@@ -276,7 +313,11 @@ def build_chunks(
             **gpt,
         )
         chunk.to(local_device())  # megatron-core leaves routers on torch's default device
-        chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], loss
+        chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], layout.loss
+        chunk.context = context
+        for part in chunk.modules():
+            if isinstance(part, CausalAttention):
+                part.context = context
         chunks_of = model.chunked_layers
         chunk.attention_chunk = None if chunks_of is None else chunks_of.size
         if first and model.embedding_scale != 1:
@@ -290,6 +331,15 @@ def build_chunks(
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
     return chunks
+
+
+def _context(config: TransformerConfig, layout: Layout) -> Context | None:
+    if layout.cp == 1:
+        return None
+    latent = config.multi_latent_attention  # keys and values of every head
+    heads = config.num_attention_heads if latent else config.num_query_groups
+    group = parallel_state.get_context_parallel_group()
+    return Context.over(group, layout.exchange, max(1, heads // layout.tp))
 
 
 def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:

@@ -42,11 +42,12 @@ class ScaledRotary:
         frequencies, factor = compute(self._config, device, seq_len=length)
         return frequencies, factor
 
-    def angles(self, positions: Tensor) -> Tensor:
+    def angles(self, positions: Tensor, longest: Tensor | None = None) -> Tensor:
         """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], in the form of
-        megatron-core's attention."""
+        megatron-core's attention. `longest`: of the documents, if these are some positions."""
         if self._type in LENGTH_DEPENDENT:
-            self._frequencies, _ = self._compute(positions.max() + 1)
+            longest = positions.max() + 1 if longest is None else longest
+            self._frequencies, _ = self._compute(longest)
         self._frequencies = self._frequencies.to(positions.device)
         halves = positions.T[..., None, None].float() * self._frequencies
         if self._neighbours:
