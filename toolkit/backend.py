@@ -103,6 +103,8 @@ class InAccelerate:
     """Lines for the head of a file: where a setting means something else than in a recipe."""
     recomputes: ClassVar[bool] = False
     """Whether Accelerate enables recompute; otherwise the model does."""
+    exchanges: ClassVar[Mapping[str, str]] = {}
+    """Those of `kernels.context` that its context parallel has, and Accelerate's words."""
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """Are gradients reduced after every micro batch? If not, once a step."""
@@ -119,6 +121,10 @@ class InAccelerate:
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
         """The part of the YAML file that configures training; `precision` is Accelerate's."""
         return dump({"mixed_precision": precision}, flow=False)
+
+    def mesh(self, layout: Layout) -> dict[str, object]:
+        """Accelerate's `ParallelismConfig` by the names of its fields; empty: not needed."""
+        return {}
 
     def prepare_process(self) -> None:
         """Prepare this process, which has joined the process group."""

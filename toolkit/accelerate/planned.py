@@ -12,18 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.engines.distributed import join
-from toolkit.errors import PlanError, RunFailed
+from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.accelerate_file import MIXED_PRECISION, in_accelerate
-from toolkit.targets.environment import accelerate_settings
+from toolkit.targets.environment import accelerate_settings, mesh_variables
 from toolkit.text.terminal import tell
 
 
@@ -33,7 +35,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
     def __init__(self, recipe: Recipe, plan: Plan, **more: Any) -> None:
         self.recipe, self.plan = recipe, plan
         self._words = in_accelerate(recipe, plan)
-        prepare_process(self._words)
+        prepare_process(self._words, plan.layout)
         config = BACKENDS[plan.engine].render(recipe, plan.layout)
         settings = self._words.accelerator(plan.layout, config)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
@@ -91,7 +93,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             )
 
 
-def prepare_process(words: InAccelerate) -> None:
+def prepare_process(words: InAccelerate, layout: Layout) -> None:
     """Prepare this process so that Accelerate can run a plan.
 
     The process group is joined as DMT's worker does, so that Accelerate finds one of the right
@@ -108,6 +110,14 @@ def prepare_process(words: InAccelerate) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     for name in accelerate_settings(os.environ):
         del os.environ[name]
+    mesh = mesh_variables(words.mesh(layout))
+    if mesh and not hasattr(ParallelismConfig, "sp_size"):
+        raise BackendUnavailable(
+            "the plan needs a ParallelismConfig, which Trainer reads since accelerate 1.12",
+            fix='pip install "accelerate>=1.12"',
+        )
+    # Not as an argument: a Trainer's are lost when they are created anew from `to_dict()`.
+    os.environ.update(mesh)
     words.prepare_process()
 
 

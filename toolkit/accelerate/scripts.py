@@ -1,7 +1,7 @@
 """The functions for a user's own script. Heavy imports are deferred until they are called."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from toolkit.run.assignment import check_world
 from toolkit.targets import preflight
 from toolkit.targets.accelerate import ENGINES
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts, refuse_kernels
-from toolkit.targets.environment import SWITCHES
+from toolkit.targets.environment import SWITCHES, mesh_variables
 from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ def accelerator(
     BackendUnavailable where DeepSpeed's operators cannot be built.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
+    if (context := plan.layout.cp) > 1:
+        raise PlanError(
+            f"{loaded.name} has context {context}, and a loop of your own would have to split "
+            "its sequences and count its tokens accordingly",
+            fix="use a Trainer, which does, with toolkit.accelerate.training_arguments; or "
+            "--set parallel.context=1",
+        )
     from toolkit.accelerate.planned import PlannedAccelerator
 
     return PlannedAccelerator(loaded, plan, **more)
@@ -84,15 +91,17 @@ def planned_for_launcher(
     refuse_kernels(recipe)
     recipe = in_scripts(adopt_engine_config(recipe))
     plan = plan_recipe(recipe)
-    in_accelerate(recipe, plan)
-    _refuse_other_engine(plan)
+    words = in_accelerate(recipe, plan)
+    _refuse_other_engine(plan, mesh_variables(words.mesh(plan.layout)))
     preflight(recipe, plan, "worker", _tell_once)
     return recipe, plan
 
 
-def _refuse_other_engine(plan: Plan) -> None:
+def _refuse_other_engine(plan: Plan, mesh: Mapping[str, str]) -> None:
     """Accelerate lets these variables add an engine, or a mesh, to what the script asks for."""
     for variable, (kind, _) in SWITCHES.items():
+        if variable in mesh and all(os.environ.get(name) == mesh[name] for name in mesh):
+            continue
         engine = ENGINES.get(kind, "a parallelism_config")
         if os.environ.get(variable, "").lower() == "true" and engine != plan.engine:
             other = f"unset {variable}"

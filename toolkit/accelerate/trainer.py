@@ -64,7 +64,7 @@ def arguments_of(
                 fix="remove it, or train with `dmt launch`",
             )
     words = in_accelerate(recipe, plan)
-    prepare_process(words)
+    prepare_process(words, plan.layout)
     config = BACKENDS[plan.engine].render(recipe, plan.layout)
     said = {
         "use_cpu": not torch.cuda.is_available(),

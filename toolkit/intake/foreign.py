@@ -72,7 +72,11 @@ _NAMES = {
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
     Foreign("parallel.context"):
-        "context_parallel_size context_parallel_degree context cp",
+        "context_parallel_size context_parallel_degree context_parallel context cp cp_size "
+        "sequence_parallel_size sequence_parallel_degree sp_size ring_degree "
+        "ulysses_sequence_parallel_size ulysses_parallel_size",
+    Foreign("kernels.context", "one of all_gather, ulysses, ring, ulysses_ring"):
+        "cp_comm_type cp_comm_strategy cp_mode ring_attn_func",
     Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
     Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
         "data_parallel_size data_parallel_shard_degree dp",
@@ -171,6 +175,12 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "fsdp2": "fsdp",
         "zero": "deepspeed",
         "megatron-lm": "megatron",
+    },
+    "kernels.context": {
+        "allgather": "all_gather",
+        "a2a": "ulysses",
+        "p2p": "ring",
+        "a2a+p2p": "ulysses_ring",
     },
     "parallel.zero.offload_optimizer": {"true": "cpu", "false": "none"},
     "parallel.zero.offload_parameters": {"true": "cpu", "false": "none"},

@@ -18,7 +18,6 @@ from toolkit.targets.base import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
     COMPILED,
-    CONTEXT_PARALLEL,
     REPLICAS,
     SHARDS,
     WORLD,
@@ -44,6 +43,13 @@ ENGINES: Mapping[str, str] = {
     kind: engine for engine in BACKENDS.names for kind in BACKENDS[engine].distributed_types
 }
 """Accelerate's `distributed_type` → the engine that trains so."""
+
+EXCHANGES = {
+    theirs: ours
+    for engine in BACKENDS.names
+    for ours, theirs in getattr(BACKENDS[engine].accelerate, "exchanges", {}).items()
+}
+"""Accelerate's words for exchanges of `kernels.context`."""
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0}
 _SECTION_OF_TYPE = {
@@ -90,6 +96,30 @@ def _strategy(setting: ForeignSetting, settings: Settings) -> list[Stated] | Non
     return [Stated("parallel.zero.stage", stage, setting)]
 
 
+_CONTEXT = ("parallelism_config_cp_size", "parallelism_config_sp_size")
+"""Two kinds of context parallel: torch's, and DeepSpeed's Ulysses."""
+
+
+def _context(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+    """The launcher states both, of which one at most is above 1."""
+    above = [name for name in _CONTEXT if name in settings and settings[name].value != 1]
+    if setting.value == 1 and above:
+        return []
+    found = [Stated("parallel.context", setting.value, setting)]
+    if above and setting is settings.get(_CONTEXT[1]):
+        found.append(Stated("kernels.context", "ulysses", setting))
+    return found
+
+
+def _exchange(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
+    """What it means only matters where torch's context parallel is on."""
+    size = settings.get(_CONTEXT[0])
+    if size is None or size.value == 1:
+        return None
+    exchange = EXCHANGES.get(str(setting.value), setting.value)
+    return [Stated("kernels.context", exchange, setting)]
+
+
 def _reshard(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
     stage = 3 if _is_on(setting.value) else OneOf((1, 2))
     return [Stated("parallel.zero.stage", stage, setting)] if _is_second(settings) else None
@@ -118,12 +148,14 @@ KEYS: Mapping[str, Row] = {
     "offload_optimizer_nvme_path": "parallel.zero.nvme_path",
     "offload_param_nvme_path": "parallel.zero.nvme_path",
     "parallelism_config_tp_size": "parallel.tensor",
-    "parallelism_config_cp_size": CONTEXT_PARALLEL,
+    "parallelism_config_cp_size": _context,
+    "parallelism_config_sp_size": _context,
+    "parallelism_config_cp_comm_strategy": _exchange,
     "parallelism_config_dp_shard_size": SHARDS,
     "parallelism_config_dp_replicate_size": REPLICAS,
     "megatron_lm_tp_degree": "parallel.tensor",
     "megatron_lm_pp_degree": "parallel.pipeline",
-    "megatron_lm_context_parallel_size": CONTEXT_PARALLEL,
+    "megatron_lm_context_parallel_size": "parallel.context",
     "megatron_lm_expert_model_parallel_size": "parallel.expert",
     "megatron_lm_num_micro_batches": ACCUMULATION,
     "megatron_lm_sequence_parallelism": "parallel.sequence",

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.features.base import excluding
+from toolkit.layout import Layout
+from toolkit.models.families import model_spec
+from toolkit.models.hub import model_config
 from toolkit.plan.dimensions import DEGREES, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -122,8 +125,9 @@ def in_scripts(recipe: Recipe) -> Recipe:
     stated = {name: getattr(recipe.kernels, name) for name in _IN_SCRIPTS}
     known = {name: _IN_SCRIPTS[name] for name, value in stated.items() if value == "auto"}
     changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
-    if recipe.parallel.replicate == "auto":
-        changed["parallel.replicate"] = 1
+    for name in ("replicate", "context"):
+        if getattr(recipe.parallel, name) == "auto":
+            changed[f"parallel.{name}"] = 1
     found = recipe.with_values(changed)
     is_open = recipe.parallel.recompute == "auto"
     if is_open and isinstance(plan_recipe(found, explained=False).layout.recompute, int):
@@ -137,11 +141,6 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     Raises PlanError, with the nearest plan that works, if it cannot.
     """
     words = BACKENDS[plan.engine].accelerate
-    if (copies := plan.layout.replicate) > 1:
-        raise PlanError(
-            f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",
-            fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
-        )
     if isinstance(plan.layout.recompute, int):
         raise PlanError(
             f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "
@@ -150,6 +149,12 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         )
     whole = plan.layout.tp == plan.layout.ep == 1
     if plan.model == "hf" and words is not None and whole:
+        if problems := dict(_mesh_problems(recipe, plan.layout, words)):
+            raise PlanError(
+                f"{recipe.name} has {'; '.join(problems)}",
+                fix=" ".join(f"--set {change}" for change in problems.values())
+                + "; or keep the layout with `dmt launch`",
+            )
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)
     changes = [f"parallel.engine={able}", "parallel.model=hf"]
@@ -171,6 +176,48 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         fix=" ".join(f"--set {change}" for change in changes)
         + "; or keep the layout with `dmt launch`",
     )
+
+
+def _mesh_problems(
+    recipe: Recipe, layout: Layout, words: InAccelerate
+) -> Iterator[tuple[str, str]]:
+    """What Accelerate refuses of copies of shards; and what torch's context parallel, which it
+    has under FSDP2, does not compute, or computes wrongly. Each with what to set instead."""
+    copies = layout.replicate
+    if copies > 1 and (layout.dp % copies or layout.dp == copies):
+        found = f"{copies} copies of shards on {layout.dp} data-parallel ranks"
+        yield f"{found}; Accelerate needs two or more ranks for each", "parallel.replicate=1"
+    if layout.cp == 1:
+        return
+    dropped = "whose mask Accelerate drops under context parallel"
+    never = {
+        "CPUs, for which torch's context parallel has no kernels": recipe.cluster.gpu == "cpu",
+        f"layers with a window, {dropped}": model_spec(
+            model_config(recipe.model)
+        ).sliding_layers,
+        "pairs, whose rows TRL would not add up": recipe.data.kind == "preference",
+    }
+    if found := next((found for found, is_so in never.items() if is_so), ""):
+        yield found, "parallel.context=1"
+        return
+    able = next(name for name in COMMON.values() if _exchanges_of(name))
+    known = words.exchanges or _exchanges_of(able)
+    if not words.exchanges:
+        found = (
+            "context parallel, which is exact under FSDP2 only in Accelerate: the gradients "
+        )
+        found += "of DeepSpeed's Ulysses depend on the ZeRO stage"
+        yield found, f"parallel.engine={able}"
+    if layout.exchange not in known:
+        found = f"the exchange {layout.exchange}, where torch's context parallel has "
+        yield found + " and ".join(known), f"kernels.context={next(iter(known))}"
+    if recipe.data.isolates:
+        greedy = " --set data.packing=none" if recipe.data.packing == "greedy" else ""
+        yield f"isolated documents, {dropped}", f"data.isolate_documents=false{greedy}"
+
+
+def _exchanges_of(engine: str) -> Mapping[str, str]:
+    return getattr(BACKENDS[engine].accelerate, "exchanges", {})
 
 
 def _start(words: InAccelerate, cluster: ClusterSection) -> Iterator[tuple[str, object]]:

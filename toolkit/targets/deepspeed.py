@@ -51,6 +51,7 @@ _NOT_WRITTEN: Mapping[str, Row] = {
     "scheduler.params.warmup_min_lr": "",
     "scheduler.params.total_num_steps": "training.steps",
     "tensor_parallel.autotp_size": "parallel.tensor",
+    "sequence_parallel_size": "parallel.context",
     f"{ZERO}.cpu_offload": TargetKey("parallel.zero.offload_optimizer", _offload),
     f"{ZERO}.cpu_offload_param": TargetKey("parallel.zero.offload_parameters", _offload),
     f"{ZERO}.cpu_offload_use_pin_memory": "",

@@ -125,6 +125,12 @@ def accelerate_settings(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def mesh_variables(sizes: Mapping[str, object]) -> dict[str, str]:
+    """What `accelerate launch` makes of a `ParallelismConfig` by the names of its fields."""
+    stated = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **stated} if stated else {}
+
+
 def default_config(environ: Mapping[str, str]) -> Path | None:
     """The file that `accelerate launch` reads when it is given none; None without one."""
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

@@ -20,7 +20,6 @@ from toolkit.targets.base import (
     ACTIVATIONS_OFFLOADED,
     AUTO,
     COMPILED,
-    CONTEXT_PARALLEL,
     DATA_PARALLEL,
     REPLICAS,
     SHARDS,
@@ -30,12 +29,11 @@ from toolkit.targets.base import (
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
-    DATA_PARALLEL: "world / (tensor · pipeline)",
-    CONTEXT_PARALLEL: "1: context parallel is not in this release",
+    DATA_PARALLEL: "world / (tensor · pipeline · context)",
     COMPILED: "false: no model is compiled",
     ACTIVATIONS_OFFLOADED: "false: activations are kept or recomputed",
     SHARDS: "dp under ZeRO, 1 without",
-    REPLICAS: "dp / shards",
+    REPLICAS: "dp / shards: parallel.replicate under FSDP",
 }
 """The origin of a derived value."""
 
@@ -79,7 +77,6 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         del found["schedule.warmup_steps"]
     derived = {
         WORLD: recipe.cluster.world_size,
-        CONTEXT_PARALLEL: 1,
         COMPILED: False,
         ACTIVATIONS_OFFLOADED: False,
     }
@@ -89,7 +86,7 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         found = {key: Fact(value, "planned") for key, value in planned.items()} | found
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
-        shards = plan.layout.dp // plan.layout.replicate
+        shards = max(1, plan.layout.dp // plan.layout.replicate)
         derived[SHARDS] = shards if plan.layout.zero_stage else 1
         derived[REPLICAS] = plan.layout.dp // derived[SHARDS]
         fixed = BACKENDS[plan.engine].fixed.items()

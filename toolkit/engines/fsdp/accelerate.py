@@ -23,6 +23,8 @@ class FsdpInAccelerate(InAccelerate):
         "and toolkit.accelerate.accelerator(RECIPE) do so in fp32.",
     )
     recomputes = True
+    # Torch's all-to-all passes keys and values on to the next rank: a ring.
+    exchanges = {"all_gather": "allgather", "ring": "alltoall"}
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """If not, whole gradients are kept until the last micro batch."""
@@ -38,7 +40,20 @@ class FsdpInAccelerate(InAccelerate):
             **{f"fsdp_{name}": value for name, value in words.items()},
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-        return dump({"mixed_precision": precision, "fsdp_config": settings}, flow=False)
+        sections: dict[str, object] = {"mixed_precision": precision, "fsdp_config": settings}
+        if sizes := self.mesh(layout):
+            name = "parallelism_config"
+            sections[name] = {f"{name}_{key}": value for key, value in sizes.items()}
+        return dump(sections, flow=False)
+
+    def mesh(self, layout: Layout) -> dict[str, object]:
+        """Without one, Accelerate shards over all ranks."""
+        if layout.replicate == layout.cp == 1:
+            return {}
+        shards = layout.dp // layout.replicate
+        sizes = {"dp_replicate_size": layout.replicate, "dp_shard_size": shards}
+        strategy = {"cp_comm_strategy": self.exchanges[layout.exchange]}
+        return {**sizes, **({"cp_size": layout.cp, **strategy} if layout.cp > 1 else {})}
 
     def prepare_process(self) -> None:
         from toolkit.engines.fsdp.accelerate_patch import complete_fsdp
@@ -79,9 +94,16 @@ class FsdpInAccelerate(InAccelerate):
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
         from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
 
         units = sum(isinstance(module, FSDPModule) for module in model.modules())
-        return f"{units} units of FSDP2", isinstance(model, FSDPModule) and units > 1
+        meshes = {
+            one.device_mesh.shape for one in model.parameters() if isinstance(one, DTensor)
+        }
+        copies = layout.replicate
+        shape = (copies,) * (copies > 1) + (layout.dp * layout.cp // copies,)
+        planned = isinstance(model, FSDPModule) and units > 1 and meshes == {shape}
+        return f"{units} units of FSDP2 over {[*meshes]} ranks", planned
 
 
 def _settings(layout: Layout) -> dict[str, Any]:

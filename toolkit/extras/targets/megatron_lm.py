@@ -18,7 +18,6 @@ from toolkit.extras.targets.shell_flags import read_flags
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
-    CONTEXT_PARALLEL,
     ForeignSetting,
     OneOf,
     Row,
@@ -154,13 +153,13 @@ def _table() -> dict[str, Row]:
 _ONLY_READ: Mapping[str, Row] = {
     **as_in_recipes(
         "--lr-wsd-decay-iters --tensor-model-parallel-size --pipeline-model-parallel-size "
-        "--expert-model-parallel-size --log-interval --wandb-project --wandb-entity --nnodes "
-        "--nproc-per-node"
+        "--context-parallel-size --expert-model-parallel-size --log-interval --wandb-project "
+        "--wandb-entity --nnodes --nproc-per-node"
     ),
     "--lr-decay-iters": "training.steps",
     "--min-lr": "schedule.min_learning_rate",
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
-    "--context-parallel-size": CONTEXT_PARALLEL,
+    "--cp-comm-type": TargetKey("kernels.context", translated("kernels.context")),
     "--wandb-exp-name": "name",
     "--tokenizer-model": TargetKey("data.tokenizer", str),
     "--data-path": "data.train.prefix",

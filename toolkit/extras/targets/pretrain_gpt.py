@@ -107,6 +107,14 @@ _DDP_SWITCHES = {
     **_switches_on("use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
 }
 
+EXCHANGES = {
+    "all_gather": "all_gather",
+    "ulysses": "a2a",
+    "ring": "p2p",
+    "ulysses_ring": "a2a+p2p",
+}
+"""Transformer Engine's words for those of `kernels.context`."""
+
 ROPE_SCALING = {
     "rope_type": "llama3",
     "factor": 8,
@@ -147,6 +155,7 @@ def render(recipe: Recipe, plan: Plan) -> ArgumentList:
     arguments = [
         *_model_arguments(config, recipe.training.sequence_length),
         *_pipeline_arguments(config["transformer"], layout),
+        *_context_arguments(layout),
         *_fusion_arguments(config["transformer"]),
         *_switches(config.get("ddp", {}), _DDP_SWITCHES),
         ("--optimizer", config["optimizer"]["optimizer"]),
@@ -215,6 +224,12 @@ def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Argum
         yield "--num-layers-per-virtual-pipeline-stage", str(counts[0])
     if layout.vpp > 1 and transformer["batch_p2p_comm"]:
         yield ("--no-overlap-p2p-communication",)
+
+
+def _context_arguments(layout: Layout) -> Arguments:
+    """How Transformer Engine's attention exchanges keys and values."""
+    if layout.cp > 1:
+        yield "--cp-comm-type", EXCHANGES[layout.exchange]
 
 
 def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
