@@ -8,7 +8,7 @@ rows that are spread over ranks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +43,12 @@ class Scores:
     """c of c · tanh(q·k / c)."""
     sinks: Tensor | None = None
     """[heads]: see `SinkAttention` of models/megatron/attention.py."""
+
+    def of_heads(self, number: int, count: int) -> "Scores":
+        """Those of part `number` of `count` equal parts of the heads."""
+        return replace(
+            self, sinks=None if self.sinks is None else self.sinks.chunk(count)[number]
+        )
 
     @property
     def fused(self) -> bool:
@@ -216,18 +222,24 @@ def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """What no fused kernel computes, with transformers' fp32 softmax."""
-    assert mask is not None
+    weights, v = masked_products(q, k, v, mask, scores)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    return weights.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
+
+
+def masked_products(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """The input of the softmax without sinks, in fp32, and a value for each head."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     weights = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
         weights = torch.tanh(weights / scores.cap) * scores.cap
-    weights = weights.masked_fill(~mask, float("-inf"))
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
-        weights = torch.cat([weights, sinks], dim=-1)
-    exact = torch.promote_types(weights.dtype, torch.float32)
-    weights = weights.softmax(dim=-1, dtype=exact)[..., : k.shape[2]]
-    return weights.to(v.dtype) @ v
+    if mask is not None:
+        weights = weights.masked_fill(~mask, float("-inf"))
+    return weights.to(torch.promote_types(weights.dtype, torch.float32)), v
 
 
 class _Rows(NamedTuple):

@@ -7,7 +7,7 @@ the same loss of whole rows and no objective knows of the split.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -17,25 +17,46 @@ from toolkit.batch import MicroBatch
 from toolkit.layout import Exchange, Layout
 from toolkit.models.context.all_gather import AllGather
 from toolkit.models.context.collectives import gathered
+from toolkit.models.context.exchange import AttentionExchange
+from toolkit.models.context.ring import Ring
 from toolkit.models.context.runs import natural, own
+from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
-
-
-class AttentionExchange(Protocol):
-    """How this rank's queries meet the keys and values of other ranks."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
-    ) -> Tensor:
-        """See `Context.attend`."""
 
 
 def _all_gather(group: dist.ProcessGroup, _: int) -> AttentionExchange:
     return AllGather(group)
 
 
+def _ulysses(group: dist.ProcessGroup, _: int) -> AttentionExchange:
+    return Ulysses(group)
+
+
+def _ring(group: dist.ProcessGroup, _: int) -> AttentionExchange:
+    return Ring(group)
+
+
+def _ulysses_ring(group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
+    """Ulysses in groups of as many consecutive ranks as divide the heads of keys, which need
+    not be repeated; rings of those in equal places. The runs of a group's ranks adjoin: each
+    group has two runs of a row, as a rank of the ring needs them."""
+    members, rank = dist.get_process_group_ranks(group), group.rank()
+    inside = gcd(len(members), key_heads)
+    if inside in (1, len(members)):
+        return Ring(group) if inside == 1 else Ulysses(group)
+    first = rank - rank % inside
+    near, far = members[first : first + inside], members[rank % inside :: inside]
+    ranks_near, ranks_far = (
+        dist.new_group(ranks, use_local_synchronization=True) for ranks in (near, far)
+    )
+    return Ulysses(ranks_near, between=Ring(ranks_far))
+
+
 EXCHANGES: dict[Exchange, Callable[[dist.ProcessGroup, int], AttentionExchange]] = {
     "all_gather": _all_gather,
+    "ulysses": _ulysses,
+    "ring": _ring,
+    "ulysses_ring": _ulysses_ring,
 }
 """By the name in `kernels.context`: from a context group and the number of heads that keys and
 values have on a rank."""

@@ -21,6 +21,12 @@ def gathered(x: Tensor, group: dist.ProcessGroup, *, summed: bool) -> Tensor:
     return whole
 
 
+def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, …], for each rank → [ranks, …], from each rank."""
+    arrived: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
+    return arrived
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
@@ -36,3 +42,21 @@ class _Gather(torch.autograd.Function):
         mine = gradient.new_empty(gradient.shape[1:])
         _REDUCE_SCATTER(mine, gradient.contiguous().flatten(0, 1), group=ctx.group)
         return mine, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its own inverse, and so its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, x = group, x.contiguous()
+        arrived = torch.empty_like(x)
+        dist.all_to_all_single(arrived, x, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous()
+        arrived = torch.empty_like(gradient)
+        dist.all_to_all_single(arrived, gradient, group=ctx.group)
+        return arrived, None

@@ -28,6 +28,11 @@ def natural(runs: Tensor) -> Tensor:
     return torch.cat([heads, tails.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
+def shares(rows: Tensor, ranks: int) -> Tensor:
+    """The inverse of `natural`: what each rank owns of [batch, length, …]."""
+    return torch.stack([own(rows, rank, ranks) for rank in range(ranks)])
+
+
 def run_ends(ends: Tensor, length: int, first: int, end: int) -> tuple[Tensor, Tensor]:
     """Where positions [first, end) of every row attend to the documents with `ends`: the
     boundaries of queries and of keys for `documents.attend`.
