@@ -57,6 +57,14 @@ LONG = {
     },
 }  # fmt: skip
 """Frequencies that depend on positions which only one of two context ranks has."""
+LATENT = config_of(
+    "deepseek_v3",
+    num_hidden_layers=2,
+    rope_scaling={
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 1.0, "mscale_all_dim": 0.7,
+    },
+)  # fmt: skip
 LLAMA4 = config_of("llama4_text", num_hidden_layers=2)
 GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
 BIASED = [
@@ -93,7 +101,7 @@ TWO = [
             ("full", GEMMA3),
             ("selective", LLAMA4),
             ("none", LONG),
-            ("full", config_of("deepseek_v3", num_hidden_layers=2)),
+            ("full", LATENT),
         )
     ),
     megatron(context=2, expert=2, family=GPT_OSS),

@@ -44,8 +44,6 @@ class LatentAttention(SpecifiedLatentAttention):
         super().__init__(*arguments, **options)
         self._positions: Tensor | None = None
         self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
-        # It would choose a context rank's part of the table, of which positions choose.
-        self.rotary_pos_emb.cp_group = None
 
     def forward(
         self,

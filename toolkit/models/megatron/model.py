@@ -29,7 +29,11 @@ from toolkit.models.megatron.attention import CausalAttention, chunk_ends, docum
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
-from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation
+from toolkit.models.megatron.rotary import (
+    ScaledRotary,
+    choose_rotation,
+    keep_whole_tables,
+)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -105,8 +109,7 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
             return None if positions is None else positions.T
         if self.position_embedding_type != "rope":
             return None
-        # Packed: the whole table, of which megatron-core would choose a context rank's part.
-        angles: Tensor = self.rotary_pos_emb(length, packed_seq=True)
+        angles: Tensor = self.rotary_pos_emb(length)
         if positions is not None and self._scaled is None:
             angles = angles[positions.T, 0]
         if positions is None:
@@ -245,6 +248,7 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
 def join_groups(layout: Layout, seed: int) -> None:
     """Create megatron-core's process groups for a layout; collective over all ranks."""
     cpu.redirect()
+    keep_whole_tables()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

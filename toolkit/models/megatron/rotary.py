@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import (
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -17,6 +21,13 @@ from toolkit.models.megatron.versions import scale_rotation
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types whose frequencies depend on the longest sequence of the micro batch."""
+
+
+def keep_whole_tables() -> None:
+    """Make megatron-core's rotary embeddings return the angles of whole rows, of which it would
+    choose those of a context rank: here, positions choose."""
+    for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
+        embedding.get_pos_emb_on_this_cp_rank = lambda table, *_: table
 
 
 class ScaledRotary:
