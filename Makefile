@@ -26,6 +26,7 @@ setup: $(READY)
 # A CPU-only build of torch is taken where there is no NVIDIA driver and an index has one.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(None if ok else f"error: Python 3.11 to 3.13 is needed, {sys.executable} is {v.major}.{v.minor}\n  fix: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)")'
+	@set=$$(sed -n '1s/^# Python \(3\.[0-9]*\).*/\1/p' $(CONSTRAINTS)); $(PYTHON) -c "import sys; v = '.'.join(map(str, sys.version_info[:2])); sys.exit(f'error: the set $(CONSTRAINTS) is of Python $$set, {sys.executable} is {v}\n  fix: make PYTHON=python$$set CONSTRAINTS=$(CONSTRAINTS) $(or $(MAKECMDGOALS),setup)' if '$$set' not in ('', v) else None)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	  torch=$$(grep '^torch==' $(CONSTRAINTS)); \

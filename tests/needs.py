@@ -8,9 +8,11 @@ Where it is missing they are skipped with its name; with DMT_TEST_NEEDS=all (CI)
 import os
 import subprocess
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 from shutil import which
 
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 """Where daemons are found, which a user's PATH may leave out."""
 PACKAGES = {
@@ -53,6 +55,12 @@ def require(*needs: str) -> None:
     install = [f"apt-get install {' '.join(packages)}"] if packages else []
     if missing:
         unmet(", ".join([*install, *(need for need in missing if need not in PACKAGES)]))
+
+
+def is_of_ci(package: str) -> bool:
+    """Whether CI's version of a package is installed, of which some tables are."""
+    pin = f"{package}=={version(package).partition('+')[0]}"
+    return pin in CONSTRAINTS.read_text(encoding="utf-8").splitlines()
 
 
 def unmet(reason: str) -> None:

@@ -193,9 +193,12 @@ def test_refused_targets(family: str, targets: Any, told: str) -> None:
         lora(config_of(family), targets=targets)
 
 
-def test_experts_have_no_dropout() -> None:
+def test_experts_have_no_dropout_and_are_several() -> None:
     with pytest.raises(RecipeError, match=r"adapter\.dropout: found 0.1 with"):
         lora(config_of("mixtral"), targets="experts", dropout=0.1)
+    alone = config_of("mixtral") | {"num_local_experts": 1, "num_experts_per_tok": 1}
+    with pytest.raises(RecipeError, match="of which each layer of this model has one"):
+        lora(alone, targets="experts")
 
 
 def test_mixtures_whose_names_peft_keeps() -> None:

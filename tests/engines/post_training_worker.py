@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
@@ -300,6 +300,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
+RECOMPUTES = next(
+    name
+    for name in (
+        "activation_checkpointing",
+        "gradient_checkpointing",
+    )  # the latter in older ones
+    if name in TrainingArguments.__dataclass_fields__
+)
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": SAMPLES,
     "max_steps": STEPS,
@@ -308,7 +316,7 @@ ARGUMENTS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": [],
     "disable_tqdm": True,
-    "activation_checkpointing": False,
+    RECOMPUTES: False,
     "bf16": False,
     "use_cpu": True,
     "learning_rate": 1e-3,

@@ -1,6 +1,5 @@
 """DeepSpeed's AutoTP on transformers' models: which types are split, and what is refused."""
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tests.engines.parity_worker import Case, recipe
 from tests.forked import call_ranks
 from tests.models.every_split import GENERIC, NAMED, config_of, each
 from tests.models.every_type import PAGE, with_column
-from tests.processes import ROOT
+from tests.needs import is_of_ci
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed import autotp
 from toolkit.intake.checks import broken_rules
@@ -41,7 +40,7 @@ def test_trains_in_every_stage() -> None:
 
 def test_every_type_is_in_the_table() -> None:
     table = autotp.table()
-    if f"transformers=={version('transformers')}" in (ROOT / "constraints.txt").read_text():
+    if is_of_ci("transformers"):
         assert {*table} == model_types()  # others have more or fewer types, which are refused
     proven = [entry for entry in table.values() if autotp.WHY not in entry]
     assert len(proven) >= 60
@@ -71,6 +70,11 @@ def test_adapters_are_split_like_their_base() -> None:
         ({"family": {"num_key_value_heads": 1}}, "parallel.tensor", "key/value heads"),
         ({"family": config_of("mixtral")}, "parallel.tensor", "experts"),
         ({"family": config_of("mamba")}, "parallel.tensor", "both attention and MLP"),
+        (
+            {"family": {"attention_dropout": 0.1}},
+            "model.config.attention_dropout",
+            "would drop the same",
+        ),
         ({"offload": "cpu"}, "parallel.zero.offload_optimizer", "no test runs it"),
         ({"kernels": {"compile": "layers"}}, "kernels.compile", "no test runs it"),
         ({"zero": {"hpz": 2}, "stage": 3}, "parallel.zero.hpz", "no test runs it"),

@@ -35,7 +35,16 @@ LLAMA4 = config_of("llama4_text", vocab_size=VOCABULARY)
 """Sigmoid scores without biases, of which none is more than the experts' own weight."""
 QWEN3 = config_of("qwen3_moe", num_hidden_layers=2, tie_word_embeddings=False)
 QWEN2 = config_of("qwen2_moe", num_hidden_layers=2, tie_word_embeddings=False)
-FAMILIES = {family["model_type"]: family for family in (MIXTRAL, GLM, LLAMA4, QWEN2, QWEN3)}
+DEEPSEEK = config_of(
+    "deepseek_v3",
+    vocab_size=VOCABULARY,
+    num_hidden_layers=3,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+)
+BIASED = (GLM, DEEPSEEK)
+FAMILIES = {one["model_type"]: one for one in (MIXTRAL, *BIASED, LLAMA4, QWEN2, QWEN3)}
 SPREAD = {"expert": 2, "model": "hf"}
 """DeepSpeed's AutoEP."""
 
@@ -50,8 +59,8 @@ def hf(
     return balanced(Case(engine, micro_batch, stage, recompute=recompute, family=MIXTRAL))
 
 
-def biased(case: Case) -> Case:
-    return replace(case, steps=STEPS, balance=BIAS, family=GLM)
+def biased(case: Case, family: dict[str, Any] = GLM) -> Case:
+    return replace(case, steps=STEPS, balance=BIAS, family=family)
 
 
 CASES = {
@@ -65,6 +74,7 @@ CASES = {
         balanced(Case("deepspeed", 1, 2, family=MIXTRAL, parallel=SPREAD)),
         balanced(Case("deepspeed", 2, 1, recompute="full", family=QWEN3, parallel=SPREAD)),
         balanced(Case("deepspeed", 2, 1, family=QWEN2, parallel=SPREAD)),
+        biased(Case("deepspeed", 1, 2, parallel=SPREAD), DEEPSEEK),
         hf("deepspeed", 1, 2, recompute="full"),
         balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
         balanced(megatron(expert=2, family=LLAMA4)),
@@ -82,8 +92,9 @@ CASES = {
 @cache
 def reference(model_type: str) -> dict[str, Any]:
     """Loss, gradient norm and what is logged, of whole global batches; the last biases."""
-    settings = BIAS if model_type == "glm4_moe" else SEQUENCE_LOSS
-    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=FAMILIES[model_type]))
+    family = FAMILIES[model_type]
+    settings = BIAS if family in BIASED else SEQUENCE_LOSS
+    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
     gates = {
         name: part
         for name, part in model.named_modules()

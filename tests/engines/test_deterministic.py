@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.plan.making import recipe
 from toolkit.backend import BACKENDS
@@ -20,7 +21,9 @@ from toolkit.targets import environment
 
 GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 ASKED = {**GPU, "training__deterministic": True}
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+EXACT = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+KNOWN = Version(torch.__version__) >= Version("2.13")
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": EXACT if KNOWN else "expandable_segments:True"}
 
 
 @pytest.fixture(autouse=True)

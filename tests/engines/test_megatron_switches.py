@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from toolkit.launchers import job
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 pytestmark = pytest.mark.usefixtures("megatron_core")
@@ -22,6 +24,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "PYTORCH_CUDA_ALLOC_CONF",
     ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(job, "_allocator", lambda: f"{job.EXPANDABLE},{job.EXACT_PINNED}")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     file = BENCHMARKS / "megatron_switches.py"
     spec = importlib.util.spec_from_file_location("megatron_switches", file)

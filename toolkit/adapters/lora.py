@@ -266,6 +266,9 @@ def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[
         allowed = "projections outside of experts: PEFT takes the inputs of these for outputs"
         found = f"{section.targets}, experts of {family} among them"
         yield Problem(KEY, found, allowed, f"set {KEY} to attention")
+    elif of_experts and mapped(config).transformer["num_moe_experts"] == 1:
+        allowed = "projections outside of experts, of which each layer of this model has one"
+        yield Problem(KEY, f"{section.targets}", allowed, f"set {KEY} to attention")
     elif of_experts and section.dropout:
         yield Problem(
             "adapter.dropout",

@@ -68,8 +68,11 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import TransferSpeedColumn as Speed
 
     console = Console(stderr=True)
+    if not console.is_terminal:  # rich 14.0 prints a line even if it is disabled
+        yield lambda _: None
+        return
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(BAR_WIDTH), DownloadColumn(), Speed())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=nbytes)
         yield lambda done: bar.advance(task, done)

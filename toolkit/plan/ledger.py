@@ -203,6 +203,9 @@ def _split_sums(plan: Plan) -> str:
     )
     found = [f"{count:,} {over}" for over, count in gradients if count > 1]
     sums = [f"gradients over {' and '.join(found)}"] if found else []
+    if layout.ep > 1:
+        holders = layout.dp * layout.tp // layout.ep
+        sums.append(f"those of experts over the {holders:,} that hold them")
     if layout.tp > 1:
         sums.append(f"activations over {layout.tp} tensor-parallel ranks")
     return ", ".join(sums)

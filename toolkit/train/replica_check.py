@@ -7,7 +7,7 @@ each continues with its own weights. A digest per weight is compared here.
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ MIXER = 0x5851F42D4C957F2D
 """An odd number: multiplying by it loses no bit (Knuth's multiplier for 64 bits)."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of an element's size in bytes."""
+OF_EXPERT = ".experts."
+"""In the names of weights that expert parallel spreads over ranks with equal other weights."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class ReplicaCheck:
         distrust: Callable[[int], str],
     ) -> None:
         self.engine = engine
-        self.model_ranks = [layout.model_rank(other) for other in range(layout.world)]
+        layouts = [layout, *([replace(layout, ep=1)] if layout.ep > 1 else [])]
+        self.model_ranks = [[one.model_rank(r) for r in range(one.world)] for one in layouts]
+        """Of each rank: for experts, and for what expert parallel does not spread."""
         self.rank = rank
         self.agreed_step = agreed_step
         self._distrust = distrust
@@ -70,7 +74,11 @@ class ReplicaCheck:
         Raises RunFailed naming the ranks that differ and the first weight that differs.
         """
         digests = weight_digests(self.engine)
-        alone = len(set(self.model_ranks)) == len(self.model_ranks)
+        kinds = [digests]
+        if len(self.model_ranks) > 1:
+            experts = {name: one for name, one in digests.items() if OF_EXPERT in name}
+            kinds = [experts, {k: one for k, one in digests.items() if k not in experts}]
+        alone = all(len(set(parts)) == len(parts) for parts in self.model_ranks)
         if alone or not digests:
             if self._said_nothing_to_compare:
                 return None
@@ -78,13 +86,15 @@ class ReplicaCheck:
             sharded = "the weights are sharded over the ranks"
             why = "every rank holds its own part of the model" if alone else sharded
             return f"guard.replica_check_every_steps: {why}: there is nothing to compare"
-        summaries = _gather(hash(tuple(digests.values())))
-        pairs = set(zip(self.model_ranks, summaries, strict=True))
-        if len(pairs) > len(set(self.model_ranks)):
-            mine = Holding(self.model_ranks[self.rank], socket.gethostname(), digests)
-            holdings = _gather(mine)
-            advice = self._distrust(self.agreed_step)
-            raise on_every_rank(_failure(holdings, step, self.agreed_step, advice))
+        summaries = _gather([hash(tuple(kind.values())) for kind in kinds])
+        for parts, mine, of_ranks in zip(
+            self.model_ranks, kinds, zip(*summaries, strict=True), strict=True
+        ):
+            if len(set(zip(parts, of_ranks, strict=True))) > len(set(parts)):
+                holding = Holding(parts[self.rank], socket.gethostname(), mine)
+                holdings = _gather(holding)
+                advice = self._distrust(self.agreed_step)
+                raise on_every_rank(_failure(holdings, step, self.agreed_step, advice))
         self.agreed_step = step
         return None
 

@@ -22,7 +22,7 @@ from toolkit.targets import training_arguments
 def test_training_arguments() -> None:
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     public = {name for name in fields if not name.startswith("_")}
-    expect("training_arguments", public, TRAINING_ARGUMENTS, FILE)
+    expect("transformers", "training_arguments", public, TRAINING_ARGUMENTS, FILE)
     assert not TRAINING_ARGUMENTS & OLD_TRAINING_ARGUMENTS
     of_scripts_and_trl = {"model_name_or_path", "max_seq_length", "max_length"}
     read = {*training_arguments.KEYS, *trainer._DEPENDENT, *trainer._BLOCKS}
@@ -34,7 +34,7 @@ def test_training_arguments() -> None:
 def test_transformers_fsdp_config() -> None:
     read = inspect.getsource(TrainingArguments._process_fsdp_args)
     keys = set(re.findall(r"self\.fsdp_config(?:\.get\(|\.setdefault\(|\[)\"(\w+)", read))
-    expect("training_arguments fsdp_config", keys, TRAINER_FSDP, FILE)
+    expect("transformers", "training_arguments fsdp_config", keys, TRAINER_FSDP, FILE)
 
 
 def test_megatrons_options() -> None:

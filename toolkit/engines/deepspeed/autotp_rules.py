@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from toolkit.engines.deepspeed import autotp
 from toolkit.errors import Problem
 from toolkit.features.base import FEATURES
+from toolkit.models.config_keys import is_dropout
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import divisors, nearest
 
@@ -42,6 +43,11 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
             f"a divisor of the model's {' and '.join(wrong)}",
             f"set {_TENSOR} to {nearest(degree, fit)}",
         )
+    for key, rate in job.config.items():
+        if rate and is_dropout(key) and ("att" in key or "activation" in key):
+            allowed = "0: ranks with different heads or features would drop the same of each"
+            found = f"{rate} with {_TENSOR}: {degree} and model: hf"
+            yield Problem(f"model.config.{key}", found, allowed, _WHOLE)
     for key, stated in _untested(job):
         allowed = "nothing with AutoTP's layers, with which no test runs it"
         yield Problem(key, f"{stated} with {_TENSOR}: {degree} and model: hf", allowed, _WHOLE)
@@ -49,10 +55,9 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
 
 def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
     """Settings that would replace or miss the layers that AutoTP replaces."""
-    zero, kernels = job.parallel.zero, job.kernels
+    zero = job.parallel.zero
     stated = {
-        "kernels.compile": kernels.compile,
-        "kernels.fused": kernels.fused,
+        "kernels.compile": job.kernels.compile,
         "parallel.zero.offload_optimizer": zero.offload_optimizer,
         "parallel.zero.offload_parameters": zero.offload_parameters,
     }

@@ -40,7 +40,7 @@ _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 _CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
 
 
-SPREAD_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SPREAD_TYPES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose experts AutoEP spreads exactly (tests/engines/test_balance.py)."""
 
 
@@ -312,6 +312,11 @@ class DeepSpeedBackend(Backend):
             yield (
                 "offloaded AdamW",
                 "DeepSpeed's own on the CPU, which rounds in another order",
+            )
+        if plan.layout.ep > 1 and precision != "fp32":
+            yield (
+                "sums over experts",
+                f"AutoEP weights and adds them in fp32, transformers in {precision}",
             )
         ranks = plan.layout.dp
         if ranks == 1:

@@ -22,7 +22,6 @@ from toolkit.engines.base import (
     StepResult,
     refusal,
 )
-from toolkit.engines.deepspeed.experts import is_spread
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
     loss_scale,
@@ -209,8 +208,7 @@ class DeepSpeedEngine(Engine):
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
-            named = self.engine.module.named_parameters()
-            yield from ((name, one) for name, one in named if not is_spread(one))
+            yield from self.engine.module.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
         owned = owner_shards([self._adam])
