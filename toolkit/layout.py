@@ -94,6 +94,11 @@ class Layout:
         """
         return rank // (self.tp * self.cp) % self.dp
 
+    def token_rank(self, rank: int) -> int:
+        """Which tokens of a global batch `rank` computes: in a context group, some of the
+        positions of the same samples."""
+        return rank // self.tp % (self.dp * self.cp)
+
     def model_rank(self, rank: int) -> int:
         """Which part of the model `rank` holds: ranks of equal number are replicas.
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
 from toolkit.models import huggingface as hf
+from toolkit.models.context import Context
 from toolkit.objectives.base import LossTerms
 from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
@@ -179,15 +181,24 @@ class OwnWeights:
         return self._values[name][start:stop]
 
 
-def refusal(model_type: str, ranks: Ranks) -> str:
-    """What building an engine of this type for isolated documents is refused with."""
-    wanted = recipe(Case("ddp", 2, isolated=True), ranks.world)
+def context_refusals(ranks: Ranks) -> dict[str, str]:
+    """What context parallel is refused with, by type: also where positions are lost."""
+    spread = Case("ddp", 2, parallel={"context": 2})
+    found = {one: refusal(one, ranks, spread) for one in ("qwen3", *RECURRENT, "bloom")}
+    part = Context.part
+    with patch.object(Context, "part", lambda *rows: replace(part(*rows), positions=None)):
+        return found | {"llama": refusal("llama", ranks, spread)}
+
+
+def refusal(model_type: str, ranks: Ranks, case: Case) -> str:
+    """What building an engine of this type for the case is refused with."""
+    wanted = recipe(case, ranks.world)
     small = {
         "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
         "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **small, **RECURRENT[model_type])
+    config = AutoConfig.for_model(model_type, **small, **RECURRENT.get(model_type, {}))
     config._experts_implementation = "eager"
     torch.manual_seed(SEED)
     weights: Any = OwnWeights(hf.new_model(config, torch.float32))

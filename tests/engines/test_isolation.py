@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tests.engines.cases import MIXTRAL, assert_curves, megatron
-from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
+from tests.engines.isolation_worker import (
+    RECURRENT,
+    context_refusals,
+    look,
+    refusal,
+    separate_documents,
+)
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
 from tests.models.configs import config_of
@@ -112,7 +118,8 @@ def test_masks_without_positions_are_refused() -> None:
 
 def _refusals() -> dict[str, str]:
     ranks = join()
-    found = {model_type: refusal(model_type, ranks) for model_type in RECURRENT}
+    case = Case("ddp", 2, isolated=True)
+    found = {model_type: refusal(model_type, ranks, case) for model_type in RECURRENT}
     leave()
     return found
 
@@ -121,3 +128,12 @@ def test_models_whose_state_runs_along_the_row_are_refused() -> None:
     for model_type, why in run_ranks(_refusals, 1)[0].items():
         assert f"the model type {model_type} does not isolate the documents" in why
         assert "data.isolate_documents to false" in why
+
+
+def test_models_that_lose_the_split_of_their_rows_are_refused() -> None:
+    found = call_ranks(context_refusals, 2)[0]
+    assert found.pop("qwen3") == "accepted"
+    for model_type, why in found.items():
+        assert f"{model_type} does not compute the same where context-parallel" in why
+        assert "parallel.context to 1" in why
+    assert "TypeError" in found["bloom"], "it adds the mask to its scores"

@@ -22,7 +22,10 @@ from tests.engines.pairs import (
 from tests.forked import call_ranks
 
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
-SHARED = [f"tp2-zero{stage}" for stage in (0, 1, 2)]
+SHARED = {
+    "tp2": [f"tp2-zero{stage}" for stage in (0, 1, 2)],
+    "cp2": ["ddp-cp2", "zero2-cp2", "zero3-cp2", "fsdp3-cp2"],
+}
 """Layouts that share the features."""
 QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
 """In `make test`."""
@@ -59,14 +62,14 @@ def check(cases: Sequence[Case]) -> None:
     "layout",
     [
         pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one
-        for one in [*TWO, "tp2"]
-        if one not in SHARED
+        for one in [*TWO, *SHARED]
+        if not any(one in shared for shared in SHARED.values())
     ],
 )
 def test_two_processes(layout: str, request: pytest.FixtureRequest) -> None:
     if "offload" in layout:
         request.getfixturevalue("cpu_adam")
-    check([*covering(SHARED if layout == "tp2" else [layout])])
+    check([*covering(SHARED.get(layout, [layout]))])
 
 
 @pytest.mark.slow

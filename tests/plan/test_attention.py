@@ -18,6 +18,7 @@ from toolkit.plan.workloads import workload_of
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4}
 """Its chunks have the default length."""
+SPREAD = {"parallel__context": 2, "cluster__gpus_per_node": 2}
 GENERIC = TINY | {"model_type": "starcoder2"}
 GEMMA2 = TINY | {"model_type": "gemma2", "head_dim": 32}
 
@@ -63,6 +64,9 @@ def planned(**changes: Any) -> Plan:
         ({"kernels__attention": "eager", "cluster__gpu": "cpu"}, "eager"),
         ({"kernels__attention": "sdpa"}, "sdpa"),
         ({"kernels__attention": "flash", "cluster__gpu": "a100-80gb"}, "flash"),
+        (SPREAD, "varlen"),
+        (SPREAD | {"model__config": GENERIC}, "varlen"),
+        (SPREAD | {"model__config": GEMMA2, "cluster__gpu": "cpu"}, "varlen"),
     ],
 )
 def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel: str) -> None:
@@ -143,6 +147,33 @@ def test_eager_attention_is_planned_and_refuses_no_layout() -> None:
 def test_a_kernel_that_would_never_run_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(RecipeError, match=r"kernels\.attention") as refused:
         planned(**HOPPER | {"kernels__attention": "cudnn"} | changes)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "why"),
+    [
+        ({"training__precision": "fp32"}, "parallel.context", "it computes in 16 bits"),
+        ({"model__config": GEMMA2}, "parallel.context", "computed by plain products"),
+        ({"training__deterministic": True}, "parallel.context", "not deterministic"),
+        (
+            {"cluster__gpu": "v100-32gb", "training__precision": "fp16"},
+            "parallel.context",
+            "has none",
+        ),
+        ({"kernels__attention": "sdpa"}, "kernels.attention", "auto or varlen"),
+        (
+            {"parallel__tensor": 2, "parallel__model": "hf", "parallel__engine": "deepspeed"},
+            "parallel.context",
+            "nothing with AutoTP's layers",
+        ),
+    ],
+)
+def test_context_parallel_needs_the_kernel_for_lengths(
+    changes: dict[str, Any], key: str, why: str
+) -> None:
+    with pytest.raises(RecipeError, match=key) as refused:
+        planned(**HOPPER | SPREAD | {"cluster__gpus_per_node": 4} | changes)
     assert why in str(refused.value)
 
 

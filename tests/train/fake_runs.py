@@ -57,7 +57,7 @@ def job(
         engine=engine,
         batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), LAYOUT.global_batch),
         layout=LAYOUT,
-        dp_rank=0,
+        rank=0,
         seed=1,
         total_steps=steps,
         optimizer=OptimizerSection(learning_rate=5.0),

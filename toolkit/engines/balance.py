@@ -27,6 +27,7 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import RunningSum
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import routers
+from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.routers import Routing
 
@@ -43,6 +44,7 @@ class Balance:
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
         """Ranks that hold other tokens of the same rows; None if this rank holds whole rows."""
+        self.context: Context | None = None
         self.layers = 0
         self.experts = self.per_token = 0
         self.routers: dict[int, nn.Module] = {}
@@ -63,9 +65,13 @@ class Balance:
         self._records = False
 
     @classmethod
-    def of_transformers(cls, setup: EngineSetup, model: nn.Module) -> "Balance":
+    def of_transformers(
+        cls, setup: EngineSetup, model: nn.Module, context: Context | None
+    ) -> "Balance":
         """Balance of a transformers model, before an engine wraps it."""
         balance = cls(setup)
+        balance.context = context
+        balance.group = None if context is None else context.group
         if balance.settings is not None:
             balance.routers = routers.watch(model, lambda: balance.real, balance._observe)
             balance.layers = len(balance.routers)
@@ -110,6 +116,8 @@ class Balance:
         if self.settings is not None:
             left = batch.trained.flip(1).int().cumsum(1).flip(1)
             self.real = left > 0
+            if self.context is not None:
+                self.real = self.context.own(self.real)
         self._records = True
         yield
         self._records = False

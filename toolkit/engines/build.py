@@ -1,32 +1,39 @@
 """Building an engine on this rank, and what surrounds its steps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.base import Engine
+from toolkit.engines.context_check import check_context, refusing
 from toolkit.engines.isolation import check_isolation
 from toolkit.engines.setup import EngineSetup
 from toolkit.layout import AttentionKernel
 from toolkit.registry import load
 
 
-def build_engine(name: str, setup: EngineSetup) -> Engine:
-    """Build the engine `name` on this rank; collective.
+def build_engine(name: str, setup: EngineSetup, *, probe: bool = True) -> Engine:
+    """Build the engine `name` on this rank, and `probe` what it computes; collective.
 
-    Raises PlanError if the data isolates documents and the engine's model does not.
+    Raises PlanError if the data isolates documents and the engine's model does not, or if the
+    model does not compute the same with its rows spread over context-parallel ranks.
     """
     if setup.model == "megatron":
         from toolkit.models.megatron import cpu
 
         cpu.before_import()
-    engine: Engine = load(BACKENDS[name].engine)(setup)
+    spreads = setup.layout.cp > 1 and setup.model == "hf"
+    with refusing(setup) if spreads else nullcontext():
+        engine: Engine = load(BACKENDS[name].engine)(setup)
+        if spreads and probe:
+            check_context(engine, setup)
     _try_first(setup.attention_kernel, engine)
     if setting := setup.layout.compiles:
         from toolkit.models.compiled import explain_failures
 
         _around_steps(explain_failures(setting), engine)
-    if setup.isolates:
+    if setup.isolates and probe:
         check_isolation(engine, setup)
     return engine
 

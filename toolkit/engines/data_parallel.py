@@ -43,6 +43,7 @@ class DataParallelEngine(Engine):
         self.setup = setup
         self.device = setup.ranks.device
         self.world = setup.ranks.world
+        self.context = setup.context_group()
         self.clip = setup.optimizer.clip_grad_norm
         self.scaler = torch.amp.GradScaler(
             self.device.type,
@@ -90,7 +91,7 @@ class DataParallelEngine(Engine):
                     log_probs = self.log_probs(batch)
                 loss, parts = totals.terms(objective, log_probs, batch)
                 self.balance.follow(loss, count)
-                sums += parts / count
+                sums += parts / count / self.setup.layout.cp
                 if last:
                     joint_sums = RunningSum(sums)
                     self.balance.sum_up()
@@ -133,12 +134,16 @@ class DataParallelEngine(Engine):
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """See `hf.log_probs`."""
-        return hf.log_probs(self.replica, batch)
+        return hf.log_probs(self.replica, batch, self.context)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         with self.evaluating():
             return totals.evaluate(
-                self.setup.objective, micro_batches, self.log_probs, self.device
+                self.setup.objective,
+                micro_batches,
+                self.log_probs,
+                self.device,
+                repeats=self.setup.layout.cp,
             )
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -17,12 +17,12 @@ from toolkit.errors import PlanError
 from toolkit.models import compiled
 
 _DOCUMENT = 8
-"""Tokens of a probed document, for each tensor-parallel rank."""
+"""Tokens of a probed document, for each tensor-parallel and context-parallel rank."""
 
 
 def check_isolation(engine: Engine, setup: EngineSetup) -> None:
     """Raise PlanError if a document's loss depends on another one's tokens; collective."""
-    batch = _probe(setup)
+    batch = probe(setup)
     if change := isolation_error(engine, setup, batch):
         raise PlanError(
             f"the model type {setup.model_config.model_type} does not isolate the documents of "
@@ -37,20 +37,24 @@ def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> fl
     An exchange leaves every expert with the same tokens: if documents are isolated, no matrix
     product changes its shape, which could change its rounding.
     """
-    tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2
-    other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
-    exchanged = replace(batch, input_ids=other)
     # As many micro batches as a pipeline has stages: the interleaved schedule takes no fewer.
     with compiled.eager():  # graphs exist for the trained shapes only
         before, after = (
-            engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)
+            engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged(batch))
         )
     return abs(after - before)
 
 
-def _probe(setup: EngineSetup) -> MicroBatch:
+def exchanged(batch: MicroBatch) -> MicroBatch:
+    """The batch with the first halves of its rows in opposite order."""
+    tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2
+    other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
+    return replace(batch, input_ids=other)
+
+
+def probe(setup: EngineSetup) -> MicroBatch:
     """Two rows of two documents each; only the second is trained."""
-    half = _DOCUMENT * setup.layout.tp
+    half = _DOCUMENT * setup.layout.tp * setup.layout.cp
     generator = torch.Generator().manual_seed(setup.seed)
     vocabulary = setup.model_config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (2, 2 * half + 1), generator=generator)

@@ -9,7 +9,7 @@ from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
 from toolkit.features.base import Settings, hooks
 from toolkit.layout import AttentionKernel, Layout, ModelName
-from toolkit.models.families import MegatronModel
+from toolkit.models.families import MegatronModel, model_spec
 from toolkit.models.frozen import frozen_names
 from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from toolkit.engines.distributed import Ranks
+    from toolkit.models.context import Context
     from toolkit.models.weights import WeightSource
 
 
@@ -74,6 +75,16 @@ class EngineSetup:
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
         needed = self.attention_kernel == "varlen" or self.layout.cp > 1
         return batch.ends if needed else None
+
+    def context_group(self) -> "Context | None":
+        """The ranks among which the positions of each row are spread; None where a rank has
+        them all. Collective."""
+        from toolkit.models.context import Context
+
+        if self.layout.cp == 1:
+            return None
+        heads = model_spec(self.model_config.to_dict()).kv_heads
+        return Context.of(self.layout, self.ranks.rank, heads)
 
     @property
     def layers(self) -> int:

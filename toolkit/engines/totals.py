@@ -55,8 +55,10 @@ def evaluate(
     log_probs: Callable[[MicroBatch], Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    repeats: int = 1,
 ) -> EvalResult:
-    """Loss over the batches of all of `group`'s ranks (None: of all ranks)."""
+    """Loss over the batches of all of `group`'s ranks (None: of all ranks), so many of which
+    have the same ones."""
     totals = torch.zeros(3 + len(objective.metrics), dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
         batch = to_device(micro_batch, device)
@@ -64,4 +66,4 @@ def evaluate(
         totals += counted(objective, parts, batch)
     if dist.is_initialized():
         dist.all_reduce(totals, group=group)
-    return eval_result(objective, totals.tolist())
+    return eval_result(objective, (totals / repeats).tolist())

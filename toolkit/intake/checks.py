@@ -19,7 +19,7 @@ from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.streams import streaming_problems
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
-from toolkit.models.families.common import rope_of, rope_type_of
+from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
@@ -280,15 +280,10 @@ def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
     if config is None or not (isolates or varies) or check_config(config):
         return
     settings = settings_of(config)
-    rope = rope_of(settings)
-    rope_type = rope_type_of(rope)
+    rope_type = rope_type_of(rope_of(settings))
     if rope_type != "dynamic" and not (rope_type == "longrope" and isolates):
         return
-    limit = settings["max_position_embeddings"]
-    if rope_type == "longrope":
-        limit = settings["original_max_position_embeddings"] or rope.get(
-            "original_max_position_embeddings", limit
-        )
+    limit = frequencies_limit(settings)
     if limit is not None and length > limit:
         what = "with isolated documents" if isolates else "with lengths by stage"
         of = "document of a micro batch" if isolates else "sequence before"

@@ -268,9 +268,9 @@ def _attention(
     ends, window, split = attention_mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scores = Scores(scaling, window, softcap, s_aux)
-    if split is not None:
-        return split.attend(q, k, v, ends, scores), None
-    return attend(q, k, v, ends, ends, scores), None
+    if split is None:
+        return attend(q, k, v, ends, ends, scores).contiguous(), None
+    return split.attend(q, k, v, ends, scores).contiguous(), None
 
 
 def _mask(

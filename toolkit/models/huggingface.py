@@ -30,6 +30,7 @@ from toolkit.layout import (
 )
 from toolkit.models import cuda_kernels, documents, liger
 from toolkit.models.config_keys import is_dropout
+from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import in_chunks, label_log_probs
@@ -273,22 +274,25 @@ def fill_biases(model: nn.Module, weights: WeightSource) -> None:
         bias.copy_(weights.read(name, 0, bias.numel()))
 
 
-def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """See `label_log_probs`: fp32 [micro_batch, sequence].
+def log_probs(model: nn.Module, batch: MicroBatch, context: Context | None = None) -> Tensor:
+    """See `label_log_probs`: fp32 [micro_batch, sequence], on every rank of `context`, each of
+    which computes some of the positions.
 
     Where neither a mask nor a cache is given, transformers isolates documents, with the window
     of each layer counted inside its document. No single mask would work for every model: layers
     with and without a window need different ones.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    if batch.positions is not None:
-        inputs["position_ids"] = batch.positions
+    own = batch if context is None else context.part(batch)
+    inputs: dict[str, Any] = {"input_ids": own.input_ids, "use_cache": False}
+    if own.positions is not None:
+        inputs["position_ids"] = own.positions
     trained = getattr(model, "module", model)  # of DDP, of DeepSpeed
-    with documents.of(batch):
+    with documents.of(batch, context):
         if getattr(trained, _IN_CHUNKS, False):
-            found: Tensor = model(targets=batch.labels, **inputs)
-            return found
-        return label_log_probs(model(**inputs).logits, batch.labels)
+            found: Tensor = model(targets=own.labels, **inputs)
+        else:
+            found = label_log_probs(model(**inputs).logits, own.labels)
+    return found if context is None else context.whole(found)
 
 
 _IN_CHUNKS = "loss_in_chunks"

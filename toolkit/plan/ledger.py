@@ -200,6 +200,7 @@ def _split_sums(plan: Plan) -> str:
     gradients = (
         ("micro batches", layout.gradient_accumulation),
         ("data-parallel ranks", layout.dp),
+        ("context-parallel ranks", layout.cp),
     )
     found = [f"{count:,} {over}" for over, count in gradients if count > 1]
     sums = [f"gradients over {' and '.join(found)}"] if found else []

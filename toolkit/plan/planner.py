@@ -88,6 +88,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
     workload = workload_of(job, best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
+    kernel, _ = attention.choice(_with_context(job, best))
     return Plan(
         engine=best.pair.engine,
         model=best.pair.model,
@@ -104,8 +105,8 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
-        attention="eager" if attention.kernel(job) == "eager" else "sdpa",
-        attention_kernel=attention.kernel(job),
+        attention="eager" if kernel == "eager" else "sdpa",
+        attention_kernel=kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
         lengths=tuple(_length_costs(found, workload)),
@@ -117,7 +118,7 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     job, best = found.job, found.best
     yield from (one.reason for one in decisions(found, SHOWN))
     yield from choice(found)
-    yield _attention_reason(job)
+    yield _attention_reason(_with_context(job, best))
     yield _overlap_reason(job, best)
     if job.training.deterministic:
         yield "deterministic: asked for; slower kernels on GPUs, by how much is not predicted"
@@ -149,6 +150,12 @@ def first_loss_scale(precision: str) -> float | None:
     it fits, so engines with different initial scales would skip different steps.
     """
     return _LOSS_SCALE if precision == "fp16" else None
+
+
+def _with_context(job: PlanRequest, best: Candidate) -> PlanRequest:
+    """The job with the context-parallel degree that was found."""
+    degree = {"context": best.layout.cp}
+    return job.asking(parallel=job.parallel.model_copy(update=degree))
 
 
 def _attention_reason(job: PlanRequest) -> str:

@@ -264,6 +264,8 @@ def _assignment(
         parallel = parallel.with_values({"zero.nvme_path": str(swap)})
     cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu=gpu)
     wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
+    if parallel.context == 1:
+        wanted = wanted.with_values({"kernels.context": "auto"})
     if problems := list(broken_rules(wanted)):
         raise RecipeError(problems)
     return decide(wanted, folder)

@@ -1,7 +1,8 @@
 """`samples/rank-N.jsonl`: which samples a rank trained on, one line per step.
 
-Ranks that work on the same data (tensor and pipeline parallel) write the same lines. Read
-together, each (step, data rank) counted once, they are the order in which data was consumed.
+Ranks that work on the same data (tensor, context and pipeline parallel) write the same lines.
+Read together, each (step, data rank) counted once, they are the order in which data was
+consumed.
 """
 
 from collections.abc import Sequence

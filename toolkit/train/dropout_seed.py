@@ -1,4 +1,4 @@
-"""The random stream of dropout: a function of seed, step and data-parallel rank."""
+"""The random stream of dropout: a function of seed, step and `Layout.token_rank`."""
 
 from hashlib import blake2b
 

@@ -85,7 +85,7 @@ class TrainingRun:
     engine: Engine
     batches: GlobalBatches
     layout: Layout
-    dp_rank: int
+    rank: int
     seed: int
     total_steps: int
     optimizer: OptimizerSection
@@ -99,7 +99,7 @@ class TrainingRun:
             return []
         layout = self.layout
         return self.batches.micro_batches(
-            consumed_samples, self.dp_rank, layout.dp, layout.micro_batch
+            consumed_samples, layout.data_rank(self.rank), layout.dp, layout.micro_batch
         )
 
     def counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def _train(
         coming, data_wait_s = prefetch.take()
         # The one reduction of the loop: it runs while the step does.
         reduction.begin(*job.counts(coming))
-        seed_dropout(job.seed, progress.step, job.dp_rank)
+        seed_dropout(job.seed, progress.step, layout.token_rank(job.rank))
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
         result = job.engine.train_step(micro_batches, count, rate, max_loss)

@@ -258,7 +258,7 @@ def _training_run(
         engine,
         GlobalBatches(samples, data.order, batch, data.lengths),
         layout,
-        layout.data_rank(start.ranks.rank),
+        start.ranks.rank,
         recipe.training.seed,
         steps,
         recipe.optimizer,

@@ -1,6 +1,6 @@
 """Backend of engine `ddp`: everything except training."""
 
-from toolkit.backend import Backend, Rehearsed, Support
+from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.ddp.accelerate import DdpInAccelerate
 from toolkit.layout import Layout, Precision
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
@@ -25,11 +25,16 @@ class DdpBackend(Backend):
     name = "ddp"
     title = "PyTorch's DDP"
     engine = "toolkit.engines.ddp.engine:build"
-    supports = {"hf": Support(preference=20, kernel_stages=(0,))}
+    supports = {
+        "hf": Support(preference=20, degrees={"context": ANY}, kernel_stages=(0,)),
+    }
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()
     cost = DdpCost()
-    rehearsals = (Rehearsed("ddp", "hf", Layout(dp=2)),)
+    rehearsals = (
+        Rehearsed("ddp", "hf", Layout(dp=2)),
+        Rehearsed("ddp-cp2", "hf", Layout(cp=2)),
+    )
 
     def rehearsed_alone(self, precision: Precision) -> bool:
         """DDP's reducer."""

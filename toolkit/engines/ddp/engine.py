@@ -65,7 +65,7 @@ class DdpEngine(DataParallelEngine):
         hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()
         self.parameters = list(self.model.parameters())
-        self.balance = Balance.of_transformers(setup, self.model)
+        self.balance = Balance.of_transformers(setup, self.model, self.context)
         self.replica = self.model
         if self.world > 1:
             device_ids = [self.device] if self.device.type == "cuda" else None

@@ -6,6 +6,7 @@ from toolkit.engines.deepspeed import autotp
 from toolkit.errors import Problem
 from toolkit.features.base import FEATURES
 from toolkit.models.config_keys import is_dropout
+from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import divisors, nearest
 
@@ -56,6 +57,8 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
 def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
     """Settings that would replace or miss the layers that AutoTP replaces."""
     zero = job.parallel.zero
+    if is_above_one(job.parallel.context):
+        yield "parallel.context", job.parallel.context
     stated = {
         "kernels.compile": job.kernels.compile,
         "parallel.zero.offload_optimizer": zero.offload_optimizer,

@@ -22,6 +22,7 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
@@ -60,6 +61,8 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
         allowed = f"ZeRO {' or '.join(map(str, SPREADING_STAGES))} without offload: {why}"
     elif (known(job.parallel.tensor) or 1) > 1:
         allowed, fix = "1 with parallel.tensor and model hf", "set parallel.tensor to 1"
+    elif is_above_one(job.parallel.context):
+        allowed, fix = "1 with parallel.context and model hf", "set parallel.context to 1"
     elif family not in SPREAD_TYPES:
         allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
         allowed += f"{', '.join(SPREAD_TYPES)} are spread"
@@ -151,7 +154,7 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            degrees={"hpz": ANY, "tensor": ANY, "expert": ANY},
+            degrees={"hpz": ANY, "tensor": ANY, "expert": ANY, "context": ANY},
             asked=frozenset(("tensor", "expert")),
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
@@ -183,6 +186,10 @@ class DeepSpeedBackend(Backend):
         *(
             Rehearsed(f"zero{stage}-ep2", "hf", Layout(dp=2, ep=2, zero_stage=stage))
             for stage in SPREADING_STAGES
+        ),
+        *(
+            Rehearsed(f"zero{stage}-cp2", "hf", Layout(cp=2, zero_stage=stage))
+            for stage in _STAGES[2:]
         ),
         Rehearsed("zero3-offload", "hf", _OFFLOADED),
         *(
@@ -318,7 +325,7 @@ class DeepSpeedBackend(Backend):
                 "sums over experts",
                 f"AutoEP weights and adds them in fp32, transformers in {precision}",
             )
-        ranks = plan.layout.dp
+        ranks = plan.layout.dp * plan.layout.cp
         if ranks == 1:
             return
         # engine.py, `communication_data_type`: by default the training precision.

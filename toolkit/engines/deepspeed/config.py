@@ -158,9 +158,10 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     """
     file = open_config(request.config or preset_for(request.layout))
     owned = _owned(request)
+    stated = owned | {"train_batch_size": request.layout.global_batch}
     problems = [
         *unknown_keys(file),
-        *_disagreements(file, owned, {**REQUIRED, **_loss_scaling(request)}),
+        *_disagreements(file, stated, {**REQUIRED, **_loss_scaling(request)}),
         *_not_ours_to_run(file, request.optimizer),
         *_unfilled(file, owned),
         *_missing_folder(file, request),
@@ -268,7 +269,8 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     """Every setting that the recipe decides, by DeepSpeed's name for it."""
     layout, optimizer = request.layout, request.optimizer
     settings: dict[str, object] = {
-        "train_batch_size": layout.global_batch,
+        # DeepSpeed counts context-parallel ranks as data-parallel ones.
+        "train_batch_size": layout.global_batch * layout.cp,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
         # DeepSpeed clips at 1.0 unless configured not to.

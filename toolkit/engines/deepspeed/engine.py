@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -55,8 +56,8 @@ class DeepSpeedEngine(Engine):
         self.setup = setup
         self.objective: Objective = setup.objective
         self.device = setup.ranks.device
-        self.copies = setup.layout.dp
-        self.copy = setup.layout.data_rank(setup.ranks.rank)
+        self.copies = setup.layout.dp * setup.layout.cp
+        self.copy = setup.ranks.rank // setup.layout.tp
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
         if self.device.type == "cuda":
@@ -69,7 +70,8 @@ class DeepSpeedEngine(Engine):
             auto_mpi_discovery=False,
             verbose=False,
         )
-        self.model = build_model(setup)
+        self.context = setup.context_group()
+        self.model = build_model(setup, self.context)
         module = self.model.module
         self.veto = Veto(module)
         groups = adam.parameter_groups(
@@ -140,16 +142,16 @@ class DeepSpeedEngine(Engine):
             last = index == len(micro_batches) - 1
             batch = to_device(micro_batch, self.device)
             with balance.observing(batch):
-                log_probs = self._log_probs(batch)
+                log_probs = self.log_probs(batch)
             loss, parts = totals.terms(self.objective, log_probs, batch)
             balance.follow(loss, count)
-            sums += parts / count
+            sums += parts / count / self.setup.layout.cp
             if last:
                 mine = sums.clone()
                 joint_sums = RunningSum(sums, self.model.data_group)
                 balance.sum_up()
                 self.veto.judge(mine, joint_sums.result, max_loss, self.optimizer)
-            # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
+            # DeepSpeed averages gradients over its data-parallel ranks; the loss is a sum.
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
             if last and self.plain:
                 norm = self._plain_norm()
@@ -189,22 +191,28 @@ class DeepSpeedEngine(Engine):
             return 1.0
         return float(self.optimizer.loss_scale_config.cur_scale)
 
-    def _log_probs(self, batch: MicroBatch) -> Tensor:
-        return self.model.log_probs(self.engine, batch)
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """See `hf.log_probs`."""
+        return self.model.log_probs(self.engine, batch, self.context)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        with hf.evaluating(self.engine):
+        with self.evaluating():
             return totals.evaluate(
                 self.objective,
                 micro_batches,
-                self._log_probs,
+                self.log_probs,
                 self.device,
                 self.model.data_group,
+                self.setup.layout.cp,
             )
 
     def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        with hf.evaluating(self.engine):
-            return totals.sequence_log_probs(micro_batches, self._log_probs, self.device)
+        with self.evaluating():
+            return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context of forward passes without a backward pass."""
+        return hf.evaluating(self.engine)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
@@ -229,11 +237,12 @@ class DeepSpeedEngine(Engine):
     def _allocate_swapped_moments(self) -> None:
         """Run a step that changes no weight: moments on NVMe exist only after the first
         step."""
-        tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
+        layout = self.setup.layout
+        tokens = torch.zeros(layout.micro_batch, 2 * layout.cp, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
         # The recipe's objective may need fields that this batch lacks.
         self.objective = Pretrain()
-        self.train_step([batch] * self.setup.layout.gradient_accumulation, 1, 0.0)
+        self.train_step([batch] * layout.gradient_accumulation, 1, 0.0)
         self.objective = self.setup.objective
         adam.set_steps([self._adam], 0)
 

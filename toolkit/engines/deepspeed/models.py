@@ -31,6 +31,7 @@ from toolkit.engines.deepspeed.tensor_parallel import SplitLayers
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
+from toolkit.models.context import Context
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
 
@@ -69,7 +70,9 @@ class TrainedModel:
     def seed_dropout(self) -> None:
         """Seed further random streams of the next step from torch's seed."""
 
-    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+    def log_probs(
+        self, engine: nn.Module, batch: MicroBatch, context: Context | None
+    ) -> Tensor:
         """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
         raise NotImplementedError
 
@@ -93,33 +96,36 @@ class TrainedModel:
         raise NotImplementedError
 
 
-def build_model(setup: EngineSetup) -> TrainedModel:
+def build_model(setup: EngineSetup, context: Context | None) -> TrainedModel:
     """The model that the plan names, filled with its initial weights; collective."""
     if setup.model == "megatron":
         return MegatronShard(setup)
     if setup.layout.ep > 1:
-        return SpreadExperts(setup)
-    return SplitTransformersModel(setup) if setup.layout.tp > 1 else TransformersModel(setup)
+        return SpreadExperts(setup, context)
+    split = SplitTransformersModel if setup.layout.tp > 1 else TransformersModel
+    return split(setup, context)
 
 
 class TransformersModel(TrainedModel):
     """A whole transformers model; under ZeRO-3 it is sharded while it is built."""
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: EngineSetup, context: Context | None) -> None:
         self.config, self.weights = setup.model_config, setup.weights
         model = self.build(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
         hf.enable_recompute(model, setup.layout.recompute)
         self.module = model
-        self.balance = Balance.of_transformers(setup, model)
+        self.balance = Balance.of_transformers(setup, model, context)
 
     def build(self, setup: EngineSetup) -> PreTrainedModel:
         """The model, filled."""
         return _build_transformers(setup)
 
-    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        return hf.log_probs(engine, batch)
+    def log_probs(
+        self, engine: nn.Module, batch: MicroBatch, context: Context | None
+    ) -> Tensor:
+        return hf.log_probs(engine, batch, context)
 
     def restore_buffers(self, module: nn.Module) -> None:
         hf.restore_buffers(module, self.config)
@@ -250,9 +256,12 @@ class MegatronShard(TrainedModel):
 
         seed_dropout()
 
-    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+    def log_probs(
+        self, engine: nn.Module, batch: MicroBatch, context: Context | None
+    ) -> Tensor:
         from toolkit.models.megatron.model import log_probs
 
+        assert context is None, "refused at check"
         where = batch.positions, batch.segments, self.ends_of(batch)
         losses = engine(batch.input_ids, *where, labels=batch.labels)
         return log_probs(losses, batch)

@@ -87,7 +87,7 @@ class FsdpBackend(Backend):
         "hf": Support(
             preference=30,
             zero_stages=(1, 2, 3),
-            degrees={"replicate": ANY},
+            degrees={"replicate": ANY, "context": ANY},
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
             offload_together=True,
@@ -103,6 +103,7 @@ class FsdpBackend(Backend):
         Rehearsed("fsdp1", "hf", Layout(dp=2, zero_stage=1)),
         Rehearsed("fsdp2", "hf", Layout(dp=2, zero_stage=2)),
         Rehearsed("fsdp3", "hf", Layout(dp=2, zero_stage=3)),
+        Rehearsed("fsdp3-cp2", "hf", Layout(cp=2, zero_stage=3)),
     )
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:

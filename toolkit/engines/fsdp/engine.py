@@ -51,7 +51,7 @@ class FsdpEngine(DataParallelEngine):
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
         setup.settle_kernels(self.model)
-        self.balance = Balance.of_transformers(setup, self.model)
+        self.balance = Balance.of_transformers(setup, self.model, self.context)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then in model order."""
         self.model.to_empty(device=torch.device("cpu") if offloads else self.device)

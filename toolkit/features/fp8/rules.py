@@ -35,10 +35,12 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if not on_cpu and device.fp8 is None:
         found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
         yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
+    context = recipe.parallel.context
+    unit = 16 * (context if isinstance(context, int) else 1)
     for key, length in stated_lengths(recipe).items():
-        if length % 16:
-            allowed = "a multiple of 16 with fp8, which GPUs multiply in blocks"
-            fix = f"set {key} to {-(-length // 16) * 16}, or remove fp8"
+        if length % unit:
+            allowed = f"a multiple of {unit} with fp8, which GPUs multiply in blocks"
+            fix = f"set {key} to {-(-length // unit) * unit}, or remove fp8"
             yield Problem(key, f"{length} with fp8", allowed, fix)
 
 

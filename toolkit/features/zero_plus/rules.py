@@ -111,9 +111,10 @@ def ledger(
             "second copy of the weights",
             f"the same numbers, spread over {layout.hpz} ranks",
         )
-    ranks = f"{layout.dp:,} data-parallel ranks"
-    if layout.dp > 1 and keys.quantized_gradients:
+    sharded = layout.dp * layout.cp
+    ranks = f"{sharded:,} data-parallel ranks"
+    if sharded > 1 and keys.quantized_gradients:
         why = f"gradients are summed over {ranks} in quantized blocks"
         yield "approximated", "gradient reduction", why
-    if layout.dp > 1 and keys.quantized_weights:
+    if sharded > 1 and keys.quantized_weights:
         yield "approximated", "gathered weights", f"in quantized blocks, from {ranks}"

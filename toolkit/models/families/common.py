@@ -151,6 +151,16 @@ def outer_tensors(
 # --- rotary positions -------------------------------------------------------------------
 
 
+def frequencies_limit(settings: Settings) -> int | None:
+    """Up to which length the rotary frequencies of transformers' model do not depend on the
+    longest sequence that it computes; None: up to any."""
+    rope, named = rope_of(settings), "original_max_position_embeddings"
+    limit: int | None = settings["max_position_embeddings"]
+    if rope_type_of(rope) == "longrope":
+        limit = settings[named] or rope.get(named, limit)
+    return limit if rope_type_of(rope) in ("dynamic", "longrope") else None
+
+
 def rope_of(settings: Settings, layer_type: str = "full_attention") -> Mapping[str, Any]:
     """The map of rotary settings, under its old or its new name; empty when not stated.
 

@@ -13,6 +13,7 @@ from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import attention
+from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
@@ -34,8 +35,11 @@ def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
     `auto`: the one for lengths where documents are isolated; otherwise cuDNN's where it is
     faster, which is known for Hopper (an H100 here: 1.7 to 2.0 times FlashAttention-2 for 8,192
     tokens and more, docs/gpu.md; slower on Ampere and Blackwell,
-    huggingface/transformers#48163).
+    huggingface/transformers#48163). With context parallel it is the one for lengths, which
+    takes the parts of documents that a rank has.
     """
+    if is_above_one(job.parallel.context):
+        return "varlen", "it takes the parts of rows that parallel.context leaves on a rank"
     if job.kernels.attention != "auto":
         return job.kernels.attention, "asked for"
     if attention(job.config) == "eager":
@@ -70,7 +74,11 @@ def whole_scores(job: PlanRequest) -> bool:
 def problems(job: PlanRequest) -> Iterator[Problem]:
     """Why the kernel that the recipe states would never run."""
     asked, gpu = job.kernels.attention, job.cluster.gpu
-    if asked in ("auto", "eager") or (asked == "sdpa" and attention(job.config) == "sdpa"):
+    if (
+        is_above_one(job.parallel.context)
+        or asked in ("auto", "eager")
+        or (asked == "sdpa" and attention(job.config) == "sdpa")
+    ):
         return
     lengths = asked == "varlen"
     if lengths and gpu == "cpu" and job.kernels.compile == "layers":
@@ -81,13 +89,7 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
             "set kernels.compile to none",
         )
     objections = [*(_lengths_objections(job) if lengths else _objections(job))]
-    if asked in ("cudnn", "varlen") and job.training.deterministic:
-        # torch's sdp_utils.cpp, `check_cudnn_deterministic`, silently uses another kernel.
-        objections.append("it is not deterministic, and training.deterministic is true")
-    with suppress(PlanError):  # an unknown accelerator is reported where it is stated
-        generation = accelerator(gpu).generation
-        if generation not in GENERATIONS and not (lengths and generation == "cpu"):
-            objections.append(f"cluster.gpu {gpu} has none")
+    objections += _runtime_objections(job, asked)
     if objections:
         yield Problem(
             "kernels.attention",
@@ -95,6 +97,40 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
             "auto, which takes what there is",
             "set kernels.attention to auto",
         )
+
+
+def context_problems(job: PlanRequest) -> Iterator[Problem]:
+    """What keeps the kernel for lengths from computing the parts of rows on a context rank."""
+    asked, degree = job.kernels.attention, job.parallel.context
+    if not is_above_one(degree):
+        return
+    objections = [*_lengths_objections(job), *_runtime_objections(job, "varlen")]
+    if asked not in ("auto", "varlen"):
+        yield Problem(
+            "kernels.attention",
+            f"{asked} with parallel.context: {degree}",
+            "auto or varlen, the one kernel that takes parts of rows",
+            "set kernels.attention to auto, or parallel.context to 1",
+        )
+    elif objections:
+        yield Problem(
+            "parallel.context",
+            f"{degree} with attention varlen: {objections[0]}",
+            "1",
+            "set parallel.context to 1",
+        )
+
+
+def _runtime_objections(job: PlanRequest, kernel: str) -> Iterator[str]:
+    """Why this device, or the asked determinism, excludes it."""
+    gpu = job.cluster.gpu
+    if kernel in ("cudnn", "varlen") and job.training.deterministic and gpu != "cpu":
+        # torch's sdp_utils.cpp, `check_cudnn_deterministic`, silently uses another kernel.
+        yield "it is not deterministic, and training.deterministic is true"
+    with suppress(PlanError):  # an unknown accelerator is reported where it is stated
+        generation = accelerator(gpu).generation
+        if generation not in GENERATIONS and not (kernel == "varlen" and generation == "cpu"):
+            yield f"cluster.gpu {gpu} has none"
 
 
 def _objections(job: PlanRequest) -> Iterator[str]:
@@ -112,18 +148,20 @@ def _objections(job: PlanRequest) -> Iterator[str]:
 def _lengths_objections(job: PlanRequest) -> Iterator[str]:
     """Why the kernel for documents of different lengths does not compute this attention; on
     CPUs, where there is none, documents are attended to one after the other."""
-    config = job.config
-    if not job.isolates:
+    config, on_cpu = job.config, job.cluster.gpu == "cpu"
+    spread = is_above_one(job.parallel.context)  # then a build compares, whatever the type
+    if not job.isolates and not spread:
         yield "documents are not isolated (data.isolate_documents)"
-    if attention(config) != "sdpa":
+    if attention(config) != "sdpa" and not (spread and on_cpu):
         yield f"{config['model_type']}'s attention is computed by plain products"
-    if job.spec.generic:
+    if job.spec.generic and not spread:
         yield f"no test computes {config['model_type']} without a mask"
     if job.spec.chunked and job.spec.sliding_layers:
         yield f"{config['model_type']}'s attention in chunks needs a mask"
-    if any(value for key, value in config.items() if "att" in key and is_dropout(key)):
+    dropped = any(value for key, value in config.items() if "att" in key and is_dropout(key))
+    if dropped and not spread:
         yield "it has no dropout"
-    if job.cluster.gpu != "cpu" and job.training.precision == "fp32":
+    if not on_cpu and job.training.precision == "fp32":
         yield "it computes in 16 bits, and training.precision is fp32"
     if job.spec.head_dim > LARGEST_FLASH_HEAD:
         yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_FLASH_HEAD}"

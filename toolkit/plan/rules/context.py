@@ -4,14 +4,18 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from toolkit.errors import Problem
-from toolkit.layout import Exchange, Layout
+from toolkit.layout import Exchange, Layout, Pair
 from toolkit.models.config_keys import is_dropout
+from toolkit.models.families import settings_of
+from toolkit.models.families.common import frequencies_limit
 from toolkit.plan.request import PlanRequest
 from toolkit.recipe.schema import ParallelSection
 
 LONG = 16_384
 """Tokens of a row from which `parallel.context: auto` may be above 1 without need: of shorter
 ones attention is a small part, and data parallel sends less."""
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ...]:
@@ -31,8 +35,8 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
     return tuple(found)
 
 
-def problems(job: PlanRequest) -> Iterator[Problem]:
-    """Why no engine can spread the positions of this recipe's rows over so many ranks."""
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """Why a pair cannot spread the positions of this recipe's rows over so many ranks."""
     asked = job.parallel
     if not isinstance(asked.context, int):
         return
@@ -51,6 +55,8 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
         yield _refused(
             asked.context, f"1 with attention dropout (model.config.{dropped[0]})", "1"
         )
+    if pair.model == "hf" and (why := _no_parts(job)):
+        yield _refused(asked.context, f"1 with {why}", "1")
     heads = job.spec.heads // gcd(job.spec.heads, _number(asked.tensor))
     if job.kernels.context == "ulysses" and heads % asked.context:
         near = gcd(heads, asked.context)
@@ -58,6 +64,18 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
             f"a divisor of the {heads} attention heads of a rank with kernels.context: ulysses"
         )
         yield _refused(asked.context, allowed, str(near), ", or kernels.context to auto")
+
+
+def _no_parts(job: PlanRequest) -> str:
+    """Of transformers' model, what needs more than attention to see whole rows."""
+    settings = settings_of(job.config)
+    kinds = set(settings["layer_types"] or ()) - _ATTENTION
+    if kinds:
+        return f"layers of kind {min(kinds)}, which compute along whole rows"
+    limit = frequencies_limit(settings)
+    if limit is not None and job.training.sequence_length > limit:
+        return f"more than {limit} tokens, from where frequencies depend on a rank's positions"
+    return ""
 
 
 def unit(context: int, tensor: int = 1) -> int:

@@ -70,7 +70,7 @@ def _compile_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     if job.kernels.compile != "layers":
         return
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
-    if not stages or job.spec.moe_layers:
+    if not stages or job.spec.moe_layers or is_above_one(job.parallel.context):
         why = _uncompilable(job, pair, stages[0] if stages else 0)
         yield _refused("compile", f"layers for {pair}", f"auto or none: {why}")
     elif stage not in ("auto", *stages):

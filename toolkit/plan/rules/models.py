@@ -92,7 +92,8 @@ def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """What compiled layers, fused kernels and features do not support."""
     yield from kernels.problems(job, pair)
-    yield from context.problems(job)
+    yield from context.problems(job, pair)
+    yield from attention.context_problems(job)
     for refuse, _ in hooks("refuse", job.features):
         yield from refuse(job, pair)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def rehearse(
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights
         )
-        # Whether documents are isolated is seen in numbers, which these tensors lack.
-        engine = build_engine(assignment.plan.engine, replace(setup, isolates=False))
+        # What a probe compares are numbers, which these tensors lack.
+        engine = build_engine(assignment.plan.engine, setup, probe=False)
         others.answer()
         changed(engine)
         watch.account.own(_modules(engine))
