@@ -182,7 +182,10 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "full": {"parallel": {"recompute": "full"}},
         "selective": {"parallel": {"recompute": "selective"}},
         "one layer": {"parallel": {"recompute": 1}},
+        "offloaded": {"parallel": {"recompute": "full", "offload_activations": True}},
+        "one offloaded": {"parallel": {"recompute": 1, "offload_activations": True}},
     },
+    "mlp": {"whole": {}, "tiled": _kernels(mlp="tiled")},
     "micro batch": {
         "2": {},
         "1": {"training": {"micro_batch_size": 1}},
@@ -376,7 +379,7 @@ def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:
 
 def reference(case: Case) -> Record:
     """transformers, PEFT and torch alone, in this process."""
-    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "recompute"}
+    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "recompute", "mlp"}
     kept = tuple(one for one in case.features if one[0] not in ours | {"micro batch"})
     return _reference(Case("ddp", kept))
 

@@ -34,12 +34,23 @@ def batch(rows: int = 2, length: int = 16) -> MicroBatch:
     return MicroBatch(tokens, tokens.roll(-1, 1))
 
 
-def saved_bytes(layers: int, parts: Any, recompute: Recompute, fused: Any = "none") -> int:
-    """What a model of so many layers keeps for the backward pass, besides its weights."""
+def saved_bytes(
+    layers: int,
+    parts: Any,
+    recompute: Recompute,
+    fused: Any = "none",
+    *,
+    inputs_on_host: bool = False,
+    tiled: bool = False,
+) -> int:
+    """What a model of so many layers keeps on its device for the backward pass, besides its
+    weights."""
     model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
     compiled.compile_layers(model.train(), parts)
     liger.fuse(model, fused)
-    hf.enable_recompute(model, recompute)
+    hf.enable_recompute(model, recompute, inputs_on_host)
+    if tiled:
+        hf.tile_mlps(model)
     own = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -48,9 +48,9 @@ CASES = [
         stage=3,
         family=SOME_WINDOWED,
         recompute="full",
-        kernels={"attention": "varlen"},
+        kernels={"attention": "sdpa"},
     ),
-    replace(megatron(pipeline=2, family=WINDOWED), kernels={"attention": "varlen"}),
+    replace(megatron(pipeline=2, family=WINDOWED), kernels={"attention": "sdpa"}),
 ]
 
 
@@ -71,7 +71,7 @@ def _of_family(model_type: str) -> list[Case]:
         return [replace(plain, engine="megatron", family=every)]
     cases = [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
     if attention(config) == "sdpa" and "attention_chunk_size" not in config:
-        cases += [replace(case, kernels={"attention": "varlen"}) for case in cases]
+        cases += [replace(case, kernels={"attention": "sdpa"}) for case in cases]
     return cases
 
 

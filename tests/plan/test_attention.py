@@ -48,7 +48,7 @@ def planned(**changes: Any) -> Plan:
         ),
         ({"data__isolate_documents": True, "model__config": LLAMA4}, "sdpa"),
         ({"data__isolate_documents": True, "model__config": GENERIC}, "sdpa"),
-        ({"data__isolate_documents": True, "cluster__gpu": "cpu"}, "sdpa"),
+        ({"data__isolate_documents": True, "cluster__gpu": "cpu"}, "varlen"),
         ({"data__isolate_documents": True, "training__precision": "fp32"}, "sdpa"),
         ({"data__isolate_documents": True, "training__deterministic": True}, "sdpa"),
         (

@@ -112,7 +112,7 @@ def test_activations_that_are_offloaded(tiny: Planned) -> None:
     assert conflicts(tiny, environ) == {}
     found = conflicts(tiny, {"ACCELERATE_USE_FSDP": "true", **environ})
     assert found["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == (
-        *("activations_offloaded", "false", "recipe"),
+        *("parallel.offload_activations", "false", "recipe"),
     )
 
 

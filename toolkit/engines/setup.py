@@ -70,6 +70,14 @@ class EngineSetup:
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
+        if self.layout.mlp == "tiled":
+            hf.tile_mlps(model)
+
+    def enable_recompute(self, model: "PreTrainedModel") -> None:
+        """Recompute a transformers model's layers as planned."""
+        from toolkit.models import huggingface as hf
+
+        hf.enable_recompute(model, self.layout.recompute, self.layout.offload_activations)
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""

@@ -331,6 +331,25 @@ DIMENSIONS: tuple[Dimension, ...] = (
         usual=True,
     ),
     Dimension(
+        "offload_activations",
+        "parallel.offload_activations",
+        "offload of activations",
+        lambda _: "inputs in host memory",
+        title="recompute from",
+        shown="layer inputs in host memory",
+        phrase=True,
+        needs=(
+            Need(
+                lambda offloads: offloads is True,
+                "parallel.recompute",
+                lambda recompute: recompute not in ("none", "selective"),
+                "false unless whole layers are recomputed, whose inputs it offloads",
+                "set parallel.recompute to full (or auto)",
+            ),
+        ),
+        parts=bool,
+    ),
+    Dimension(
         "loss",
         "kernels.loss",
         "loss",
@@ -389,6 +408,15 @@ DIMENSIONS: tuple[Dimension, ...] = (
         within="cp",
         open=lambda choice: choice.layout.cp > 1,
         disruption=4,
+    ),
+    Dimension(
+        "mlp",
+        "kernels.mlp",
+        "MLP",
+        "{} MLP".format,
+        shown="{}",
+        phrase=True,
+        parts=lambda kernel: kernel != "whole",
     ),
 )
 """In the order of a layout's text."""

@@ -396,6 +396,10 @@ def _note(found: Search, field: str) -> str:
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
         return f"; {kernels.experts_reason(job, found.best.pair, settled)}"
+    if field == "offload_activations":
+        return "; planned as copied while layers are computed; not measured on a GPU"
+    if field == "mlp":
+        return "; a chunk's forward pass is computed again in its backward pass"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(found) if DIMENSION[field].of(job) == "auto" else ""
     return ""

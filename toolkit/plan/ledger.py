@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from toolkit.backend import ANY, BACKENDS
 from toolkit.features.base import hooks
-from toolkit.layout import Pair, padded_vocab
+from toolkit.layout import Layout, Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.dimensions import DEGREES
@@ -127,8 +127,7 @@ def _exact(
         first = f", {kernel}'s kernel first," if kernel in ("cudnn", "flash") else ""
         how = kernel if kernel == "varlen" else plan.attention
         yield "attention", f"{how}{first} in every engine and model implementation"
-    if layout.recompute != "none":
-        yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    yield from _exact_recompute(layout)
     yield from own["exact"]
     rows = spec.vocab if plan.model == "hf" else padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
@@ -139,6 +138,13 @@ def _exact(
             f"{spec.vocab:,} rows padded to {rows:,} for tensor {layout.tp}; the added ones "
             "are masked out of the softmax and never exported",
         )
+
+
+def _exact_recompute(layout: Layout) -> Iterator[tuple[str, str]]:
+    if layout.recompute != "none":
+        yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    if layout.offload_activations:
+        yield "activation offload", "layer inputs return from host memory as they were"
 
 
 def _of_features(
@@ -172,6 +178,8 @@ def _approximated(
         yield ledger.amplified
     if ledger.approximated:
         yield ledger.approximated
+    if layout.mlp == "tiled":
+        yield "tiled MLP", "gradients of its weights are sums over chunks, in other last digits"
     if layout.compile != "none":
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if layout.fused == "megatron":

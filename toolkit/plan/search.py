@@ -156,7 +156,8 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     memory = device_memory(workload, layout, cluster)
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
-    if (layout.offload_optimizer, layout.offload_parameters) != ("none", "none"):
+    places = layout.offload_optimizer, layout.offload_parameters
+    if places != ("none", "none") or layout.offload_activations:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
     states = memory.model_states / GIB

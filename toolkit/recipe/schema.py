@@ -20,6 +20,7 @@ from toolkit.layout import (
     ExpertProducts,
     FusedKernels,
     LossKernel,
+    MlpKernel,
 )
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.optimizers.base import OPTIMIZERS, OptimizerKind
@@ -698,6 +699,9 @@ class ParallelSection(Section):
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
     """Activation recompute (checkpointing): none, attention only, or whole layers; a number: so
     many layers, the first ones of the model or, with a pipeline, of each of its chunks."""
+    offload_activations: bool = False
+    """The inputs of recomputed layers are kept in host memory until their backward pass, for
+    long sequences; `recompute` must be `full` or a number, and `auto` is `full` then."""
 
 
 class GpuSection(Section):
@@ -894,7 +898,7 @@ class KernelsSection(Section):
     products and a softmax, which keep all scores. `varlen`: isolated documents without a mask,
     by the kernel for documents of different lengths, on CPUs one after the other. `auto`: eager
     for models that the kernels cannot compute (sinks, soft-capped scores); varlen for isolated
-    documents on GPUs in 16 bits; otherwise cuDNN's on Hopper."""
+    documents on GPUs in 16 bits and on CPUs; otherwise cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
     """What torch.compile compiles, on transformers' models: `layers`, each decoder layer, as
     one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families
@@ -913,6 +917,10 @@ class KernelsSection(Section):
     gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
     heads; `ring`, they travel from rank to rank, so that none holds them all; `ulysses_ring`,
     ulysses inside rings."""
+    mlp: MlpKernel = "whole"
+    """The MLP of a layer (not its experts): `whole`, for all tokens of a micro batch at once;
+    `tiled`, for a part of the positions at a time, which is computed again in the backward
+    pass, so that its intermediate activations are those of a part. For long sequences."""
 
 
 @with_features("", after="kernels")

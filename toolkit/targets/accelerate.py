@@ -16,7 +16,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate_file, deepspeed
 from toolkit.targets.base import (
     ACCUMULATION,
-    ACTIVATIONS_OFFLOADED,
     COMPILED,
     REPLICAS,
     SHARDS,
@@ -172,7 +171,7 @@ KEYS: Mapping[str, Row] = {
     "fsdp_offload_params": TargetKey(
         "parallel.zero.offload_parameters", lambda value: "cpu" if _is_on(value) else "none"
     ),
-    "fsdp_activation_checkpointing_offload": TargetKey(ACTIVATIONS_OFFLOADED, _is_on),
+    "fsdp_activation_checkpointing_offload": TargetKey("parallel.offload_activations", _is_on),
     "fsdp_activation_checkpointing": TargetKey(
         "parallel.recompute",
         lambda value: "full" if _is_on(value) else OneOf(("none", "selective")),

@@ -92,6 +92,8 @@ def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
         open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
+        plain = {"kernels.mlp": "whole", "parallel.offload_activations": "false"}
+        open_again |= {key: plain[key] for key in plain.keys() & stated.keys()}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
             fix=" ".join(f"--set {key}={value}" for key, value in open_again.items())
@@ -101,7 +103,7 @@ def refuse_kernels(recipe: Recipe) -> None:
 
 def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     """Settings and values that DMT's worker supports, but a script's model does not."""
-    known = _IN_SCRIPTS | {"attention": "sdpa", "fused": "none"}
+    known = _IN_SCRIPTS | {"attention": "sdpa", "fused": "none", "mlp": "whole"}
     stated = {name: getattr(recipe.kernels, name) for name in known}
     found = {
         f"kernels.{name}": value
@@ -110,6 +112,8 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     }
     features = recipe.features
     found |= {name: str(features[name]) for name in excluding("scripts", features)}
+    if recipe.parallel.offload_activations:
+        found["parallel.offload_activations"] = "true"
     if recipe.model.resize_embeddings is not None:
         found["model.resize_embeddings"] = str(recipe.model.resize_embeddings)
     return found

@@ -29,7 +29,6 @@ DATA_PARALLEL = "data_parallel"
 SHARDS = "shards"
 REPLICAS = "replicas"
 COMPILED = "compiled"
-ACTIVATIONS_OFFLOADED = "activations_offloaded"
 """Keys of what no recipe states, because it is derived, or always so."""
 
 

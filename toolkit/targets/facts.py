@@ -17,7 +17,6 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.targets.base import (
     ACCUMULATION,
-    ACTIVATIONS_OFFLOADED,
     AUTO,
     COMPILED,
     DATA_PARALLEL,
@@ -31,7 +30,6 @@ DERIVED: Mapping[str, str] = {
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
     DATA_PARALLEL: "world / (tensor · pipeline · context)",
     COMPILED: "false: no model is compiled",
-    ACTIVATIONS_OFFLOADED: "false: activations are kept or recomputed",
     SHARDS: "dp under ZeRO, 1 without",
     REPLICAS: "dp / shards: parallel.replicate under FSDP",
 }
@@ -78,7 +76,6 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     derived = {
         WORLD: recipe.cluster.world_size,
         COMPILED: False,
-        ACTIVATIONS_OFFLOADED: False,
     }
     if plan is not None:
         planned = {"parallel.engine": plan.engine, "parallel.model": plan.model}

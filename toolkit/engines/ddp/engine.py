@@ -62,7 +62,7 @@ class DdpEngine(DataParallelEngine):
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
         setup.settle_kernels(self.model)
-        hf.enable_recompute(self.model, setup.layout.recompute)
+        setup.enable_recompute(self.model)
         self.model.train()
         self.parameters = list(self.model.parameters())
         self.balance = Balance.of_transformers(setup, self.model, self.context)

@@ -114,7 +114,7 @@ class TransformersModel(TrainedModel):
         model = self.build(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
-        hf.enable_recompute(model, setup.layout.recompute)
+        setup.enable_recompute(model)
         self.module = model
         self.balance = Balance.of_transformers(setup, model, context)
 

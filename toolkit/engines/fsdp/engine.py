@@ -59,7 +59,7 @@ class FsdpEngine(DataParallelEngine):
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
         """Kept: while weights are gathered, the model's own parameters are others."""
         self._fill()
-        hf.enable_recompute(self.model, setup.layout.recompute)
+        setup.enable_recompute(self.model)
         self.model.train()
         self.replica = self.model
         self.build_optimizer(self.model)

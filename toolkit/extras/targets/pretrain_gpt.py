@@ -299,6 +299,10 @@ def _notes(
             f"the {padded - vocabulary} rows that pad the vocabulary take part in "
             "Megatron-LM's softmax; in DMT's loss they do not"
         )
+    if layout.offload_activations:
+        yield "not passed on: parallel.offload_activations; it keeps them on the GPU"
+    if layout.mlp == "tiled":
+        yield "not passed on: kernels.mlp; its MLPs are not tiled"
     if layout.tp > 1:
         yield "on GPUs before Blackwell, set CUDA_DEVICE_MAX_CONNECTIONS=1"
     yield from run_notes(recipe, layout)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from toolkit.layout import Exchange, Recompute
+from toolkit.layout import Exchange, Recompute, mlp_chunks
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.exchange import context_split
@@ -109,6 +109,8 @@ def layer_activations(
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
+    if workload.inputs_on_host:  # that of the next layer is on its way
+        again += workload.width * sizes.stream
     gradients = _gradients(workload, sizes, whole) + _changed_experts(workload)
     return Activations(stored, whole.total, again, gradients)
 
@@ -158,9 +160,14 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
         norms=norms + masks,
         qkv=width * (_projected(workload, sizes) + head_norms) + _latents(workload, sizes),
         attention=width * (sizes.query + sizes.output) + _kernel(workload, sizes),
-        mlp=dense * width * _inner_tensors(workload) * sizes.inner,
+        mlp=0.0 if workload.tiled_mlp else dense * _inner_bytes(workload, sizes),
         experts=_experts(workload, sizes, tp) + _changed_experts(workload),
     )
+
+
+def _inner_bytes(workload: Workload, sizes: _Sizes) -> float:
+    """What a dense MLP keeps between its linear layers."""
+    return workload.width * _inner_tensors(workload) * sizes.inner
 
 
 def _projected(workload: Workload, sizes: _Sizes) -> float:
@@ -272,8 +279,8 @@ def _changed_experts(workload: Workload) -> float:
 
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    width = workload.width
-    return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
+    held = 0.0 if workload.inputs_on_host else workload.width * sizes.stream
+    return LayerActivations(held, 0.0, 0.0, 0.0, 0.0)
 
 
 def _without_scores(
@@ -312,12 +319,14 @@ def _gradients(workload: Workload, sizes: _Sizes, whole: LayerActivations) -> fl
     kept (of `whole`) is free when attention's are made."""
     width = workload.width
     products = 3 if workload.spec.gated_mlp else 2
+    mlp = width * products * sizes.inner
+    if workload.tiled_mlp:  # of one chunk, which is computed again
+        mlp = (mlp + _inner_bytes(workload, sizes)) / mlp_chunks(sizes.stream)
     if workload.attention == "eager":
         scores = eager(workload).workspace.nbytes(width) * sizes.scores
         attention = width * 2 * sizes.query + scores - whole.mlp - whole.experts
-        mlp = width * products * sizes.inner
         return width * 2 * sizes.whole_stream + max(mlp, attention)
     attention = 2 * (sizes.query + 2 * sizes.attended)
     if workload.attention == "unfused":
         attention += 2 * sizes.scores
-    return width * (2 * sizes.whole_stream + max(products * sizes.inner, attention))
+    return width * 2 * sizes.whole_stream + max(mlp, width * attention)

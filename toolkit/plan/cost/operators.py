@@ -323,8 +323,11 @@ def _elementwise_bytes(
     if experts:
         inner = part.tokens * spec.experts_per_token * spec.expert_intermediate / part.tp
     gated, gated_back = (3, 5) if fused or workload.fused_glu else (5, 8)
-    forward += inner * (gated if spec.gated_mlp else 2)
+    activated = inner * (gated if spec.gated_mlp else 2)
+    forward += activated
     backward += inner * (gated_back if spec.gated_mlp else 3)
+    if workload.tiled_mlp and not experts:
+        backward += activated
     if not spec.learned_positions:
         rotated = part.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
         forward += rotated * (2 if norms_fused else 12)
@@ -393,6 +396,8 @@ def _layer_time(
         count * (matmul_s(m, k, n, device) + trained * matmul_s(k, n, m, device))
         for count, m, n, k in products
     )
+    if workload.tiled_mlp and not experts:  # each chunk again
+        matmul_back += sum(count * matmul_s(m, n, k, device) for count, m, n, k in mlp)
     attention, attention_back = _attention_s(workload, part, device)
     moved, moved_back = _elementwise_bytes(workload, part, device.width, experts=experts)
     moved += _cast_bytes(workload, products)

@@ -368,7 +368,9 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     attention = forward - _weight_flops(spec)
     held = layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
     some = recomputed_of_stages(layout.recompute, spec.layers, layout.pp, layout.vpp)[stage]
-    again = _recomputed_flops(workload, layout.recompute, some / held, forward)
+    again = _recomputed_flops(
+        workload.in_layout(layout), layout.recompute, some / held, forward
+    )
     reached = float(spec.reached > 0)
     layers = spec.flops_per_token(length, causal=False) - head * (
         1 + reached + spec.trained_head
@@ -390,13 +392,17 @@ def _recomputed_flops(
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
+    tiled = 0.0
+    if workload.tiled_mlp:
+        weights = (3 if spec.gated_mlp else 2) * spec.hidden * spec.intermediate
+        tiled = 2.0 * weights * (spec.layers - spec.moe_layers)
     if recompute == "full" or isinstance(recompute, int):
-        return workload.recomputed_layers * share * (products + attention)
+        return workload.recomputed_layers * share * (products + attention) + tiled
     if recompute == "none":
-        return 0.0
+        return tiled
     if workload.cost.selective == "attention":
-        return attention
-    return (1 - SAVED_PRODUCTS) * products
+        return attention + tiled
+    return (1 - SAVED_PRODUCTS) * products + tiled
 
 
 def _weight_flops(spec: ModelSpec) -> float:

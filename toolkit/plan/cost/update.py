@@ -4,7 +4,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device
 from toolkit.plan.cost.owners import owner_s
-from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.cost.stages import StageShare, recomputed_of_stages
 from toolkit.plan.cost.traffic import PlacedLayout, reduce_bytes
 
 UPDATE_BYTES = 50
@@ -48,7 +48,8 @@ def offload_parts_s(
     Gradients are sent during the backward passes and weights return after the update
     (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states during the update
     (ZeRO-Infinity, arXiv:2104.07857). Offloaded weights are loaded for every pass: in 16 bits,
-    while FSDP sends only its fp32 weights.
+    while FSDP sends only its fp32 weights. Inputs of recomputed layers leave during the forward
+    pass and return during the backward pass.
     """
     layout, efficiency = place.layout, place.efficiency
     host = place.cluster.host_link_bytes_per_s * efficiency["link.host"]
@@ -70,4 +71,11 @@ def offload_parts_s(
         read = width * held / (disk if layout.offload_parameters == "nvme" else host)
         passes = max(0.0, read - forward_s) + max(0.0, read - backward_s)
         added["weights"] = steps * passes
+    if layout.offload_activations:
+        spec = place.workload.spec
+        ways = layout.recompute, spec.layers, layout.pp, layout.vpp
+        layers = recomputed_of_stages(*ways)[share.stage]
+        sent = place.workload.width * place.slice.stream * spec.hidden * layers / host
+        passes = max(0.0, sent - forward_s) + max(0.0, sent - backward_s)
+        added["inputs"] = steps * passes
     return added

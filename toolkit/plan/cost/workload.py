@@ -50,6 +50,10 @@ class Workload:
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
+    inputs_on_host: bool = False
+    """Recomputed layers keep their inputs in host memory."""
+    tiled_mlp: bool = False
+    """A dense MLP computes some positions at a time, and again in the backward pass."""
     reduce_bytes: float | None = None
     """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
     gather_bytes: float | None = None
@@ -161,28 +165,25 @@ class Workload:
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's
         activation function is not in experts. With context parallel, attention has the kernel
         for documents of different lengths."""
-        grouped, compiled = layout.experts == "grouped", layout.compile != "none"
-        fused, liger = layout.fused != "none", layout.fused == "liger"
+        compiled, fused = layout.compile != "none", layout.fused != "none"
+        liger = layout.fused == "liger"
+        on = {
+            "fused_elementwise": compiled,
+            "fused_glu": (compiled or fused) and not (liger and self.spec.moe_layers),
+            "fused_norms": liger,
+            "grouped_experts": layout.experts == "grouped",
+            "tiled_mlp": layout.mlp == "tiled",
+            "inputs_on_host": layout.offload_activations,
+        }
+        names = tuple(name for name in on if on[name])
         lengths = layout.cp > 1 and (self.document_mask or self.cudnn)
-        if not (compiled or fused or grouped or lengths):
-            return self
-        glu = (compiled or fused) and not (liger and self.spec.moe_layers)
-        return _in_layout(self, compiled, glu, liger, grouped, lengths)
+        return _in_layout(self, names, lengths) if names or lengths else self
 
 
 @lru_cache(64)
-def _in_layout(
-    workload: Workload, compiled: bool, glu: bool, norms: bool, grouped: bool, lengths: bool
-) -> Workload:
-    if lengths:
-        workload = replace(workload, document_mask=False, cudnn=False)
-    return replace(
-        workload,
-        fused_elementwise=compiled or workload.fused_elementwise,
-        fused_glu=glu or workload.fused_glu,
-        fused_norms=norms,
-        grouped_experts=grouped,
-    )
+def _in_layout(workload: Workload, on: tuple[str, ...], lengths: bool) -> Workload:
+    off = dict.fromkeys(("document_mask", "cudnn"), False) if lengths else {}
+    return replace(workload, **off, **dict.fromkeys(on, True))  # type: ignore[arg-type]
 
 
 def planned_workload(

@@ -58,6 +58,8 @@ def _device_objection(job: PlanRequest, kernel: AttentionKernel) -> str:
     """Why `auto` does not choose it on this device; empty where it does."""
     gpu = accelerator(job.cluster.gpu)
     if gpu.generation == "cpu":
+        if kernel == "varlen":  # one document after the other
+            return "" if job.kernels.compile != "layers" else "its loop is not compiled"
         return "CPUs have none"
     if kernel == "cudnn" and gpu.generation != "hopper":
         return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
