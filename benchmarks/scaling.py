@@ -17,6 +17,7 @@ from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair
 from toolkit.plan.dimensions import recompute_text
+from toolkit.plan.planner import explore
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
@@ -52,12 +53,15 @@ class Published:
 PUBLISHED = (
     Published(
         "8B on 8 H100", "8xh100-80gb", "llama/llama-3.1-8b-pretrain", 128,
-        Layout(dp=4, cp=2, zero_stage=1),
+        Layout(dp=4, cp=2, exchange="ring", zero_stage=1),
         "NVIDIA dgxc-benchmarking, llama3.1/README_8b.md",
     ),
     Published(
         "70B on 64 H100", "8x8xh100-80gb", "llama/llama-3.1-70b-pretrain", 128,
-        Layout(dp=2, tp=4, pp=4, vpp=5, cp=2, sequence_parallel=True, zero_stage=1),
+        Layout(
+            dp=2, tp=4, pp=4, vpp=5, cp=2, exchange="ring", sequence_parallel=True,
+            zero_stage=1,
+        ),
         "NVIDIA NeMo 24.12, performance summary (in FP8)",
     ),
     Published(
@@ -130,6 +134,8 @@ def short(one: Candidate) -> str:
             words.append(f"{name}{degree}")
     words.append(f"zero{layout.zero_stage}")
     text = f"{' '.join(words)}, micro batch {layout.micro_batch}"
+    if layout.cp > 1:
+        text += f", {layout.exchange}"
     return text if layout.recompute == "none" else f"{text}, recompute {recompute_text(layout)}"
 
 
@@ -189,11 +195,38 @@ def _offload(found: Search) -> str:
     return "" if away == "none" else f"optimizer on the {away}: "
 
 
+# Long rows
+
+LENGTHS = (32_768, 131_072)
+"""Tokens of a row in the study of context parallel."""
+
+
+def context_table() -> Iterator[str]:
+    """The best layout without and with context parallel, of an 8B model on 64 H100."""
+    yield "| tokens per row | context 1 | step | context auto | step |"
+    yield "|---|---|---|---|---|"
+    cluster = parse_cluster("8x8xh100-80gb")
+    loaded = load_recipe(RECIPES / "llama/llama-3.1-8b-pretrain-128k.yaml")
+    tokens = loaded.training.global_batch_size * loaded.training.sequence_length
+    for length in LENGTHS:
+        batch = {"sequence_length": length, "global_batch_size": tokens // length}
+        cells = []
+        for degree in (1, "auto"):
+            asked = loaded.with_values(
+                {f"training.{key}": value for key, value in batch.items()}
+                | {"parallel.context": degree, "parallel.engine": MEGATRON.engine}
+            )
+            best = explore(asked, cluster).best
+            cells += [short(best), f"{best.step_s:.1f} s"]
+        yield f"| {length:,} | {' | '.join(cells)} |"
+
+
 # Output
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "published": published_table,
     "scaling": scaling_table,
+    "context": context_table,
 }
 
 

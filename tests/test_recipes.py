@@ -83,9 +83,13 @@ def load(path: Path) -> Recipe:
 
 
 def named(path: Path) -> tuple[str, str]:
-    """Size and task."""
-    size, _, task = path.stem.rpartition("-")
+    """Size and task of `SIZE-TASK`, or of `SIZE-TASK-32k` with longer rows."""
+    size, _, task = re.sub(r"-\d+k$", "", path.stem).rpartition("-")
     return size, task
+
+
+def is_longer(path: Path) -> bool:
+    return path.stem.endswith("k")
 
 
 def text(path: Path) -> str:
@@ -120,7 +124,12 @@ def test_recipe_is_valid_and_has_the_published_number_of_parameters(path: Path) 
     spec = model_spec(config)
     assert spec.parameters.total == PARAMETERS[named(path)[0]]
     assert f"{spec.parameters.total:,} parameters" in text(path)
-    assert recipe.training.sequence_length <= spec.max_positions
+    length = recipe.training.sequence_length
+    assert length <= spec.max_positions
+    if is_longer(path):
+        assert f"-{length // 1024}k" in path.stem
+        assert recipe.parallel.context == "auto"
+        assert recipe.data.isolates
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
@@ -128,7 +137,8 @@ def test_recipe_names_where_weights_data_and_tokenizer_come_from(path: Path) -> 
     recipe = load(path)
     size, task = named(path)
     assert recipe.model.hub == (None if size in WITH_VISION else recipe.data.tokenizer)
-    assert recipe.model.init == ("random" if task == "pretrain" else "pretrained")
+    begins = task == "pretrain" and not is_longer(path)
+    assert recipe.model.init == ("random" if begins else "pretrained")
     for train in recipe.data.sources:
         assert isinstance(train, RowsSource)
         assert (train.path, train.name, train.split) in DATA[task]

@@ -55,6 +55,7 @@ def test_the_plain_run_has_nothing_to_approximate() -> None:
         ({"cluster__gpus_per_node": 2}, {"order of sums"}),
         (TP2, {"order of sums", "kernels"}),
         ({"parallel__engine": "megatron"}, {"kernels"}),
+        ({"cluster__gpus_per_node": 2, "parallel__context": 2}, {"order of sums"}),
         ({"training__precision": "bf16"}, {"bf16"}),
         (
             {"training__precision": "bf16", "cluster__gpus_per_node": 2},
@@ -98,6 +99,12 @@ def test_numbers_are_the_plans() -> None:
     spread |= {"parallel__model": "hf", "parallel__expert": 2, "parallel__zero": {"stage": 1}}
     assert "those of experts over the 2 that hold them" in why("order of sums", **spread)
     assert "transformers in bf16" in why("sums over experts", **spread)
+
+
+def test_context_parallel_is_exact() -> None:
+    spread = {"cluster__gpus_per_node": 2, "parallel__context": 2}
+    assert "a row on 2 ranks" in why("context parallel", **spread)
+    assert "2 context-parallel ranks" in why("order of sums", **spread)
 
 
 def test_a_loss_of_pairs_is_their_mean() -> None:
@@ -200,7 +207,7 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         ),
         (
             {"parallel__engine": "deepspeed", **TP2},
-            {"pipeline, virtual pipeline, expert above 1", "offload to nvme"},
+            {"pipeline, virtual pipeline, context, expert above 1", "offload to nvme"},
         ),
     ],
 )
@@ -213,7 +220,8 @@ def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     more = Support(degrees={"tensor": 2}, zero_stages=(0, 1, 2))
     monkeypatch.setitem(legality.table(), pair, more)
     asked = {"parallel__engine": "megatron"}
-    assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)
+    above = "pipeline, virtual pipeline, context, expert above 1"
+    assert {above, "ZeRO 3"} < names("refused", **asked)
 
 
 def test_the_balance_of_experts_is_exact() -> None:

@@ -408,6 +408,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         within="cp",
         open=lambda choice: choice.layout.cp > 1,
         disruption=4,
+        parts=lambda exchange: exchange != _PLAIN.exchange,
     ),
     Dimension(
         "mlp",

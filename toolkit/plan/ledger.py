@@ -127,7 +127,7 @@ def _exact(
         first = f", {kernel}'s kernel first," if kernel in ("cudnn", "flash") else ""
         how = kernel if kernel == "varlen" else plan.attention
         yield "attention", f"{how}{first} in every engine and model implementation"
-    yield from _exact_recompute(layout)
+    yield from _exact_activations(layout)
     yield from own["exact"]
     rows = spec.vocab if plan.model == "hf" else padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
@@ -140,7 +140,10 @@ def _exact(
         )
 
 
-def _exact_recompute(layout: Layout) -> Iterator[tuple[str, str]]:
+def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
+    if layout.cp > 1:
+        spread = f"the positions of a row on {layout.cp} ranks, each at its own place"
+        yield "context parallel", f"{spread}; {layout.exchange} lets it see the whole row"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     if layout.offload_activations:

@@ -280,13 +280,13 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
 
 def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     """The layout of a complete intent."""
-    job = job.asking(parallel=parallel)
-    stated = {one.field: one.of(job) for one in _IN_PARALLEL}
+    complete = job.asking(parallel=parallel)  # derives nothing from the model again
+    stated = {one.field: one.of(complete) for one in _IN_PARALLEL}
     settled = {field: value for field, value in stated.items() if value is not None}
     return Layout(
         dp=job.cluster.world_size // (settled["tp"] * settled["pp"] * settled["cp"]),
         **settled,
-        compile=kernels.compiled(job, pair, settled["zero_stage"]),
+        compile=kernels.compiled(complete, pair, settled["zero_stage"]),
         fused=kernels.fused(job, pair),
         experts=kernels.expert_products(job, pair, parallel),
         mlp=job.kernels.mlp,

@@ -95,14 +95,14 @@ def _other_task(size: str, shipped: Recipe, task: Task) -> Recipe:
 
 
 def shipped_sizes() -> dict[str, dict[str, Path]]:
-    """The shipped recipes by size and task."""
+    """The shipped recipes by size and task; not those of a size with longer rows."""
     found: dict[str, dict[str, Path]] = {}
     for file in sorted(RECIPES.glob("*/*.yaml")):
         size, _, task = file.stem.rpartition("-")
-        if task not in get_args(Task):
-            size, task = file.stem, "pretrain"
         if file.parent.name == "tiny":
-            size = file.stem
+            size, task = file.stem, task if task in get_args(Task) else "pretrain"
+        elif task not in get_args(Task):
+            continue
         found.setdefault(size, {})[task] = file
     return found
 

@@ -13,7 +13,7 @@ causal mask all have equal work (Llama 3, arXiv:2407.21783, section 3.3.2). They
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 from toolkit.layout import Exchange
 from toolkit.plan.cost.workload import Workload
@@ -95,5 +95,5 @@ def context_split(
         heads = gcd(cp, keys)
     of_heads = tokens * spec.head_dim
     key = of_heads * spec.kv_heads / split
-    repeated = max(1.0, heads / keys)
+    repeated = lcm(keys, heads) // keys
     return ContextSplit(exchange, cp, heads, of_heads * spec.heads / split, key, key * repeated)

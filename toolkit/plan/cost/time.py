@@ -303,9 +303,9 @@ def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
     recomputed = parts.recomputed[busiest.share.stage]
     again = recomputed * traffic.tensor_again
     again += busiest.ends * 2 * parts.ends_traffic_s
-    exchanged = sum(
-        many * (1 + one.back) * one.forward.exposed_s for one in traffic.exchanged.values()
-    )
+    exchanged = 0.0
+    for one in traffic.exchanged.values():
+        exchanged += many * (1 + one.back) * one.forward.exposed_s
     return {
         "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
         "context": exchanged + steps * recomputed * traffic.context_again,

@@ -39,7 +39,7 @@ class PlacedLayout:
     def slice(self) -> Slice:
         """What a rank computes of one micro batch."""
         layout, tokens = self.layout, int(self.tokens)
-        parts = layout.cp // self.context.heads
+        parts = layout.cp // self.context.heads if layout.cp > 1 else 1
         return Slice(tokens, layout.tp, parts, layout.ep, layout.sequence_parallel)
 
     @cached_property
@@ -118,9 +118,10 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     tensor, expert = _layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
     layout, exchanged = place.layout, _exchanged(place, attention_s)
-    exposed = [(one.forward.exposed_s, one.back) for one in exchanged.values()]
-    context, context_back = sum(one for one, _ in exposed), sum(n * one for one, n in exposed)
-    again, context_again = 0.0, 0.0
+    context = context_back = again = context_again = 0.0
+    for one in exchanged.values():
+        context += one.forward.exposed_s
+        context_back += one.back * one.forward.exposed_s
     if layout.recompute == "full" or isinstance(layout.recompute, int):
         again, context_again = tensor + expert, context
     elif layout.recompute == "selective" and place.workload.cost.selective == "products":
@@ -189,9 +190,10 @@ def _exchanged(place: PlacedLayout, attention_s: float) -> dict[str, ContextTraf
     to arrive before attention; what travels around arrives while attention computes with what
     came before, and on the way back so do the gradients. Ranks that split heads are
     neighbours."""
-    layout, split, width = place.layout, place.context, place.workload.width
+    layout, width = place.layout, place.workload.width
     if layout.cp == 1:
         return {}
+    split = place.context
     if layout.exchange == "all_gather":
         group = place.group(layout.cp, layout.tp)
         gathered = Collectives("all_gather", group, 2 * width * split.attended_key)

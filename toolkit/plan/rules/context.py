@@ -27,12 +27,19 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
         return (Layout.exchange,)
     tensor = _number(parallel.tensor)
     heads, keys = (max(1, one // tensor) for one in (job.spec.heads, job.spec.kv_heads))
-    found: list[Exchange] = ["all_gather", "ring"]
+    found: list[Exchange] = ["all_gather", "ring", "ulysses_ring"]
+    if gcd(keys, degree) in (1, degree):  # that is a ring, or none
+        found.remove("ulysses_ring")
     if heads % degree == 0:
         found.append("ulysses")
-    if gcd(keys, degree) not in (1, degree):
-        found.append("ulysses_ring")
-    return tuple(found)
+    return tuple(one for one in found if not _ring_objection(job, one))
+
+
+def _ring_objection(job: PlanRequest, exchange: str) -> str:
+    """Why an exchange does not run on this device; empty where it does."""
+    if job.cluster.gpu == "cpu" or exchange not in ("ring", "ulysses_ring"):
+        return ""
+    return "its ring computes on CPUs only, as its blocks are untested on CUDA"
 
 
 def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
@@ -49,6 +56,13 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
                 "set kernels.context to auto, or parallel.context to 2 or more",
             )
         return
+    if why := _ring_objection(job, job.kernels.context):
+        yield Problem(
+            "kernels.context",
+            f"{job.kernels.context} with cluster.gpu {job.cluster.gpu}",
+            f"all_gather or ulysses; {why}",
+            "set kernels.context to auto",
+        )
     yield from _lengths(job, asked.context)
     dropped = [key for key, rate in job.config.items() if "att" in key and is_dropout(key)]
     if any(job.config[key] for key in dropped):
