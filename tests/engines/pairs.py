@@ -44,9 +44,17 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
         "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
     }),
     "megatron-dp2": (2, {"engine": "megatron", "zero": {"stage": 0}}),
+    "megatron-cp2-ep2": (2, {"engine": "megatron", "context": 2, "expert": 2}),
     "megatron-ep2-distopt": (2, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
     "megatron-tp2-ep2": (4, {"engine": "megatron", "tensor": 2, "expert": 2}),
     "megatron-pp2-distopt": (4, {"engine": "megatron", "pipeline": 2, "zero": {"stage": 1}}),
+    "megatron-pp2-cp2-distopt": (
+        4, {"engine": "megatron", "pipeline": 2, "context": 2, "zero": {"stage": 1}},
+    ),
+    "megatron-tp2-cp2-zero3": (4, {
+        "engine": "deepspeed", "model": "megatron", "tensor": 2, "context": 2,
+        "zero": {"stage": 3},
+    }),
     "megatron-dp4-ep2-distopt": (4, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
     "megatron-tp4": (4, {"engine": "megatron", "tensor": 4}),
     "megatron-tp2-zero0": (
@@ -168,6 +176,11 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "fused": {"none": {}, "megatron": _kernels(fused="megatron")},
     "experts": {"apart": {}, "grouped": _kernels(experts="grouped")},
     "attention": {"auto": {}, "eager": _kernels(attention="eager")},
+    "exchange": {
+        "auto": {},
+        "ulysses": _kernels(context="ulysses"),
+        "ring": _kernels(context="ring"),
+    },
     "balance": {
         "none": {},
         "loss": {
@@ -379,8 +392,9 @@ def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:
 
 def reference(case: Case) -> Record:
     """transformers, PEFT and torch alone, in this process."""
-    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "recompute", "mlp"}
-    kept = tuple(one for one in case.features if one[0] not in ours | {"micro batch"})
+    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "exchange", "mlp"}
+    ours |= {"recompute", "micro batch"}
+    kept = tuple(one for one in case.features if one[0] not in ours)
     return _reference(Case("ddp", kept))
 
 

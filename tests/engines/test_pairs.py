@@ -24,14 +24,25 @@ from tests.forked import call_ranks
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
 SHARED = {
     "tp2": [f"tp2-zero{stage}" for stage in (0, 1, 2)],
+    "megatron tp2": ["megatron-tp2", "megatron-tp2-sp"],
+    "megatron cp2": ["megatron-cp2", "megatron-cp2-ep2"],
     "cp2": ["ddp-cp2", "zero2-cp2", "zero3-cp2", "fsdp3-cp2"],
 }
 """Layouts that share the features."""
 QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
 """In `make test`."""
 FOUR = {
-    "in DeepSpeed": [f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)],
-    "in pipelines": ["megatron-tp2-pp2-sp", "megatron-pp2-distopt", "megatron-tp4"],
+    "in DeepSpeed": [
+        *(f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)),
+        "megatron-tp2-cp2-zero3",
+    ],
+    "in pipelines": [
+        "megatron-tp2-pp2-sp",
+        "megatron-pp2-cp2-distopt",
+        "megatron-tp2-cp2-sp",
+        "megatron-pp2-distopt",
+        "megatron-tp4",
+    ],
     "of experts": ["megatron-tp2-ep2", "megatron-dp4-ep2-distopt"],
     "of transformers": ["fsdp3-replicated", "zero3-hpz2", "tp2-zero3"],
 }
@@ -80,7 +91,12 @@ def test_four_processes(layouts: list[str]) -> None:
 
 def test_every_feature_is_legal_somewhere() -> None:
     """Or no layout would have met it."""
-    met = {value for layout in QUICK for case in covering([layout]) for value in case.values}
+    met = {
+        value
+        for layout in (*QUICK, "ddp-cp2")
+        for case in covering([layout])
+        for value in case.values
+    }
     assert met == set(VALUES)
 
 

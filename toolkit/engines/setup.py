@@ -81,15 +81,14 @@ class EngineSetup:
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
-        needed = self.attention_kernel == "varlen" or self.layout.cp > 1
-        return batch.ends if needed else None
+        return batch.ends if self.attention_kernel == "varlen" else None
 
     def context_group(self) -> "Context | None":
         """The ranks among which the positions of each row are spread; None where a rank has
-        them all. Collective."""
+        them all, or the model spreads them itself, as megatron-core's does. Collective."""
         from toolkit.models.context import Context
 
-        if self.layout.cp == 1:
+        if self.layout.cp == 1 or self.model == "megatron":
             return None
         heads = model_spec(self.model_config.to_dict()).kv_heads
         return Context.of(self.layout, self.ranks.rank, heads)

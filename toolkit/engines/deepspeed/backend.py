@@ -165,7 +165,7 @@ class DeepSpeedBackend(Backend):
         ),
         "megatron": Support(
             preference=50,
-            degrees={"tensor": ANY},
+            degrees={"tensor": ANY, "context": ANY},
             sequence=True,
             zero_stages=_STAGES,
             auto_stages_16_bit=_STAGES[1:],

@@ -229,7 +229,7 @@ class MegatronShard(TrainedModel):
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
-        self.data_group = parallel_state.get_data_parallel_group()
+        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.mpu = _mpu(self.tensor_group, self.data_group)
         self._sum_partial_gradients()
@@ -261,7 +261,7 @@ class MegatronShard(TrainedModel):
     ) -> Tensor:
         from toolkit.models.megatron.model import log_probs
 
-        assert context is None, "refused at check"
+        assert context is None, "the model spreads its rows itself"
         where = batch.positions, batch.segments, self.ends_of(batch)
         losses = engine(batch.input_ids, *where, labels=batch.labels)
         return log_probs(losses, batch)

@@ -266,12 +266,10 @@ def seed_dropout() -> None:
     """Seed the random streams of the next step from torch's seed.
 
     Tensor-parallel ranks, which hold different heads and with sequence parallel different
-    positions, have different streams, and so do pipeline stages and context ranks.
+    positions, have different streams, and so do pipeline stages.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    part = parallel_state.get_context_parallel_rank()
-    seed = torch.initial_seed() % 2**31 + 100 * stage + 10_000 * part
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
 
 
 def leave_groups() -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import accelerator
-from toolkit.layout import AttentionKernel
+from toolkit.layout import AttentionKernel, ModelName, Pair
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import attention
 from toolkit.plan.dimensions import is_above_one
@@ -101,12 +101,12 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
         )
 
 
-def context_problems(job: PlanRequest) -> Iterator[Problem]:
+def context_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """What keeps the kernel for lengths from computing the parts of rows on a context rank."""
     asked, degree = job.kernels.attention, job.parallel.context
     if not is_above_one(degree):
         return
-    objections = [*_lengths_objections(job), *_runtime_objections(job, "varlen")]
+    objections = [*_lengths_objections(job, pair.model), *_runtime_objections(job, "varlen")]
     if asked not in ("auto", "varlen"):
         yield Problem(
             "kernels.attention",
@@ -147,7 +147,7 @@ def _objections(job: PlanRequest) -> Iterator[str]:
         yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_HEAD}"
 
 
-def _lengths_objections(job: PlanRequest) -> Iterator[str]:
+def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[str]:
     """Why the kernel for documents of different lengths does not compute this attention; on
     CPUs, where there is none, documents are attended to one after the other."""
     config, on_cpu = job.config, job.cluster.gpu == "cpu"
@@ -158,7 +158,7 @@ def _lengths_objections(job: PlanRequest) -> Iterator[str]:
         yield f"{config['model_type']}'s attention is computed by plain products"
     if job.spec.generic and not spread:
         yield f"no test computes {config['model_type']} without a mask"
-    if job.spec.chunked and job.spec.sliding_layers:
+    if job.spec.chunked and job.spec.sliding_layers and model == "hf":
         yield f"{config['model_type']}'s attention in chunks needs a mask"
     dropped = any(value for key, value in config.items() if "att" in key and is_dropout(key))
     if dropped and not spread:

@@ -93,7 +93,7 @@ def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """What compiled layers, fused kernels and features do not support."""
     yield from kernels.problems(job, pair)
     yield from context.problems(job, pair)
-    yield from attention.context_problems(job)
+    yield from attention.context_problems(job, pair)
     for refuse, _ in hooks("refuse", job.features):
         yield from refuse(job, pair)
 
