@@ -53,15 +53,12 @@ class Published:
 PUBLISHED = (
     Published(
         "8B on 8 H100", "8xh100-80gb", "llama/llama-3.1-8b-pretrain", 128,
-        Layout(dp=4, cp=2, exchange="ring", zero_stage=1),
+        Layout(dp=4, cp=2, zero_stage=1),
         "NVIDIA dgxc-benchmarking, llama3.1/README_8b.md",
     ),
     Published(
         "70B on 64 H100", "8x8xh100-80gb", "llama/llama-3.1-70b-pretrain", 128,
-        Layout(
-            dp=2, tp=4, pp=4, vpp=5, cp=2, exchange="ring", sequence_parallel=True,
-            zero_stage=1,
-        ),
+        Layout(dp=2, tp=4, pp=4, vpp=5, cp=2, sequence_parallel=True, zero_stage=1),
         "NVIDIA NeMo 24.12, performance summary (in FP8)",
     ),
     Published(

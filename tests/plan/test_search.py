@@ -572,7 +572,7 @@ import re, time
 from pathlib import Path
 from tests.plan.making import on
 from toolkit.plan.search import search
-job, cluster = on({cluster!r}, {name!r})
+job, cluster = on({cluster!r}, {name!r}, context="auto")
 begin = time.process_time()
 considered = search(job, cluster).considered
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
@@ -584,6 +584,7 @@ print(time.process_time() - begin, peak, considered)
     ("cluster", "name", "limit_s", "least"),
     [
         ("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", 30.0, 2000),
+        ("8x8xh100-80gb", "llama/llama-3.1-8b-pretrain-128k", 20.0, 20000),
         ("1x1xcpu", "tiny/llama-bytes", 5.0, 20),
     ],
 )

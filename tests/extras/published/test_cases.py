@@ -258,3 +258,23 @@ def test_what_cannot_be_predicted_says_why() -> None:
     assert "not in the catalogue" in other["unsupported"]
     odd = estimate_case(case(LLAMA_8B, "A100", 8, layout={"recompute": "sometimes"}))
     assert "sometimes" in odd["unsupported"]
+
+
+def test_llama_3_with_long_rows() -> None:
+    """Llama 3, arXiv:2407.21783, table 4: on 16,384 GPUs with 16M tokens per step, 400 TFLOP/s
+    each with rows of 8,192 tokens, and 380 with 131,072 over 16 ranks that gather keys and
+    values."""
+    shape = {
+        "layers": 126, "hidden": 16384, "ffn": 53248, "heads": 128, "kv_heads": 8,
+        "vocab": 128256, "mlp": "swiglu",
+    }  # fmt: skip
+    rates = []
+    for length, dp, cp in ((8192, 128, 1), (131072, 8, 16)):
+        layout = {"dp": dp, "tp": 8, "pp": 16, "cp": cp, "sp": True, "recompute": "none"}
+        run = case(
+            shape | {"name": "405B", "seq": length}, "H100-80GB", 16384, layout=layout,
+            batch={"micro": 1, "global": 2**24 // length}, attention_kernel="flash",
+            notes="all-gather",
+        )  # fmt: skip
+        rates.append(estimate_case(run)["mfu"])
+    assert rates[1] / rates[0] == pytest.approx(380 / 400, rel=0.05)

@@ -269,7 +269,8 @@ class Case:
             pp=pp,
             vpp=self._chunks(pp),
             cp=self._degree("cp"),
-            exchange="ring",  # Transformer Engine's default, `cp_comm_type` p2p
+            # Transformer Engine's default (`cp_comm_type`: p2p) is a ring.
+            exchange="all_gather" if "all-gather" in self._notes else "ring",
             ep=self._degree("ep"),
             sequence_parallel=bool(sequence),
             zero_stage=self.zero_stage,  # type: ignore[arg-type]
