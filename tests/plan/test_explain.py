@@ -118,6 +118,7 @@ def holds(text: str, wanted: Recipe, chosen: Search) -> None:
         follows = ["kernels.compile", "kernels.fused", "kernels.experts"]
         follows += ["parallel.sequence"] * (field == "tp" and value == 1)
         follows += ["parallel.virtual_pipeline"] * (field == "pp" and value == 1)
+        follows += ["kernels.context"] * (field == "cp" and value == 1)
         for one in follows:
             same[one] = attrgetter(one)(wanted)
         if same["parallel.zero.hpz"] == 1:
@@ -161,6 +162,22 @@ def test_every_sentence_of_a_large_plan_holds() -> None:
     assert sum(" alone " in text for text in texts) > 5
     for text in texts:
         holds(text, wanted, chosen)
+
+
+def test_context_is_compared_with_tensor_parallel() -> None:
+    """By what a rank receives, and by the best layout without."""
+    wanted = load_recipe(RECIPES / "llama/llama-3.1-8b-pretrain-128k.yaml")
+    fewer = {"training.global_batch_size": 8, "parallel.engine": "megatron"}
+    wanted = placed_on(wanted.with_values(fewer), parse_cluster("2x8xh100-80gb"))
+    chosen = explore(wanted)
+    degree, exchange = (decision(chosen, DIMENSION[one], SHOWN) for one in ("cp", "exchange"))
+    assert "MiB per layer and pass, with tensor 16 instead 3,840 MiB" in degree.why
+    assert degree.alternatives[0].startswith("context 1")
+    assert "MiB of keys and values per layer and rank" in exchange.why
+    for text in (*degree.alternatives, *exchange.alternatives):
+        holds(text, wanted, chosen)
+    short = explore(wanted.with_values({"training.sequence_length": 8192}))
+    assert short.best.layout.cp == 1, "short rows are spread only if nothing else fits"
 
 
 def test_a_plan_says_why_a_layout_was_chosen_and_how_much_memory_is_free() -> None:
