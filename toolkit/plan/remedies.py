@@ -66,8 +66,11 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
     if job.parallel.recompute in ("none", "selective"):
         on_host["parallel.recompute"] = "full"
     tiled: Changes = {"kernels.mlp": "tiled"}
-    yield [("speed: layer inputs on the host", on_host), ("speed: tiled MLP", tiled)]
-    yield [("speed: both", {**on_host, **tiled})]
+    yield [
+        ("speed: layer inputs on the host", on_host),
+        ("speed: tiled MLP", tiled),
+        ("speed: host inputs and tiled MLP", {**on_host, **tiled}),
+    ]
     if job.parallel.zero.nvme_path is None:
         yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
     for name, kind in OPTIMIZERS.items() if job.adapter is None else ():
@@ -138,7 +141,7 @@ def _word(key: str, value: Any) -> str:
         return f"'{key}={{{', '.join(f'{name}: {one}' for name, one in value.items())}}}'"
     if isinstance(value, tuple):
         return f"'{key}=[{', '.join(map(str, value))}]'"
-    return f"{key}={value}"
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _changed(job: PlanRequest, changes: Changes) -> PlanRequest:
