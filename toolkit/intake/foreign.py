@@ -72,7 +72,7 @@ _NAMES = {
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
     Foreign("parallel.context"):
-        "context_parallel_size context_parallel_degree context_parallel context cp cp_size "
+        "context_parallel_size context_parallel_degree context_parallel cp cp_size "
         "sequence_parallel_size sequence_parallel_degree sp_size ring_degree "
         "ulysses_sequence_parallel_size ulysses_parallel_size",
     Foreign("kernels.context", "one of all_gather, ulysses, ring, ulysses_ring"):
