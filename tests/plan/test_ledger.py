@@ -207,7 +207,7 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         ),
         (
             {"parallel__engine": "deepspeed", **TP2},
-            {"pipeline, virtual pipeline, context, expert above 1", "offload to nvme"},
+            {"pipeline, virtual pipeline, expert above 1", "offload to nvme"},
         ),
     ],
 )
