@@ -54,6 +54,14 @@ class PerReplica:
 
 
 @dataclass(frozen=True)
+class OverContext:
+    """A number of sequences per optimizer step, which may count context-parallel ranks as
+    data-parallel ones: DeepSpeed's does."""
+
+    sequences: int
+
+
+@dataclass(frozen=True)
 class ForeignSetting:
     """One setting as it stands in a file or in the environment."""
 
@@ -82,7 +90,7 @@ class Stated:
     key: str
     """The corresponding setting of the recipe, dotted."""
     value: object
-    """Its value in the recipe's words; `AUTO`, `OneOf`, `AtMost`, or `PerReplica`."""
+    """Its value in the recipe's words; `AUTO` or one of the classes above."""
     at: ForeignSetting
     winner: str = ""
     """Which takes precedence if the two disagree, if not `SettingSource.winner`."""

@@ -11,6 +11,7 @@ from toolkit.targets.base import (
     DATA_PARALLEL,
     AtMost,
     OneOf,
+    OverContext,
     PerReplica,
     SettingSource,
     Stated,
@@ -102,6 +103,11 @@ def _judge(
 
 def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
     """A batch per replica as the global one, where the number of replicas is known."""
+    if isinstance(stated.value, OverContext):
+        batch, degree = stated.value.sequences, facts.get("parallel.context")
+        if degree is None or degree.value in (1, AUTO) or batch % int(str(degree.value)):
+            return replace(stated, value=batch)
+        return replace(stated, value=OneOf((batch, batch // int(str(degree.value)))))
     if not isinstance(stated.value, PerReplica):
         return stated
     replicas = facts.get(DATA_PARALLEL)

@@ -20,6 +20,7 @@ from toolkit.targets.base import (
     ACCUMULATION,
     AUTO,
     ForeignSetting,
+    OverContext,
     Row,
     SettingSource,
     Target,
@@ -38,6 +39,10 @@ _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineL
 
 def _schedule(value: object) -> object:
     return translated("schedule.name")(_SCHEDULERS.get(str(value), value))
+
+
+def _batch(value: object) -> object:
+    return OverContext(value) if isinstance(value, int) else value
 
 
 def _offload(value: object) -> object:
@@ -66,6 +71,7 @@ KEYS: Mapping[str, Row] = {
     **OWNED,
     **{key: f"deepspeed.{key}" for key in REQUIRED},
     **_NOT_WRITTEN,
+    "train_batch_size": TargetKey(OWNED["train_batch_size"], _batch),
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": TargetKey(OWNED["gradient_clipping"], none_if_zero),
     "optimizer.type": TargetKey(OWNED["optimizer.type"], lambda value: str(value).lower()),
