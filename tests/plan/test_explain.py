@@ -177,7 +177,8 @@ def test_context_is_compared_with_tensor_parallel() -> None:
     for text in (*degree.alternatives, *exchange.alternatives):
         holds(text, wanted, chosen)
     short = explore(wanted.with_values({"training.sequence_length": 8192}))
-    assert short.best.layout.cp == 1, "short rows are spread only if nothing else fits"
+    assert short.best.layout.cp == 1
+    assert "only if nothing fits otherwise" in decision(short, DIMENSION["cp"], SHOWN).why
 
 
 def test_a_plan_says_why_a_layout_was_chosen_and_how_much_memory_is_free() -> None:

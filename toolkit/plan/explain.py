@@ -12,8 +12,7 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Pair, stage_layers
-from toolkit.plan.cost.exchange import ContextSplit, context_split
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan import context_notes
 from toolkit.plan.dimensions import (
     DIMENSION,
     IN_REASONS,
@@ -38,7 +37,6 @@ from toolkit.plan.search import (
     search,
     shortage,
 )
-from toolkit.plan.workloads import workload_of
 
 SHOWN = 2
 """Alternatives of a decision that its reason names."""
@@ -249,8 +247,6 @@ def _untried(found: Search, other: Candidate) -> str:
     island, places = found.cluster.island, found.fallback.offload
     if (other.layout.offload_optimizer, other.layout.offload_parameters) != places:
         return "offload is tried only if nothing fits without it"
-    if other.layout.cp > 1 and not found.fallback.context:
-        return f"context groups are tried from {LONG:,} tokens, or if nothing else fits"
     if other.layout.tp > island >= found.best.layout.tp:
         return "tensor groups across nodes are tried only if nothing else fits"
     return ""
@@ -375,7 +371,9 @@ def _note(found: Search, field: str) -> str:
         whole = "each pipeline chunk" if layout.pp > 1 else "the model"
         return f"; of the {max(sizes)} of {whole}"
     if field in ("cp", "exchange") and layout.cp > 1:
-        return _exchanged(found) if field == "cp" else _kept(found)
+        return (context_notes.exchanged if field == "cp" else context_notes.kept)(found)
+    if field == "cp" and not found.fallback.context:
+        return f"; rows of fewer than {LONG:,} tokens are spread only if nothing fits otherwise"
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":
@@ -403,44 +401,6 @@ def _note(found: Search, field: str) -> str:
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(found) if DIMENSION[field].of(job) == "auto" else ""
     return ""
-
-
-def _split(found: Search) -> ContextSplit:
-    """Of a layer's attention."""
-    layout, workload = found.best.layout, workload_of(found.job, found.best.pair)
-    own = layout.micro_batch * workload.sample_tokens / layout.cp
-    return context_split(workload, layout.exchange, layout.tp, layout.cp, own)
-
-
-def _exchanged(found: Search) -> str:
-    """What a rank receives in a layer, next to what it would if its context group were tensor
-    ranks, too: an all-gather and a reduce-scatter of activations around attention, and around
-    the MLP (Korthikanti et al., arXiv:2205.05198, section 4.2.2)."""
-    layout, split = found.best.layout, _split(found)
-    workload = workload_of(found.job, found.best.pair)
-    row = 4 * layout.micro_batch * workload.sample_tokens * found.job.spec.hidden
-    ranks = layout.tp * layout.cp
-    mine = split.received + row / layout.cp * (layout.tp - 1) / layout.tp
-    theirs = row * (ranks - 1) / ranks
-    return (
-        f"; a rank receives {_mib(mine, workload)} per layer and pass, with tensor {ranks} "
-        f"instead {_mib(theirs, workload)}"
-    )
-
-
-def _kept(found: Search) -> str:
-    """What an exchange keeps, and whether attention hides it."""
-    split, workload = _split(found), workload_of(found.job, found.best.pair)
-    text = f"; {_mib(2 * split.attended_key, workload)} of keys and values per layer and rank"
-    if split.rings > 1:
-        text += f", which {split.rings} ranks pass on while they attend"
-    if split.heads > 1:
-        text += f"; {split.heads} ranks split the heads"
-    return text
-
-
-def _mib(elements: float, workload: Workload) -> str:
-    return f"{workload.width * elements / 2**20:,.0f} MiB"
 
 
 def _why_offloaded(found: Search) -> str:
