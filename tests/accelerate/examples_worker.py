@@ -8,6 +8,7 @@ import runpy
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -17,9 +18,11 @@ from transformers import Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import toolkit.accelerate
+from tests.accelerate.cpu_context import context_parallel_on_cpus
 from toolkit.errors import DmtError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.targets import accelerate_file
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 ENGINES = {
@@ -28,7 +31,8 @@ ENGINES = {
     "fsdp2": ["parallel.engine=fsdp", "parallel.zero.stage=3"],
 }
 BF16 = [*ENGINES["zero3"], "training.precision=bf16", "parallel.recompute=full"]
-SWITCHES = ("ACCELERATE_", "FSDP_")
+CONTEXT = [*ENGINES["fsdp2"], "parallel.context=2", "kernels.context=ring"]
+SWITCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
@@ -61,6 +65,14 @@ def with_trainer(recipe: Recipe, output: Path) -> tuple[str, str]:
     Trainer.training_step = step
     (kind,) = set(trained)
     return printed.getvalue(), kind
+
+
+def in_context(recipe: Recipe, output: Path) -> tuple[str, str]:
+    """The same, with every row's positions on two ranks."""
+    refusals = patch.object(accelerate_file, "_mesh_problems", return_value=())  # of CPUs
+    with context_parallel_on_cpus() as lengths, refusals:
+        printed, _ = with_trainer(recipe, output)
+    return printed, f"attention over {lengths} of {recipe.training.sequence_length} positions"
 
 
 def kind_of(model: Module) -> str:
@@ -107,6 +119,7 @@ def both_examples(recipe_file: Path, output: Path) -> dict[str, Any]:
         **{("own loop", name): (finetuned, changes) for name, changes in ENGINES.items()},
         **{("trainer", name): (with_trainer, changes) for name, changes in ENGINES.items()},
         ("own loop", "bf16"): (finetuned, BF16),
+        ("trainer", "context"): (in_context, CONTEXT),
     }
     for (example, name), (run, changes) in runs.items():
         printed, kind = run(load_recipe(recipe_file, changes), output)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import DeepSpeedPlugin
+from accelerate import DeepSpeedPlugin, ParallelismConfig
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -19,7 +19,7 @@ from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.accelerate.scripts import planned_for_launcher
+from toolkit.accelerate.scripts import accelerator, planned_for_launcher
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import DataError, PlanError
@@ -27,6 +27,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.targets import against
 from toolkit.targets.accelerate_file import COMMON, in_scripts, render, render_common
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -234,6 +235,75 @@ def test_the_verb_writes_the_file(tmp_path: Path) -> None:
     ended = run(dmt("render", TINY, "--to", "accelerate", "--out", out, *changes), tmp_path)
     assert (ended.code, ended.out) == (0, ""), ended.err
     assert out.read_text(encoding="utf-8") == render(*planned("parallel.engine=fsdp"))
+
+
+ON_FOUR = (
+    "parallel.engine=fsdp",
+    "cluster.gpus_per_node=4",
+    "cluster.gpu=h100-80gb",
+    "training.precision=bf16",
+    "kernels.compile=none",
+)
+MESHES = {
+    "copies": (("parallel.replicate=2",), (2, 2, 1, None)),
+    "gathered": (("parallel.context=2", "kernels.context=all_gather"), (1, 2, 2, "allgather")),
+    "ring": (("parallel.context=4", "kernels.context=ring"), (1, 1, 4, "alltoall")),
+}
+"""Overrides; replicas, shards, context, and how its ranks exchange."""
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_accelerate_makes_the_mesh_of_the_plan(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, expected = MESHES[name]
+    recipe, plan = planned(*ON_FOUR, *overrides)
+    text = render(recipe, plan)
+    environment = prepare_multi_gpu_env(launched(text, tmp_path))
+    for variable in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(variable, environment[variable])
+    found = ParallelismConfig()
+    strategy = getattr(found.cp_handler, "cp_comm_strategy", None)
+    sizes = (found.dp_replicate_size, found.dp_shard_size, found.cp_size)
+    assert ((*sizes, strategy), found.total_size) == (expected, 4)
+    assert found.tp_size == found.sp_size == 1
+    (report,) = against(str(tmp_path / "accelerate.yaml"), recipe, plan)
+    assert report.agrees, report
+    (report, *_) = against("env", recipe, plan)
+    assert not [row for row in report.conflicts if row.name.startswith("PARALLELISM")]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert planned_for_launcher(recipe, ())[1].layout == plan.layout
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+    with pytest.raises(PlanError, match="is configured for a parallelism_config"):
+        planned_for_launcher(recipe, ())
+
+
+@pytest.mark.parametrize(
+    ("found", "overrides"),
+    {
+        "Ulysses depend on the ZeRO stage": ("parallel.engine=deepspeed",),
+        "the exchange ulysses": ("kernels.context=ulysses",),
+        "isolated documents": ("data.isolate_documents=true",),
+        "a window": ("model.config.model_type=mistral", "model.config.sliding_window=32"),
+        "CPUs": ("cluster.gpu=cpu", "training.precision=fp32"),
+    }.items(),
+)
+def test_where_accelerate_would_split_sequences_wrongly(
+    found: str, overrides: tuple[str, ...]
+) -> None:
+    gathered = ("parallel.context=2", "kernels.context=all_gather")
+    context = (*ON_FOUR, *gathered, *overrides)
+    with pytest.raises(PlanError, match=found) as caught:
+        render(*planned(*context))
+    words = caught.value.fix.partition(";")[0].split()
+    render(*planned(*context, *words[1::2]))
+
+
+def test_a_loop_of_ones_own_does_not_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PlanError, match="context 2, and a loop") as caught:
+        accelerator(TINY, [*ON_FOUR, "parallel.context=2"])
+    assert "training_arguments" in caught.value.fix
 
 
 def test_samples_of_isolated_documents_are_refused() -> None:

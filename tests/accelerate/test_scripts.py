@@ -42,6 +42,16 @@ def test_the_losses_are_the_workers(
 
 
 @pytest.mark.slow
+def test_accelerates_context_parallel_has_the_same_losses(
+    results: dict[str, Any], worker_losses: list[float]
+) -> None:
+    """Torch's ring, on the CPU's operator: its own are for GPUs."""
+    found = results["trainer, context"]
+    assert found["losses"] == pytest.approx(worker_losses, rel=SAME)
+    assert found["kind"] == "attention over {16} of 32 positions"
+
+
+@pytest.mark.slow
 def test_models_are_sharded_as_planned(results: dict[str, Any]) -> None:
     kinds = {key: value["kind"] for key, value in results.items() if key != "refusals"}
     assert kinds["own loop, zero2"] == kinds["trainer, zero2"] == "zero2"

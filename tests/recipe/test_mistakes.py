@@ -510,7 +510,21 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
-    "context on one rank": M("engine: auto", "context: 2", "parallel.context", "to 1"),
+    "context beyond the ranks": M("engine: auto", "context: 3", "parallel.context", "to 2"),
+    "misspelt context": M("engine: auto", "contex: 2", "parallel.contex", "`context`"),
+    "Accelerate's context": M(
+        "engine: auto", "cp_size: 2", "parallel.cp_size", "`parallel.context`"
+    ),
+    "length that context cannot split": M(
+        "sequence_length: 64", "sequence_length: 66", "parallel.context", "64 or 68", "context"
+    ),
+    "dropout that context splits": M(
+        *("model_type: llama", "model_type: llama\n    attention_dropout: 0.1"),
+        *("parallel.context", "to 1", "context"),
+    ),
+    "Megatron's exchange": M(
+        "launch:", "kernels: {context: p2p}\nlaunch:", "kernels.context", "ring"
+    ),
     "Megatron's context": M(
         "engine: auto",
         "context_parallel_size: 2",
@@ -910,6 +924,10 @@ MISTAKES = {
     ),
 }  # fmt: skip
 EXTRA = {
+    **dict.fromkeys(
+        ("length that context cannot split", "dropout that context splits"),
+        ("engine: auto", "context: 2"),
+    ),
     "isolated documents scaled by their length": (
         "data:\n",
         "data:\n  isolate_documents: true\n",

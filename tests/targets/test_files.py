@@ -128,6 +128,35 @@ def test_shards_and_replicas_are_compared_apart(
     assert found[f"{sizes}replicate_size"] == ("replicas", verdict, "4")
 
 
+GATHERED = ("parallel.context=2", "kernels.context=all_gather")
+CONTEXTS = {
+    # Sizes of torch's and DeepSpeed's kind, and the strategy: verdicts of each.
+    "torch's": ((2, 1, "allgather"), ("agrees", None, "agrees")),
+    "a ring": ((2, 1, "alltoall"), ("agrees", None, "disagrees")),
+    "another size": ((4, 1, "allgather"), ("disagrees", None, "agrees")),
+    "DeepSpeed's": ((1, 2, "allgather"), (None, "disagrees", None)),
+    "neither": ((1, 1, "allgather"), ("disagrees", "disagrees", None)),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXTS)
+def test_accelerate_states_context_parallel_in_two_ways(case: str, tmp_path: Path) -> None:
+    values, verdicts = CONTEXTS[case]
+    names = ("cp_size", "sp_size", "cp_comm_strategy")
+    planned = Planned.of(TINY, "parallel.engine=fsdp", *GATHERED)
+    text = "parallelism_config:\n" + "".join(
+        f"  parallelism_config_{name}: {value}\n"
+        for name, value in zip(names, values, strict=True)
+    )
+    report = read(planned, tmp_path, text, "accelerate.yaml")
+    found = {row.name.rpartition("_config_")[2]: row for row in report.compared}
+    assert tuple(found[name].verdict if name in found else None for name in names) == verdicts
+    lines = {name: found[name].place.rpartition(":")[2] for name in found}
+    assert lines.items() <= dict(zip(names, "234", strict=True)).items()
+    if case == "DeepSpeed's":  # its size agrees, its exchange is another
+        assert found["sp_size"].advice.startswith("--set kernels.context=ulysses")
+
+
 def test_accelerate_with_deepspeeds_json_inside(tiny: Planned, tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"

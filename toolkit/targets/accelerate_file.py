@@ -5,6 +5,7 @@ accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
@@ -39,6 +40,10 @@ COMMON = {
 
 _IN_SCRIPTS = {"loss": "whole", "compile": "none"}
 """What transformers models do by themselves, of `kernels`, and planning must know."""
+
+
+_ASKED_FOR = {"parallel.replicate": 1, "parallel.context": 1, "kernels.context": "all_gather"}
+"""What Accelerate has for those who ask for it, and the value for others."""
 
 
 def render(recipe: Recipe, plan: Plan) -> str:
@@ -129,9 +134,9 @@ def in_scripts(recipe: Recipe) -> Recipe:
     stated = {name: getattr(recipe.kernels, name) for name in _IN_SCRIPTS}
     known = {name: _IN_SCRIPTS[name] for name, value in stated.items() if value == "auto"}
     changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
-    for name in ("replicate", "context"):
-        if getattr(recipe.parallel, name) == "auto":
-            changed[f"parallel.{name}"] = 1
+    changed |= {
+        key: value for key, value in _ASKED_FOR.items() if attrgetter(key)(recipe) == "auto"
+    }
     found = recipe.with_values(changed)
     is_open = recipe.parallel.recompute == "auto"
     if is_open and isinstance(plan_recipe(found, explained=False).layout.recompute, int):

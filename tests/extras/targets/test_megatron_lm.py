@@ -53,6 +53,13 @@ CASES = {
         "parallel.tensor=1",
         "parallel.pipeline=1",
     ),
+    "llama-3.1-8b-cp4": (
+        "llama/llama-3.1-8b-pretrain.yaml",
+        MEGATRON,
+        "parallel.tensor=4",
+        "parallel.context=4",
+        "kernels.context=ulysses_ring",
+    ),
     "qwen3-8b-selective": (
         "qwen/qwen3-8b-pretrain.yaml",
         MEGATRON,
@@ -242,6 +249,14 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
     (isolated,) = problems(TINY, auto, "data.isolate_documents=true")
     assert isolated.startswith("data.isolate_documents: found true")
+    on_three = ("cluster.gpus_per_node=3", "parallel.context=3", "training.sequence_length=96")
+    on_three += ("model.config.num_attention_heads=6", "model.config.hidden_size=96")
+    batch = ("training.global_batch_size=15", "training.micro_batch_size=1")
+    (heads,) = problems(TINY, auto, *on_three, *batch, "kernels.context=ulysses")
+    assert "all_gather or ring, where parallel.context does not divide" in heads
+    window = ("model.config.model_type=mistral", "model.config.sliding_window=8")
+    (exchange,) = problems(TINY, auto, "parallel.context=2", "kernels.context=ring", *window)
+    assert exchange.startswith("kernels.context: found ring") and "a window" in exchange
     (balance,) = problems(RECIPES / "mistral" / "mixtral-8x7b-pretrain.yaml")
     assert balance.startswith("model.balance: found sequence_loss")
     (muon,) = problems(TINY, auto, "optimizer.name=muon")

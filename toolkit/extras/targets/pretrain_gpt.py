@@ -13,6 +13,7 @@ has no norm that works under sequence parallel. Fusions that DMT's model does no
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from toolkit.engines.megatron import config as megatron_config
@@ -149,13 +150,17 @@ def render(recipe: Recipe, plan: Plan) -> ArgumentList:
     model = megatron_model(megatron_config.trained_config(recipe.model))
     layout = plan.layout
     config = megatron_config.render(recipe, layout)
-    found = [*_model_problems(model, config), *run_problems(recipe)]
+    found = [
+        *_model_problems(model, config),
+        *_context_problems(config["transformer"], layout),
+        *run_problems(recipe),
+    ]
     if found:
         raise RecipeError(found)
     arguments = [
         *_model_arguments(config, recipe.training.sequence_length),
         *_pipeline_arguments(config["transformer"], layout),
-        *_context_arguments(layout),
+        *_context_arguments(config["transformer"], layout),
         *_fusion_arguments(config["transformer"]),
         *_switches(config.get("ddp", {}), _DDP_SWITCHES),
         ("--optimizer", config["optimizer"]["optimizer"]),
@@ -226,10 +231,33 @@ def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Argum
         yield ("--no-overlap-p2p-communication",)
 
 
-def _context_arguments(layout: Layout) -> Arguments:
-    """How Transformer Engine's attention exchanges keys and values."""
+def _context_arguments(transformer: Mapping[str, Any], layout: Layout) -> Arguments:
+    """How Transformer Engine's attention exchanges keys and values: nested, by heads inside."""
     if layout.cp > 1:
         yield "--cp-comm-type", EXCHANGES[layout.exchange]
+    if layout.exchange == "ulysses_ring":
+        heads = gcd(layout.cp, _key_heads(transformer, layout))
+        yield "--hierarchical-context-parallel-sizes", str(heads), str(layout.cp // heads)
+
+
+def _context_problems(transformer: Mapping[str, Any], layout: Layout) -> Iterator[Problem]:
+    """What Transformer Engine's attention asserts."""
+    exchange, allowed = layout.exchange, ""
+    if "window_size" in transformer and "p2p" in EXCHANGES[exchange]:
+        allowed = "all_gather or ulysses with a window"
+    elif exchange == "ulysses" and _key_heads(transformer, layout) % layout.cp:
+        allowed = "all_gather or ring, where parallel.context does not divide the keys' heads"
+    if allowed:
+        yield Problem(
+            "kernels.context",
+            exchange,
+            f"in Megatron-LM, {allowed}",
+            "set kernels.context to all_gather",
+        )
+
+
+def _key_heads(transformer: Mapping[str, Any], layout: Layout) -> int:
+    return max(1, int(transformer["num_query_groups"]) // layout.tp)
 
 
 def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
