@@ -194,9 +194,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "none": {},
         "full": {"parallel": {"recompute": "full"}},
         "selective": {"parallel": {"recompute": "selective"}},
-        "one layer": {"parallel": {"recompute": 1}},
-        "offloaded": {"parallel": {"recompute": "full", "offload_activations": True}},
-        "one offloaded": {"parallel": {"recompute": 1, "offload_activations": True}},
+        "one layer": {"parallel": {"recompute": 1, "offload_activations": True}},
     },
     "mlp": {"whole": {}, "tiled": _kernels(mlp="tiled")},
     "micro batch": {
