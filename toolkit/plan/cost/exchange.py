@@ -74,8 +74,6 @@ class ContextSplit:
         """Elements that are sent and received at once: keys and values of this and the next
         rank of a ring, those that are gathered before they are put in order, or those of all
         heads that are sent."""
-        if self.cp == 1:
-            return 0.0
         passed = 4 * self.sent_key if self.rings > 1 else 0.0
         if self.exchange == "all_gather":
             return 2 * self.attended_key

@@ -424,7 +424,8 @@ def micro_batch_memory(
     messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence
     if pp > 1:
         messages += MESSAGES * stream
-    messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
+    if cp > 1:
+        messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
     rows = workload.logit_rows(tp)
     logits = logits_at_once(workload, loss, int(tokens), tp)
     head = logits.each * tokens * rows / logits.chunks

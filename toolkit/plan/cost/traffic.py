@@ -117,7 +117,8 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
     tensor, expert = _layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
-    layout, exchanged = place.layout, _exchanged(place, attention_s)
+    layout = place.layout
+    exchanged = _exchanged(place, attention_s) if layout.cp > 1 else {}
     context = context_back = again = context_again = 0.0
     for one in exchanged.values():
         context += one.forward.exposed_s
@@ -190,10 +191,7 @@ def _exchanged(place: PlacedLayout, attention_s: float) -> dict[str, ContextTraf
     to arrive before attention; what travels around arrives while attention computes with what
     came before, and on the way back so do the gradients. Ranks that split heads are
     neighbours."""
-    layout, width = place.layout, place.workload.width
-    if layout.cp == 1:
-        return {}
-    split = place.context
+    layout, width, split = place.layout, place.workload.width, place.context
     if layout.exchange == "all_gather":
         group = place.group(layout.cp, layout.tp)
         gathered = Collectives("all_gather", group, 2 * width * split.attended_key)

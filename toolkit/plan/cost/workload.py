@@ -175,7 +175,7 @@ class Workload:
             "tiled_mlp": layout.mlp == "tiled",
             "inputs_on_host": layout.offload_activations,
         }
-        names = tuple(name for name in on if on[name])
+        names = tuple(filter(on.get, on))
         lengths = layout.cp > 1 and (self.document_mask or self.cudnn)
         return _in_layout(self, names, lengths) if names or lengths else self
 
