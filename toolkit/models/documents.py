@@ -175,7 +175,11 @@ def _by_lengths(
         options["scale"] = scale
     else:
         query = query * (scale * width**0.5)
-    q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    # `pad` copies also with nothing to add: of gathered keys, each run would keep a copy.
+    q, k, v = (
+        x if x.shape[-1] == width and x.is_contiguous() else pad(x, (0, width - x.shape[-1]))
+        for x in (query, key, value)
+    )
     found = varlen_attn(q, k, v, *ends, *lengths, **options)
     assert isinstance(found, Tensor)
     return found[..., :own].contiguous()

@@ -66,8 +66,9 @@ class ContextSplit:
     @property
     def kept(self) -> float:
         """What is kept besides queries, keys, values and the output: that output before the
-        heads were sent back."""
-        return self.query if self.heads > 1 else 0.0
+        heads were sent back, or of the two runs each for itself; rings put it in its place."""
+        gathers = self.exchange == "all_gather" and self.cp > 1
+        return self.query if gathers or self.heads > 1 else 0.0
 
     @property
     def buffers(self) -> float:
