@@ -26,7 +26,7 @@ IMPLEMENTATION = "documents"
 """Name of this attention in the config of a transformers model."""
 _TAKES = frozenset(signature(varlen_attn).parameters)
 """Its arguments, which later versions of torch have more of."""
-_WIDTHS = 8
+WIDTHS = 8
 """FlashAttention's head sizes are multiples of it."""
 _find_documents = masking_utils.find_packed_sequence_indices
 
@@ -155,7 +155,7 @@ def _by_lengths(
             x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value)
         )
     size, own = query.shape[-1], value.shape[-1]
-    width = -(-max(size, own) // _WIDTHS) * _WIDTHS
+    width = -(-max(size, own) // WIDTHS) * WIDTHS
     scale = size**-0.5 if scale is None else scale
     options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0)}
     if "window_size" not in _TAKES:  # torch 2.10

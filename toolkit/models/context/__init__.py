@@ -118,10 +118,6 @@ class Context:
         """This rank's positions of [rows, length, …]."""
         return own(rows, self.rank, self.degree)
 
-    def places(self, count: int, device: torch.device) -> Tensor:
-        """[count]: the numbers in the row of this rank's positions, of which it has `count`."""
-        return self.own(torch.arange(count * self.degree, device=device)[None])[0]
-
     def whole(self, log_probs: Tensor) -> Tensor:
         """[rows, own positions] of every rank → [rows, length] in natural order.
 

@@ -1,6 +1,6 @@
 """Keys and values travel from rank to rank: none ever has those of whole rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from toolkit.errors import BackendUnavailable
-from toolkit.models.context import blocks
-from toolkit.models.documents import Scores
+from toolkit.models.context import blocks, flash_blocks
+from toolkit.models.context.runs import SplitRows
+from toolkit.models.documents import WIDTHS, Scores
+
+VISIBLE: dict[str, Callable[..., Iterator[Any]]] = {
+    "cpu": blocks.visible,
+    "cuda": flash_blocks.visible,
+}
+"""By the type of device: the blocks of a softmax."""
 
 
 @dataclass(frozen=True)
@@ -26,84 +32,80 @@ class Ring:
         self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
     ) -> Tensor:
         """See `Context.attend`."""
-        if query.is_cuda:
-            raise BackendUnavailable(
-                "kernels.context ring computes on CPUs only: its blocks are untested on CUDA",
-                fix="set kernels.context to all_gather",
-            )
         batch, own, heads, size = query.shape
         if scores.scale is None:
             scores = replace(scores, scale=size**-0.5)
-        width = max(size, value.shape[-1])  # the kernel has one for queries, keys and values
-        q, k, v = (
-            (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))).flatten(0, 1)
-            for x in (query, key, value)
-        )
-        rows = _Rows(self.group, tuple(ends.tolist()), own * self.group.size(), scores)
-        out: Tensor = _RingAttention.apply(q, k, v, scores.sinks, rows)  # type: ignore[no-untyped-call]
-        return out[..., : value.shape[-1]].view(batch, own, heads, -1)
+        width = -(-max(size, value.shape[-1]) // WIDTHS) * WIDTHS
+        q, k, v = (_run_by_run(x, width) for x in (query, key, value))
+        ranks = self.group.size()
+        rows = SplitRows(ends, batch, own * ranks, self.group.rank(), ranks)
+        attention = _RingAttention.apply
+        out: Tensor = attention(q, k, v, scores.sinks, rows, scores, self.group)  # type: ignore[no-untyped-call]
+        by_run = out[..., : value.shape[-1]].view(2, batch, own // 2, heads, -1)
+        return by_run.transpose(0, 1).flatten(1, 2)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What is not a tensor."""
-
-    group: dist.ProcessGroup
-    ends: Sequence[int]
-    length: int
-    scores: Scores
-
-    def blocks(self, other: int) -> Iterator[blocks.AttentionBlock]:
-        """In which this rank's queries see keys of rank `other`."""
-        ranks, mine = self.group.size(), self.group.rank()
-        return blocks.visible(self.ends, self.length, ranks, mine, other, self.scores.window)
+def _run_by_run(x: Tensor, width: int) -> Tensor:
+    """[batch, own, heads, size] → the first run of all rows, then the second: [positions,
+    heads, width], as kernels take it."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        x = x.to(torch.get_autocast_dtype("cuda"))
+    if x.shape[-1] < width:
+        x = pad(x, (0, width - x.shape[-1]))
+    return torch.cat([run.flatten(0, 1) for run in x.chunk(2, dim=1)])
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rows: _Rows
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rows: SplitRows,
+        scores: Scores,
+        group: dist.ProcessGroup,
     ) -> Tensor:
+        kv = torch.stack([k, v])
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=exact)
         # A sink is a score of its own, with the value 0: the first block.
-        first = torch.tensor(float("-inf")) if sinks is None else sinks
+        first = q.new_tensor(float("-inf")) if sinks is None else sinks
         lse = first.to(exact).expand(q.shape[:2]).clone()
-        for other, (keys, values) in _visitors(torch.stack([k, v]), rows.group):
-            for block in rows.blocks(other):
-                part, part_lse = blocks.forward(q, keys, values, block, rows.scores)
+        for other, (keys, values) in _visitors(kv, group):
+            for block in VISIBLE[q.device.type](rows, other, scores):
+                part, part_lse = block.forward(q, keys, values)
                 before = lse[block.queries]
                 after = torch.logaddexp(before, part_lse)
                 part = part.to(exact) * (part_lse - after).exp()[..., None]
                 out[block.queries].mul_((before - after).exp()[..., None]).add_(part)
                 lse[block.queries] = after
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.rows = rows
+        ctx.save_for_backward(q, kv, sinks, out, lse)
+        ctx.rows, ctx.scores, ctx.group = rows, scores, group
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        rows, gradient = ctx.rows, gradient.contiguous()
-        kv = torch.stack([k, v])
+        q, kv, sinks, out, lse = ctx.saved_tensors
+        gradient = gradient.contiguous()
         of_q = torch.zeros_like(q, dtype=lse.dtype)
         of_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        for other, (keys, values) in _visitors(kv, rows.group):
-            for block in rows.blocks(other):
-                inputs = q, keys, values
-                found = blocks.backward(gradient, inputs, out, lse, block, rows.scores)
+        for other, (keys, values) in _visitors(kv, ctx.group):
+            for block in VISIBLE[q.device.type](ctx.rows, other, ctx.scores):
+                of_block = block.backward(gradient, q, keys, values, out, lse)
                 sums = of_q[block.queries], *of_kv[:, block.keys]
-                for total, part in zip(sums, found, strict=True):
+                for total, part in zip(sums, of_block, strict=True):
                     total += part
             # With its keys; once round, they are where they belong.
-            of_kv = _Passed(of_kv, rows.group).arrived()
+            of_kv = _Passed(of_kv, ctx.group).arrived()
         of_sinks = None
         if sinks is not None:
             share = (sinks - lse).exp()
             of_sinks = -(share * (gradient * out).sum(dim=-1)).sum(dim=0).to(sinks.dtype)
-        of_k, of_v = of_kv.to(k.dtype)
-        return of_q.to(q.dtype), of_k, of_v, of_sinks, None
+        of_k, of_v = of_kv.to(kv.dtype)
+        return of_q.to(q.dtype), of_k, of_v, of_sinks, None, None, None
 
 
 def _visitors(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

@@ -39,19 +39,15 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
         return (Layout.exchange,)
     tensor = _number(parallel.tensor)
     heads, keys = (max(1, one // tensor) for one in (job.spec.heads, job.spec.kv_heads))
-    found: list[Exchange] = ["all_gather", "ring", "ulysses_ring"]
-    if gcd(keys, degree) in (1, degree):  # that is a ring, or none
-        found.remove("ulysses_ring")
+    found: list[Exchange] = ["all_gather"]
     if heads % degree == 0:
         found.append("ulysses")
-    return tuple(one for one in found if not _ring_objection(job, one))
-
-
-def _ring_objection(job: PlanRequest, exchange: str) -> str:
-    """Why an exchange does not run on this device; empty where it does."""
-    if job.cluster.gpu == "cpu" or exchange not in ("ring", "ulysses_ring"):
-        return ""
-    return "its ring computes on CPUs only, as its blocks are untested on CUDA"
+    if job.cluster.gpu != "cpu":  # no GPU has run a ring yet: recipes may ask for one
+        return tuple(found)
+    found.append("ring")
+    if gcd(keys, degree) not in (1, degree):  # those are ulysses, or a ring
+        found.append("ulysses_ring")
+    return tuple(found)
 
 
 def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
@@ -68,13 +64,6 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
                 "set kernels.context to auto, or parallel.context to 2 or more",
             )
         return
-    if why := _ring_objection(job, job.kernels.context):
-        yield Problem(
-            "kernels.context",
-            f"{job.kernels.context} with cluster.gpu {job.cluster.gpu}",
-            f"all_gather or ulysses; {why}",
-            "set kernels.context to auto",
-        )
     yield from _lengths(job, asked.context)
     dropped = [key for key, rate in job.config.items() if "att" in key and is_dropout(key)]
     if any(job.config[key] for key in dropped):
@@ -90,6 +79,20 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
             f"a divisor of the {heads} attention heads of a rank with kernels.context: ulysses"
         )
         yield _refused(asked.context, allowed, str(near), ", or kernels.context to auto")
+    if job.kernels.context in ("ring", "ulysses_ring") and (why := _no_ring(job)):
+        yield Problem(
+            "kernels.context",
+            f"{job.kernels.context} with {why}",
+            "all_gather or ulysses",
+            "set kernels.context to all_gather",
+        )
+
+
+def _no_ring(job: PlanRequest) -> str:
+    """What no kernel computes in the parts that travel in a ring."""
+    if job.cluster.gpu == "cpu" or not job.spec.sliding_layers:
+        return ""
+    return "windows on GPUs, whose kernel counts them from the end of each part"
 
 
 def _no_parts(job: PlanRequest) -> str:

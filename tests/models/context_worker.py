@@ -1,0 +1,272 @@
+"""What each rank computes for test_context.py: exchanges against products of whole rows."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models.small import FAMILIES
+from toolkit.batch import MicroBatch
+from toolkit.engines.distributed import Ranks
+from toolkit.layout import Exchange, Layout
+from toolkit.models import context as context_module
+from toolkit.models import documents
+from toolkit.models import huggingface as hf
+from toolkit.models.context import Context, all_gather, flash_blocks, ring
+from toolkit.models.documents import Scores
+from toolkit.models.log_probs import label_log_probs
+
+ROWS, LENGTH, HEADS, SIZE = 2, 32, 4, 8
+SEGMENTS = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+for _row, _begin in ((0, 3), (0, 13), (1, 16), (1, 30), (1, 31)):
+    SEGMENTS[_row, _begin:] += 1
+WORLD = 4
+EXCHANGES: tuple[Exchange, ...] = ("all_gather", "ulysses", "ring", "ulysses_ring")
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "one document": {},
+    "packed": {"packed": True, "groups": 1},
+    "window": {"window": 5, "groups": 1},
+    "packed, window": {"packed": True, "window": 9},
+    "packed, sinks": {"packed": True, "sinks": True},
+    "window, sinks": {"window": 11, "sinks": True, "groups": 1},
+    "packed, capped": {"packed": True, "cap": 1.5},
+    "window, capped, sinks": {"window": 7, "cap": 1.5, "sinks": True, "groups": 4},
+}
+
+
+def compare(ranks: Ranks) -> dict[str, float]:
+    """The largest error of each case, by its name; then those of planted faults."""
+    errors: dict[str, float] = {}
+    for degree in (2, 4):
+        layout = Layout(dp=WORLD // degree, cp=degree)
+        batch = layout.data_rank(ranks.rank)
+        for exchange in EXCHANGES:
+            named = f"{exchange} cp{degree}"
+            for groups in (1, 2, 4):
+                context = Context.of(replace(layout, exchange=exchange), ranks.rank, groups)
+                for name, case in CASES.items():
+                    if case.get("groups", 2) == groups:
+                        errors[f"{named}: {name}"] = attention_error(context, case, batch)
+            context = Context.of(replace(layout, exchange=exchange), ranks.rank, 2)
+            errors |= leaks(context, named)
+            for family in ("llama", "gemma2", "gpt_oss", "llama4_text")[
+                : 4 if degree == 4 else 1
+            ]:
+                errors[f"{named}: {family}"] = model_error(context, family, batch)
+            for fault in FAULTS if degree == 2 else ():
+                with planted(fault, context, ranks.rank) as wrong:
+                    errors[f"{named} with {fault}"] = model_error(wrong, "llama", batch)
+        errors |= flash_errors(ranks, layout)
+    return errors
+
+
+def attention_error(context: Context, case: Mapping[str, Any], seed: int) -> float:
+    """Of the output and all gradients, in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    random = partial(torch.randn, generator=generator, dtype=torch.float64)
+    groups = case.get("groups", 2)
+    shapes = [(heads, size) for heads, size in ((HEADS, SIZE), (groups, SIZE), (groups, 6))]
+    whole = [random(ROWS, LENGTH, *shape).requires_grad_() for shape in shapes]
+    sinks = [random(HEADS).requires_grad_()] if case.get("sinks") else []
+    above = random(ROWS, LENGTH, HEADS, 6)
+    segments = SEGMENTS if case.get("packed") else None
+    window, cap = case.get("window"), case.get("cap")
+    out = products(*whole, segments, window, cap, *sinks)
+    gradients = torch.autograd.grad((out * above).sum(), whole + sinks)
+
+    own = [context.own(x.detach()).requires_grad_() for x in whole]
+    own_sinks = [x.detach().requires_grad_() for x in sinks]
+    scores = Scores(None, window, cap, *own_sinks)
+    own_out = context.attend(*own, ends_of(segments), scores)
+    own_loss = (own_out * context.own(above)).sum()
+    of_own, of_sinks = (lambda x: (x[:3], x[3:]))(
+        torch.autograd.grad(own_loss, own + own_sinks)
+    )
+    for x in of_sinks:
+        dist.all_reduce(x, group=context.group)
+    expected = [out, *gradients[:3]]
+    pairs = [*zip([own_out, *of_own], map(context.own, expected), strict=True)]
+    pairs += zip(of_sinks, gradients[3:], strict=True)
+    return max(float((x - y).detach().abs().max()) for x, y in pairs)
+
+
+def products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of whole rows with a mask of rows and columns."""
+    k, v = (x.repeat_interleave(HEADS // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    sees = (distance >= 0) & (distance <= (LENGTH if window is None else window))
+    if segments is not None:
+        sees = (sees & (segments[:, :, None] == segments[:, None]))[:, None]
+    scores = scores.masked_fill(~sees, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :LENGTH], v)
+
+
+def ends_of(segments: Tensor | None) -> Tensor:
+    if segments is None:
+        return torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH
+    ends = MicroBatch(segments, segments, segments=segments).ends
+    assert ends is not None
+    return ends
+
+
+def leaks(context: Context, named: str) -> dict[str, float]:
+    """How many outputs of other documents, and beyond a window, change with one token."""
+    generator = torch.Generator().manual_seed(1)
+    whole = [
+        torch.randn(ROWS, LENGTH, heads, SIZE, generator=generator) for heads in (HEADS, 2, 2)
+    ]
+    changed = [x.clone() for x in whole]
+    for x in changed:
+        x[0, 5] += 1.0
+    found = {}
+    for window in (None, 4):
+        outs = [
+            context.whole(
+                context.attend(*map(context.own, x), ends_of(SEGMENTS), Scores(window=window))
+            )
+            for x in (whole, changed)
+        ]
+        differs = (outs[0] != outs[1]).any(-1).any(-1)
+        reached = torch.zeros_like(differs)
+        reached[0, 5 : 13 if window is None else 10] = True
+        found[f"{named}: leaks with window {window}"] = float((differs & ~reached).sum())
+        assert differs[reached].all()
+    return found
+
+
+def model_error(context: Context, family: str, seed: int) -> float:
+    """Relative, of the log-probabilities and gradients of a small model of packed rows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(100, (2, ROWS, LENGTH), generator=generator)
+    begins = torch.nn.functional.pad(SEGMENTS.diff(dim=1), (1, 0), value=1)
+    places = torch.arange(LENGTH).expand(ROWS, -1)
+    positions = places - (places * (begins > 0)).cummax(dim=1).values
+    batch = MicroBatch(*tokens)
+    if family != "gpt_oss":  # whose own masks know no documents
+        batch = replace(batch, positions=positions, segments=SEGMENTS)
+    weights = torch.rand(ROWS, LENGTH, generator=generator)
+
+    def results(split: Context | None) -> list[Tensor]:
+        options = FAMILIES[family] | {"sliding_window": 6}
+        config = hf.AutoConfig.for_model(family, **options)
+        config._attn_implementation = "documents" if split else "eager"
+        torch.manual_seed(seed)
+        model = hf.new_model(config, torch.float32)
+        part = split.part(batch) if split else batch
+        with documents.of(batch, split):
+            out = model(part.input_ids, position_ids=part.positions, use_cache=False)
+        log_probs = label_log_probs(out.logits, part.labels)
+        log_probs = split.whole(log_probs) if split else log_probs
+        (log_probs * weights).sum().backward()
+        gradients = [x.grad for x in model.parameters() if x.grad is not None]
+        for gradient in gradients if split else ():
+            dist.all_reduce(gradient, group=context.group)
+        return [log_probs.detach(), *gradients]
+
+    pairs = zip(results(None), results(context), strict=True)
+    return max(float((x - y).norm() / x.norm().clamp(min=1e-4)) for x, y in pairs)
+
+
+FAULTS = ("documents ignored", "positions of the part", "whole rows summed", "wrong ranks")
+
+
+@contextmanager
+def planted(fault: str, context: Context, rank: int) -> Iterator[Context]:
+    """A context that is wrong in this way."""
+    with ExitStack() as stack:
+        if fault == "documents ignored":
+            stack.enter_context(patch.object(MicroBatch, "ends", None))
+        elif fault == "positions of the part":
+            own = Context.part
+            count = LENGTH // context.degree
+            local = torch.arange(count).expand(ROWS, -1)
+            part = lambda self, batch: replace(own(self, batch), positions=local)  # noqa: E731
+            stack.enter_context(patch.object(Context, "part", part))
+        elif fault == "whole rows summed":
+            summed = partial(all_gather.gathered, summed=True)
+            of_all = lambda x, group, **_: summed(x, group)  # noqa: E731
+            stack.enter_context(patch.object(context_module, "gathered", of_all))
+        else:  # of attention alone: those of other data
+            others = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+            kind = type(context.exchange)
+            context = replace(context, exchange=kind(others))
+        yield context
+
+
+def flash_errors(ranks: Ranks, layout: Layout) -> dict[str, float]:
+    """Of rings with CUDA's blocks, whose kernel is plain products."""
+    kernels = {"_FORWARD": flash_forward, "_BACKWARD": flash_backward}
+    context = Context.of(replace(layout, exchange="ring"), ranks.rank, 2)
+    with (
+        patch.multiple(flash_blocks, **kernels),
+        patch.dict(ring.VISIBLE, cpu=flash_blocks.visible),
+    ):
+        return {
+            f"flash ring cp{layout.cp}: {name}": attention_error(context, CASES[name], 0)
+            for name in ("one document", "packed", "packed, sinks")
+        }
+
+
+def _segments(cum_q: Tensor, cum_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    for (q, q_end), (k, k_end) in zip(
+        pairwise(cum_q.tolist()), pairwise(cum_k.tolist()), strict=True
+    ):
+        if q < q_end and k < k_end:
+            yield slice(q, q_end), slice(k, k_end)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+    return scores.masked_fill(hidden, float("-inf")) if causal else scores
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> Any:
+    """As `aten._flash_attention_forward`; nothing that can be used where there are no keys."""
+    cum_q, cum_k, _, _, _, causal, _ = rest
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.inf)
+    for queries, keys in _segments(cum_q, cum_k):
+        scores = _scores(q[queries], k[keys], causal, scale)
+        lse[:, queries] = scores.logsumexp(-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+    return out, lse, None, None, None
+
+
+def flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
+    scale: float,
+) -> Any:  # fmt: skip
+    cum_q, cum_k, _, _, _, causal, _, _ = rest
+    groups, times = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    of_q, of_k, of_v = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    for a, b in _segments(cum_q, cum_k):
+        weights = (_scores(q[a], k[b], causal, scale) - lse[:, a, None]).exp()
+        of_v[b] = torch.einsum("hqk,qhd->khd", weights, gradient[a])
+        of_weights = torch.einsum("qhd,khd->hqk", gradient[a], v[b])
+        inner = (gradient[a] * out[a]).sum(-1).T[..., None]
+        of_scores = weights * (of_weights - inner) * scale
+        of_q[a] = torch.einsum("hqk,khd->qhd", of_scores, k[b])
+        of_k[b] = torch.einsum("hqk,qhd->khd", of_scores, q[a])
+    return of_q, *(x.unflatten(1, (groups, times)).sum(2) for x in (of_k, of_v))
