@@ -75,6 +75,8 @@ def _whole_rows(engine: Any, setup: EngineSetup) -> Iterator[None]:
     context, engine.context = engine.context, None
     own = model.config._attn_implementation
     model.set_attn_implementation(attention(setup.model_config.to_dict()))
-    yield
-    model.set_attn_implementation(own)
-    engine.context = context
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+        engine.context = context

@@ -24,7 +24,7 @@ from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import legality
+from toolkit.plan.rules import context, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.recipe.schema import (
     LENGTH_SETTINGS,
@@ -327,6 +327,8 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if batch < ranks:
         allowed = f"at least {ranks}: a sequence per rank and step"
         fix = f"set {key} to {ranks}, or use at most {batch} ranks"
+        if recipe.lengths.longest >= context.LONG and recipe.parallel.context == 1:
+            fix += ", or spread long rows: set parallel.context or parallel.tensor to 2 or more"
         yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
         return
     unit = ranks if micro == "auto" else ranks * micro
@@ -552,6 +554,7 @@ RULES: tuple[Rule, ...] = (
         _model_in_parallel,
         hidden=True,
     ),
+    Rule(("parallel.context", "kernels.context"), context.unused),
     Rule(("parallel.zero",), _nvme),
     Rule(_SPREAD, _batch),
     Rule(("cluster.gpu",), _accelerator),

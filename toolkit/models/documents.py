@@ -28,6 +28,8 @@ _TAKES = frozenset(signature(varlen_attn).parameters)
 """Its arguments, which later versions of torch have more of."""
 WIDTHS = 8
 """FlashAttention's head sizes are multiples of it."""
+_INPUTS = ("position_bias", "indices", "block_indices")
+"""What some of transformers' layers also pass to their attention, and this one lacks."""
 _find_documents = masking_utils.find_packed_sequence_indices
 
 
@@ -256,7 +258,7 @@ class _Rows(NamedTuple):
 
 
 def _attention(
-    _module: nn.Module,
+    layer: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -265,10 +267,12 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_options: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers' layers call, with [batch, heads, sequence, size] each."""
     assert not dropout, "the plan chooses another kernel"
+    if lost := [name for name in _INPUTS if options.get(name) is not None]:
+        raise TypeError(f"{type(layer).__name__} attends with {lost[0]}, too")
     ends, window, split = attention_mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scores = Scores(scaling, window, softcap, s_aux)

@@ -2,6 +2,7 @@
 
 from toolkit.plan.cost.exchange import ContextSplit, context_split
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.rules.models import pair_problems
 from toolkit.plan.search import Search
 from toolkit.plan.workloads import workload_of
 
@@ -27,6 +28,15 @@ def exchanged(found: Search) -> str:
         f"; a rank receives {_mib(mine, workload)} per layer and pass, with tensor {ranks} "
         f"instead {_mib(theirs, workload)}"
     )
+
+
+def refused(found: Search) -> str:
+    """What excludes every degree above 1; empty if nothing does."""
+    job = found.job.stating({"parallel.context": 2})
+    for problem in pair_problems(job, found.best.pair):
+        if "context" in f"{problem.key} {problem.found}":
+            return f"; 2 or more excluded by {problem.key} {problem.found}"
+    return ""
 
 
 def kept(found: Search) -> str:

@@ -374,6 +374,8 @@ def _note(found: Search, field: str) -> str:
         return (context_notes.exchanged if field == "cp" else context_notes.kept)(found)
     if field == "cp" and not found.fallback.context:
         return f"; rows of fewer than {LONG:,} tokens are spread only if nothing fits otherwise"
+    if field == "cp" and job.parallel.context == "auto":
+        return context_notes.refused(found)
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":

@@ -174,6 +174,8 @@ def _approximated(
             f"first {plan.loss_scale:,.0f} times the mean loss over a rank's tokens, in every "
             "engine; steps that overflow are skipped, and which ones do depends on the layout",
         )
+    if layout.cp > 1 and layout.exchange == "all_gather" and precision != "fp32":
+        yield "keys and values", f"their gradients are summed over context ranks in {precision}"
     if sums := _split_sums(plan):
         yield "order of sums", f"{sums}: the same terms, other last digits"
     ledger = recipe.optimizer.kind.ledger

@@ -217,7 +217,10 @@ def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[
 def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
     """Context-parallel degrees that divide so many ranks."""
     most = table()[pair].largest_open("context") if fallback.context else 1
-    found = _open(job.parallel.context, divisors(ranks), most)
+    asked = job.parallel.context
+    found = _open(asked, divisors(ranks), most)
+    if asked == "auto" and context.is_used(job.kernels.context):
+        found = [one for one in found if one > 1]
     return [one for one in found if ranks % one == 0]
 
 

@@ -137,6 +137,8 @@ def in_scripts(recipe: Recipe) -> Recipe:
     changed |= {
         key: value for key, value in _ASKED_FOR.items() if attrgetter(key)(recipe) == "auto"
     }
+    if "parallel.context" in changed:
+        changed["kernels.context"] = _ASKED_FOR["kernels.context"]  # of no ranks
     found = recipe.with_values(changed)
     is_open = recipe.parallel.recompute == "auto"
     if is_open and isinstance(plan_recipe(found, explained=False).layout.recompute, int):

@@ -62,7 +62,8 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
     elif (known(job.parallel.tensor) or 1) > 1:
         allowed, fix = "1 with parallel.tensor and model hf", "set parallel.tensor to 1"
     elif is_above_one(job.parallel.context):
-        allowed, fix = "1 with parallel.context and model hf", "set parallel.context to 1"
+        allowed = "1 with parallel.context and model hf"
+        fix += ", or parallel.context to 1"
     elif family not in SPREAD_TYPES:
         allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
         allowed += f"{', '.join(SPREAD_TYPES)} are spread"

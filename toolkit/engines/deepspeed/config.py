@@ -158,7 +158,10 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     """
     file = open_config(request.config or preset_for(request.layout))
     owned = _owned(request)
-    stated = owned | {"train_batch_size": request.layout.global_batch}
+    batch = request.layout.global_batch
+    if _stated(file, "train_batch_size") == batch * request.layout.cp:
+        batch *= request.layout.cp  # a file that was rendered counts context ranks, too
+    stated = owned | {"train_batch_size": batch}
     problems = [
         *unknown_keys(file),
         *_disagreements(file, stated, {**REQUIRED, **_loss_scaling(request)}),

@@ -16,6 +16,9 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
 
+_BLOCK = 16
+"""Tokens that GPUs multiply at once in 8 bits."""
+
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """What the device, precision and lengths of the recipe do not suit."""
@@ -36,10 +39,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
         yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
     context = recipe.parallel.context
-    unit = 16 * (context if isinstance(context, int) else 1)
+    unit = _BLOCK * (context if isinstance(context, int) else 1)
     for key, length in stated_lengths(recipe).items():
         if length % unit:
-            allowed = f"a multiple of {unit} with fp8, which GPUs multiply in blocks"
+            spread = f" and parallel.context {context}" if unit > _BLOCK else ""
+            allowed = f"a multiple of {unit} with fp8{spread}: GPUs multiply in blocks"
             fix = f"set {key} to {-(-length // unit) * unit}, or remove fp8"
             yield Problem(key, f"{length} with fp8", allowed, fix)
 
@@ -49,6 +53,14 @@ def refusals(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
     fp8 = job.features["fp8"]
     assert isinstance(fp8, Fp8Section)
+    context = job.parallel.context
+    if isinstance(context, int) and (length := job.uneven(_BLOCK * context)):
+        yield Problem(
+            "parallel.context",
+            f"{context} with fp8 and sequences of {length} tokens",
+            f"a degree whose ranks compute a multiple of {_BLOCK} tokens",
+            "set parallel.context to a smaller degree, or remove fp8",
+        )
     if not stages:
         yield Problem(
             "fp8",

@@ -68,6 +68,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         `MicroBatch.ends` of documents that are attended to alone, or `chunk_ends`; None if a
         row is one document."""
         if attention_mask is not None and attention_mask.dtype == torch.int32:
+            assert not (self.dropout and self.training), "refused at check"
             chunked = attention_mask.ndim == 2
             ends = attention_mask[int(self.limited)] if chunked else attention_mask
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))

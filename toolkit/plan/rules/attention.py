@@ -165,5 +165,5 @@ def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[s
         yield "it has no dropout"
     if not on_cpu and job.training.precision == "fp32":
         yield "it computes in 16 bits, and training.precision is fp32"
-    if job.spec.head_dim > LARGEST_FLASH_HEAD:
+    if not on_cpu and job.spec.head_dim > LARGEST_FLASH_HEAD:
         yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_FLASH_HEAD}"
