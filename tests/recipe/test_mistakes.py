@@ -525,6 +525,9 @@ MISTAKES = {
     "Megatron's exchange": M(
         "launch:", "kernels: {context: p2p}\nlaunch:", "kernels.context", "ring"
     ),
+    "exchange without ranks": M(
+        "launch:", "kernels: {context: ring}\nlaunch:", "kernels.context", "context to 2"
+    ),
     "Megatron's context": M(
         "engine: auto",
         "context_parallel_size: 2",
