@@ -171,7 +171,7 @@ def test_memory_does_not_grow_with_the_longest_row(
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert f"{place}: the row is longer" in raised.value.message
-        assert peak < 2**24, kind
+        assert peak < 3 * 2**23, kind  # of 2**25, and what is imported for the first time
     enough = source.model_copy(update={"row_limit_mib": 33})
     *_, last = open_source(enough, base=tmp_path, cache=tmp_path)
     assert last == "x" * 2**25

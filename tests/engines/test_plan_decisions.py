@@ -42,6 +42,7 @@ def scale_of_a_ranks_mean_loss(plan: Plan, config: dict[str, Any]) -> float:
         optimizer=SimpleNamespace(clip_grad_norm=None),
         precision="fp16",
         loss_scale=plan.loss_scale,
+        context_group=lambda: None,
     )
     return float(DataParallelEngine(cast(EngineSetup, setup)).scaler.get_scale())
 

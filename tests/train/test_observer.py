@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from toolkit.engines.base import StepResult
+from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
@@ -45,9 +46,7 @@ class Saves:
 def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
     """Of a run that saves every second step."""
     section = SimpleNamespace(every_steps=2)
-    plan = SimpleNamespace(
-        layout=SimpleNamespace(world=1, model_rank=int), flops_per_token_at=lambda _: 1.0
-    )
+    plan = SimpleNamespace(layout=Layout(), flops_per_token_at=lambda _: 1.0)
     recipe = SimpleNamespace(
         checkpoint=section,
         logging=SimpleNamespace(every_steps=100, samples=False),

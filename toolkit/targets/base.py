@@ -293,7 +293,11 @@ def precisions(switches: Settings) -> list[Stated]:
 
 def global_batch(stated: Iterable[Stated]) -> list[Stated]:
     """The global batch that a micro batch and its accumulation come to."""
-    numbers = {row.key: row for row in stated if type(number(row.value)) is int}
+    numbers = {
+        row.key: row
+        for row in stated
+        if type(number(row.value)) is int or isinstance(row.value, OverContext)
+    }
     micro, steps = numbers.get("training.micro_batch_size"), numbers.get(ACCUMULATION)
     if micro is None or steps is None or "training.global_batch_size" in numbers:
         return []
