@@ -38,13 +38,10 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if not on_cpu and device.fp8 is None:
         found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
         yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
-    context = recipe.parallel.context
-    unit = _BLOCK * (context if isinstance(context, int) else 1)
     for key, length in stated_lengths(recipe).items():
-        if length % unit:
-            spread = f" and parallel.context {context}" if unit > _BLOCK else ""
-            allowed = f"a multiple of {unit} with fp8{spread}: GPUs multiply in blocks"
-            fix = f"set {key} to {-(-length // unit) * unit}, or remove fp8"
+        if length % _BLOCK:
+            allowed = f"a multiple of {_BLOCK} with fp8, which GPUs multiply in blocks"
+            fix = f"set {key} to {-(-length // _BLOCK) * _BLOCK}, or remove fp8"
             yield Problem(key, f"{length} with fp8", allowed, fix)
 
 
@@ -54,7 +51,10 @@ def refusals(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     fp8 = job.features["fp8"]
     assert isinstance(fp8, Fp8Section)
     context = job.parallel.context
-    if isinstance(context, int) and (length := job.uneven(_BLOCK * context)):
+    spread = (
+        isinstance(context, int) and job.uneven(_BLOCK) is None
+    )  # else it is reported above
+    if spread and (length := job.uneven(_BLOCK * int(context))):
         yield Problem(
             "parallel.context",
             f"{context} with fp8 and sequences of {length} tokens",
