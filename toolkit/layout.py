@@ -135,6 +135,12 @@ def loss_chunks(kernel: LossKernel, tokens: int, vocab: int, tp: int = 1) -> int
     return 1 if kernel == "whole" else max(2, -(-logits // _CHUNK_LOGITS))
 
 
+def head_ranks(exchange: Exchange, cp: int, key_heads: int) -> int:
+    """How many ranks of a context group split attention by heads; `key_heads`: those of keys on
+    a rank. Nested, as many as divide them: keys need not be repeated, and rings do the rest."""
+    return {"ulysses": cp, "ulysses_ring": math.gcd(cp, key_heads)}.get(exchange, 1)
+
+
 def mlp_chunks(elements: float) -> int:
     """In how many chunks a tiled MLP computes an input of so many elements."""
     return max(2, -int(-elements // _CHUNK_HIDDEN))

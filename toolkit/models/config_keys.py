@@ -259,6 +259,11 @@ def is_dropout(name: str) -> bool:
     return _DROPOUT.match(name) is not None
 
 
+def is_attention_dropout(name: str) -> bool:
+    """Whether it is one of attention's weights."""
+    return is_dropout(name) and "att" in name
+
+
 FOREIGN_NAMES: Mapping[str, str] = {
     # Megatron-LM and megatron-core
     "num_layers": "num_hidden_layers",

@@ -131,9 +131,13 @@ def band(
     all. The last query is that of the last key."""
     keys = length if keys is None else keys
     place = torch.arange(keys, device=device)
-    distance = place[keys - length :, None] - place
-    sees = distance >= 0
-    return sees if window is None else sees & (distance <= window)
+    return sees(place[keys - length :, None] - place, window)
+
+
+def sees(distance: Tensor, window: int | None) -> Tensor:
+    """Whether a query sees a key so many positions before it."""
+    before = distance >= 0
+    return before if window is None else before & (distance <= window)
 
 
 def _by_lengths(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from toolkit.engines.deepspeed import autotp
 from toolkit.errors import Problem
 from toolkit.features.base import FEATURES
-from toolkit.models.config_keys import is_dropout
+from toolkit.models.config_keys import is_attention_dropout, is_dropout
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import divisors, nearest
@@ -45,7 +45,8 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
             f"set {_TENSOR} to {nearest(degree, fit)}",
         )
     for key, rate in job.config.items():
-        if rate and is_dropout(key) and ("att" in key or "activation" in key):
+        of_features = is_dropout(key) and "activation" in key
+        if rate and (is_attention_dropout(key) or of_features):
             allowed = "0: ranks with different heads or features would drop the same of each"
             found = f"{rate} with {_TENSOR}: {degree} and model: hf"
             yield Problem(f"model.config.{key}", found, allowed, _WHOLE)

@@ -13,7 +13,6 @@ has no norm that works under sequence parallel. Fusions that DMT's model does no
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 from toolkit.engines.megatron import config as megatron_config
@@ -26,7 +25,7 @@ from toolkit.extras.targets.pretrain_gpt_run import (
     run_problems,
     run_values,
 )
-from toolkit.layout import Layout, stage_layers
+from toolkit.layout import Layout, head_ranks, stage_layers
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
@@ -236,7 +235,7 @@ def _context_arguments(transformer: Mapping[str, Any], layout: Layout) -> Argume
     if layout.cp > 1:
         yield "--cp-comm-type", EXCHANGES[layout.exchange]
     if layout.exchange == "ulysses_ring":
-        heads = gcd(layout.cp, _key_heads(transformer, layout))
+        heads = head_ranks(layout.exchange, layout.cp, _key_heads(transformer, layout))
         yield "--hierarchical-context-parallel-sizes", str(heads), str(layout.cp // heads)
 
 

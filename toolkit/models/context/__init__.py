@@ -5,16 +5,14 @@ ranks that need them. The log-probabilities are gathered afterwards, so that eve
 the same loss of whole rows and no objective knows of the split.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.batch import MicroBatch
-from toolkit.layout import Exchange, Layout
+from toolkit.layout import Exchange, Layout, head_ranks
 from toolkit.models.context.all_gather import AllGather
 from toolkit.models.context.collectives import gathered
 from toolkit.models.context.exchange import AttentionExchange
@@ -24,24 +22,17 @@ from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
 
 
-def _all_gather(group: dist.ProcessGroup, _: int) -> AttentionExchange:
-    return AllGather(group)
+def exchange_of(name: Exchange, group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
+    """An exchange of `kernels.context` in a context group, for keys and values of so many heads
+    on a rank; collective.
 
-
-def _ulysses(group: dist.ProcessGroup, _: int) -> AttentionExchange:
-    return Ulysses(group)
-
-
-def _ring(group: dist.ProcessGroup, _: int) -> AttentionExchange:
-    return Ring(group)
-
-
-def _ulysses_ring(group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
-    """Ulysses in groups of as many consecutive ranks as divide the heads of keys, which need
-    not be repeated; rings of those in equal places. The runs of a group's ranks adjoin: each
-    group has two runs of a row, as a rank of the ring needs them."""
+    Nested: ulysses in groups of consecutive ranks, rings of those in equal places. The runs of
+    a group's ranks adjoin: each group has two runs of a row, as a rank of the ring needs them.
+    """
+    if name == "all_gather":
+        return AllGather(group)
     members, rank = dist.get_process_group_ranks(group), group.rank()
-    inside = gcd(len(members), key_heads)
+    inside = head_ranks(name, len(members), key_heads)
     if inside in (1, len(members)):
         return Ring(group) if inside == 1 else Ulysses(group)
     first = rank - rank % inside
@@ -50,16 +41,6 @@ def _ulysses_ring(group: dist.ProcessGroup, key_heads: int) -> AttentionExchange
         dist.new_group(ranks, use_local_synchronization=True) for ranks in (near, far)
     )
     return Ulysses(ranks_near, between=Ring(ranks_far))
-
-
-EXCHANGES: dict[Exchange, Callable[[dist.ProcessGroup, int], AttentionExchange]] = {
-    "all_gather": _all_gather,
-    "ulysses": _ulysses,
-    "ring": _ring,
-    "ulysses_ring": _ulysses_ring,
-}
-"""By the name in `kernels.context`: from a context group and the number of heads that keys and
-values have on a rank."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +64,7 @@ class Context:
     @classmethod
     def over(cls, group: dist.ProcessGroup, exchange: Exchange, key_heads: int) -> "Context":
         """The same in a group that exists; collective among it."""
-        return cls(group, EXCHANGES[exchange](group, key_heads))
+        return cls(group, exchange_of(exchange, group, key_heads))
 
     @property
     def degree(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.models.context.runs import SplitRows
-from toolkit.models.documents import Scores, masked_products
+from toolkit.models.documents import Scores, masked_products, sees
 
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -66,17 +66,15 @@ class AttentionBlock:
         last = self.distance + queries - 1
         if self.distance and (window is None or last <= window):
             return None
-        distance = torch.arange(self.distance, last + 1)[:, None] - torch.arange(keys)
-        sees = distance >= 0
-        return sees if window is None else sees & (distance <= window)
+        return sees(torch.arange(self.distance, last + 1)[:, None] - torch.arange(keys), window)
 
     def _options(self, q: Tensor) -> dict[str, Any]:
         """The same for torch's kernel, which needs no mask for a causal square."""
         last, window = self.queries.stop - self.queries.start - 1, self.scores.window
         causal = not self.distance and (window is None or last <= window)
-        sees, bias = None if causal else self._mask(), None
-        if sees is not None:
-            bias = q.new_zeros(sees.shape).masked_fill_(~sees, float("-inf"))
+        mask, bias = None if causal else self._mask(), None
+        if mask is not None:
+            bias = q.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
         scale = self.scores.scale
         return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": bias, "scale": scale}
 

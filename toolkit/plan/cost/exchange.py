@@ -13,9 +13,9 @@ causal mask all have equal work (Llama 3, arXiv:2407.21783, section 3.3.2). They
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import lcm
 
-from toolkit.layout import Exchange
+from toolkit.layout import Exchange, head_ranks
 from toolkit.plan.cost.workload import Workload
 
 SOURCES: Mapping[Exchange, str] = {
@@ -87,11 +87,7 @@ def context_split(
     """Of `tokens` on each rank."""
     spec, split = workload.spec, workload.head_ranks(tp)
     keys = max(1, spec.kv_heads // split)
-    heads = 1
-    if exchange == "ulysses":
-        heads = cp
-    elif exchange == "ulysses_ring":
-        heads = gcd(cp, keys)
+    heads = head_ranks(exchange, cp, keys)
     of_heads = tokens * spec.head_dim
     key = of_heads * spec.kv_heads / split
     repeated = lcm(keys, heads) // keys

@@ -11,7 +11,7 @@ from contextlib import suppress
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel, ModelName, Pair
-from toolkit.models.config_keys import is_dropout
+from toolkit.models.config_keys import is_attention_dropout
 from toolkit.models.families import attention
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
@@ -160,7 +160,7 @@ def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[s
         yield f"no test computes {config['model_type']} without a mask"
     if job.spec.chunked and job.spec.sliding_layers and model == "hf":
         yield f"{config['model_type']}'s attention in chunks needs a mask"
-    dropped = any(value for key, value in config.items() if "att" in key and is_dropout(key))
+    dropped = any(value for key, value in config.items() if is_attention_dropout(key))
     if dropped and not spread:
         yield "it has no dropout"
     if not on_cpu and job.training.precision == "fp32":

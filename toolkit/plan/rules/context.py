@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from toolkit.errors import Problem
-from toolkit.layout import Exchange, Layout, Pair
-from toolkit.models.config_keys import is_dropout
+from toolkit.layout import Exchange, Layout, Pair, head_ranks
+from toolkit.models.config_keys import is_attention_dropout
 from toolkit.models.families import settings_of
 from toolkit.models.families.common import frequencies_limit
 from toolkit.plan.request import PlanRequest
@@ -49,7 +49,7 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
     if job.cluster.gpu != "cpu":  # no GPU has run a ring yet: recipes may ask for one
         return tuple(found)
     found.append("ring")
-    if gcd(keys, degree) not in (1, degree):  # those are ulysses, or a ring
+    if 1 < head_ranks("ulysses_ring", degree, keys) < degree:  # else a ring, or ulysses
         found.append("ulysses_ring")
     return tuple(found)
 
@@ -76,8 +76,8 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     if not isinstance(asked.context, int) or asked.context == 1:
         return
     yield from _lengths(job, asked.context)
-    dropped = [key for key, rate in job.config.items() if "att" in key and is_dropout(key)]
-    if any(job.config[key] for key in dropped):
+    dropped = [key for key, rate in job.config.items() if rate and is_attention_dropout(key)]
+    if dropped:
         yield _refused(
             asked.context, f"1 with attention dropout (model.config.{dropped[0]})", "1"
         )
