@@ -52,7 +52,7 @@ def resolved(pip: Path, python: str, wheel: Path) -> tuple[str, dict[str, str], 
     subprocess.run(list(map(str, command)), check=True)
     answer = json.loads(report.read_text())
     packages = [one["metadata"] for one in answer["install"]]
-    own = next(one for one in packages if one["name"] == "dmt")
+    own = next(one for one in packages if one["name"] == "dmt-train")
     lines = [line for line in own["requires_dist"] if "extra ==" not in line]
     direct = {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
     versions = {normal(one["name"]): one["version"] for one in packages if one is not own}

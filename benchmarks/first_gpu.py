@@ -35,13 +35,14 @@ from packaging.utils import canonicalize_name
 
 from toolkit.launchers.process import die_with_parent
 from toolkit.run import jsonl
+from toolkit.system.install import NAME
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BILLION, EIGHT = "llama-3.2-1b-pretrain", "llama-3.1-8b-pretrain"
 PRESENT = ("torch", "triton")
 """What a GPU machine has, in versions that fit its driver; NVIDIA's libraries come with it."""
-NEEDED = ("dmt", "torchao", "liger-kernel")
+NEEDED = (NAME, "torchao", "liger-kernel")
 """By the programs below."""
 PURE = "deepspeed"
 """Has no wheel; its operators are compiled where they run."""
@@ -199,7 +200,7 @@ def wheels(folder: Path, python: str, without: Iterable[str]) -> int:
     """Wheels of DMT and of what it needs, in the versions of this environment, but not of
     what the GPU machine has."""
     names = closure(NEEDED, {*map(canonicalize_name, without), *PRESENT})
-    versions = {name: distribution(name).version for name in names - {"dmt"}}
+    versions = {name: distribution(name).version for name in names - {NAME}}
     pip = (sys.executable, "-m", "pip")
     target = ["--python-version", python, "--implementation", "cp", "-d", str(folder)]
     target += [f"--platform=manylinux_{glibc}_x86_64" for glibc in GLIBCS]

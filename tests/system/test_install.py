@@ -1,8 +1,10 @@
 """Commands that install what is missing: never a distribution that is not ours."""
 
+import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -28,9 +30,25 @@ def test_packages_of_an_extra(
     assert installed == {str(Requirement(one)) for one in STATED[extra]}
 
 
-def test_no_message_names_the_distribution() -> None:
-    """`dmt` on PyPI is another project."""
-    for file in ROOT.joinpath("toolkit").rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        assert "pip install dmt" not in text and "pip install 'dmt" not in text, file
+def test_no_message_names_a_stranger() -> None:
+    """Every `pip install NAME` of the code is of a package that DMT knows; neither code nor
+    pages name `dmt` or `toolkit`, which are other projects on PyPI."""
+    lines = [*PROJECT["dependencies"], *(one for extra in STATED.values() for one in extra)]
+    known = {Requirement(line).name for line in lines}
+    for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("toolkit/**/*.py")]:
+        text = file.read_text(encoding="utf-8").replace("`pip install dmt` installs a str", "")
+        for name in re.findall(r"pip install (?:-\S+ )*['\"]?([a-z][\w-]*)", text):
+            assert name not in ("dmt", "toolkit"), file
+            assert name in known or file.suffix == ".md", (file, name)
+
+
+def test_what_installs_dmt_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout, the wheel that pip was given, or the release of an index: by our name."""
+    assert install.NAME == PROJECT["name"] != "dmt"
     assert install.source() == str(ROOT)
+    monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
+    url = "file:///wheels/dmt_train-0.1.0-py3-none-any.whl"
+    for answer, source in ((f'{{"url": "{url}"}}', url), (None, "dmt-train==0.1.0")):
+        installed = SimpleNamespace(read_text=lambda _, answer=answer: answer)
+        monkeypatch.setattr(metadata, "distribution", lambda _, one=installed: one)
+        assert install.source() == source

@@ -22,7 +22,7 @@ from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.system.install import plain, source
+from toolkit.system.install import NAME, plain, source
 from toolkit.track.trackers import TRACKERS
 
 
@@ -213,8 +213,8 @@ def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
         python, lines = project["requires-python"], [*project["dependencies"]]
         lines += chain(*project["optional-dependencies"].values())
     else:
-        python = metadata.metadata("dmt")["Requires-Python"]
-        lines = metadata.requires("dmt") or []
+        python = metadata.metadata(NAME)["Requires-Python"]
+        lines = metadata.requires(NAME) or []
     # pip keeps an extra's own with a marker (`; extra == "ray"`), which is none of a fix.
     requirements = [Requirement(line.partition(";")[0]) for line in lines]
     return SpecifierSet(python), {one.name: one for one in requirements}

@@ -1,4 +1,4 @@
-"""What to type to install DMT or what an optional part of it needs.
+"""What to type to install DMT or what an optional part of it needs: docs/install.md.
 
 `dmt` on PyPI is another project: no message names a distribution of that name.
 """
@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 
 import toolkit
 
+NAME = "dmt-train"
+"""Of the distribution; the command is `dmt`, the package `toolkit`."""
 _CHECKOUT = Path(toolkit.__file__).parents[1]
 
 
@@ -23,7 +25,7 @@ def install(extra: str) -> str:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         wanted = [Requirement(line) for line in project["optional-dependencies"][extra]]
     else:
-        every = map(Requirement, metadata.requires("dmt") or ())
+        every = map(Requirement, metadata.requires(NAME) or ())
         wanted = [
             one
             for one in every
@@ -36,11 +38,15 @@ def install(extra: str) -> str:
 
 
 def source() -> str:
-    """Where DMT can be installed from again, as `pip install` takes it."""
+    """Where DMT can be installed from again, as `pip install` takes it.
+
+    A checkout, the wheel or address that pip was given, else the release of an index.
+    """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return shlex.quote(str(_CHECKOUT))
-    stated = metadata.distribution("dmt").read_text("direct_url.json")
-    return shlex.quote(json.loads(stated)["url"]) if stated else "WHEEL_OF_DMT"
+    stated = metadata.distribution(NAME).read_text("direct_url.json")
+    url = json.loads(stated)["url"] if stated else f"{NAME}=={toolkit.__version__}"
+    return shlex.quote(url)
 
 
 def plain(requirement: Requirement) -> str:
