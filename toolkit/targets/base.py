@@ -159,7 +159,8 @@ class Target:
     kind: ClassVar[str]
     """What its files are, in words."""
     form: ClassVar[str]
-    """The same with an article and the notation, for the list of what can be read."""
+    """The same with an article and the notation, for the list of what can be read; empty: it is
+    only written."""
     who: ClassVar[tuple[str, ...]]
     """See `SettingSource`."""
     names: ClassVar[frozenset[str]] = frozenset()
@@ -200,6 +201,8 @@ TARGETS: Registry[Target] = Registry(
         "accelerate": "toolkit.targets.accelerate:TARGET",
         "trainer": "toolkit.extras.targets.trainer:TARGET",
         "megatron-lm": "toolkit.extras.targets.megatron_lm:TARGET",
+        "skypilot": "toolkit.extras.targets.cloud:SKYPILOT",
+        "dstack": "toolkit.extras.targets.cloud:DSTACK",
     },
 )
 """Every format by its name; other packages add theirs as entry points."""

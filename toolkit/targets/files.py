@@ -52,7 +52,9 @@ def _text(path: Path) -> str:
 
 
 def _no_kind(path: Path, problem: str) -> RecipeError:
-    kinds = ", ".join(target.form for _, target in TARGETS.items()) + ", or `env`"
+    kinds = (
+        ", ".join(target.form for _, target in TARGETS.items() if target.form) + ", or `env`"
+    )
     return RecipeError([Problem("--against", problem, kinds, "", str(path))])
 
 
