@@ -1,12 +1,10 @@
 """The recipe's training data as a torch data set, in the order that the recipe fixes."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from toolkit.data.build import build_data
+from toolkit.data.build import recipe_data
 from toolkit.errors import DataError
 from toolkit.intake.checks import steps_with
 from toolkit.models.huggingface import build_config
@@ -54,14 +52,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 fix="remove sequence_length from data.stages, or train with `dmt launch`",
             )
         training = recipe.training
-        data = build_data(
-            recipe.data,
-            sequence_length=training.sequence_length,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            vocab_size=build_config(recipe.model).vocab_size,
-            base=Path.cwd(),
-        )
+        data = recipe_data(recipe, build_config(recipe.model).vocab_size)
         self._packed = data.train
         self._order = data.order
         self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)

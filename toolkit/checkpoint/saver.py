@@ -106,7 +106,7 @@ class Saver:
         if self._pinning is not None:
             self._pinning.result()
         self._copies.begin()
-        entries = list(_entries(state, self._copies if self.asynchronous else None))
+        entries = list(entries_of(state, self._copies if self.asynchronous else None))
         copied = self._copies.end()
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(
@@ -179,7 +179,9 @@ class Saver:
         return first, [made for _, made in outcomes]
 
 
-def _entries(state: Iterable[StateShard], copies: HostCopies | None) -> Iterable[TensorToWrite]:
+def entries_of(
+    state: Iterable[StateShard], copies: HostCopies | None = None
+) -> Iterable[TensorToWrite]:
     """What this rank writes: copies, which outlive the next training step, or what is taken
     from the engine when its turn comes."""
     for shard in state:

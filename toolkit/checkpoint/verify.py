@@ -98,13 +98,13 @@ def coverage_problems(
                         f"{part.file.name}: {part.key} holds {part.dtype} {list(part.shape)}, "
                         "not what its name says"
                     )
-            yield from _uncovered(quantity, whole, [part.block for part in parts])
+            yield from uncovered(quantity, whole, [part.block for part in parts])
     for quantity, tensor in state.names():
         if tensor not in state.shapes:
             yield f"{quantity} of {tensor} is there, its weight is not"
 
 
-def _uncovered(quantity: str, whole: Block, parts: Sequence[Block]) -> Iterator[str]:
+def uncovered(quantity: str, whole: Block, parts: Sequence[Block]) -> Iterator[str]:
     """Rectangles that overlap or lie outside; otherwise, whether some are missing:
 
     disjoint parts inside the whole with the same number of elements cover it.

@@ -1,4 +1,4 @@
-"""`dmt checkpoint`: list, verify, convert and export checkpoints."""
+"""`dmt checkpoint`: list, verify, convert, export and import checkpoints."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ from rich.text import Text
 from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
+from toolkit.cli.extras import option
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.cli.output import Hanging, Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, verify, convert and export checkpoints.\n\n"
+    help="List, verify, convert, export and import checkpoints.\n\n"
     "CKPT is a step-… folder; for a run directory or its checkpoints folder, the newest "
     "finished checkpoint is meant.\n\n"
     "Example: `dmt checkpoint list runs/tiny-llama-bytes`",
@@ -344,6 +345,36 @@ def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:
     if newest != found.folder.name:
         return f"a launch continues from the newest, {newest}, unless that is removed"
     return f"to continue: {shlex.join(['dmt', 'launch', *launch, '--run-dir', str(run)])}"
+
+
+@app.command("import")
+def import_(
+    recipe: RecipePath,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Checkpoint folder of another tool.")
+    ],
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    run_dir: RunDir = None,
+    cluster: ClusterOption = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Continue after N sequences of the recipe's data; default: as the checkpoint "
+            "states, else its steps × training.global_batch_size.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what another tool saved as a checkpoint of the recipe's run, which `dmt launch`
+    continues: fp32 weights, AdamW's moments, step, place in the schedule and data.
+
+    No code of the files runs. One tensor is in memory at a time.
+
+    Example: `dmt checkpoint import RECIPE output/checkpoint-500`
+    """
+    option("checkpoint import")(recipe, source, overrides, run_dir, cluster, samples, as_json)
 
 
 def _find(path: Path) -> Located:

@@ -9,6 +9,7 @@ from toolkit.system.install import source
 OPTIONS: Registry[Any] = Registry(
     "dmt.options",
     {
+        "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
         "report --html": "toolkit.extras.page:write_page",
         "plan --html": "toolkit.extras.page.plan:PlanPage",
         "plan --mtbf": "toolkit.extras.goodput.command:GoodputOption",

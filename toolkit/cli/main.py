@@ -46,7 +46,7 @@ VERBS: dict[str, Verb] = {
         "toolkit.extras.convert.command:convert",
     ),
     "checkpoint": Verb(
-        "List, verify, convert and export checkpoints.", "toolkit.cli.checkpoint:app"
+        "List, verify, convert, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),
     "report": Verb("Show what a run did and where its time went."),
     "watch": Verb("Show a run live in the browser.", "toolkit.extras.page.watch:watch"),

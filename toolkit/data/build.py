@@ -40,6 +40,7 @@ from toolkit.recipe.schema import (
     DocumentSource,
     HfSource,
     PreferenceSource,
+    Recipe,
     Source,
     StreamingSection,
     TextSource,
@@ -146,6 +147,23 @@ class TrainingData:
             shares[: len(counts)] += weight * counts / counts.sum()
         shares = shares[shares > 0]
         return float(-(shares * np.log(shares)).sum())
+
+
+def recipe_data(recipe: Recipe, vocab_size: int, track: Track = untracked) -> TrainingData:
+    """The training data of a recipe, whose relative paths start at the working directory.
+
+    Raises DataError as `build_data` does.
+    """
+    training = recipe.training
+    return build_data(
+        recipe.data,
+        sequence_length=training.sequence_length,
+        global_batch_size=training.global_batch_size,
+        seed=training.seed,
+        vocab_size=vocab_size,
+        base=Path.cwd(),
+        track=track,
+    )
 
 
 def build_data(

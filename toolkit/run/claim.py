@@ -11,7 +11,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from toolkit.errors import DirectoryInUse
@@ -33,6 +34,25 @@ def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
     If the file system does not support locks, a warning is printed on standard error. Raises
     RecipeError when the lock file cannot be written.
     """
+    descriptor = _lock(run, patience_s)
+    # Stays open. A forked child that outlives this process must not hold the lock.
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    _name_holder(descriptor)
+
+
+@contextmanager
+def claimed(run: RunDirectory) -> Iterator[None]:
+    """Lock the run directory for a while. Raises as `claim` does, without waiting."""
+    descriptor = _lock(run, patience_s=0)
+    try:
+        _name_holder(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(run: RunDirectory, patience_s: float) -> int:
+    """The descriptor that holds the lock."""
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -43,8 +63,10 @@ def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
             os.close(descriptor)
             raise _in_use(run)
         time.sleep(_RETRY_S)
-    # Stays open. A forked child that outlives this process must not hold the lock.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    return descriptor
+
+
+def _name_holder(descriptor: int) -> None:
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     with suppress(OSError):  # On a full disk the lock is still valid.

@@ -12,6 +12,7 @@ from toolkit.run import jsonl
 
 EventKind = Literal[
     "launch",
+    "import",
     "change",
     "start",
     "load",
@@ -49,6 +50,8 @@ class EventLog:
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
       where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
       before ranks end because one hangs;
+    - `import` (with `message`) when `dmt checkpoint import` wrote the checkpoint of another
+      tool that the run continues from;
     - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running
       schedule or optimizer another setting;
     - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the

@@ -15,6 +15,13 @@ from toolkit.run.directory import RunDirectory
 from toolkit.train.exporting import add_turn_ends
 
 
+def take_ends(config: PretrainedConfig, recipe: Recipe, data: TrainingData) -> None:
+    """Give the config of a model that starts from no other one its tokenizer's ends."""
+    if recipe.model.init != "pretrained":
+        config.eos_token_id = data.tokenizer.eos_token_id
+        config.bos_token_id = data.tokenizer.bos_token_id
+
+
 def companion_files(
     recipe: Recipe, run: RunDirectory, config: PretrainedConfig, data: TrainingData
 ) -> dict[str, bytes]:

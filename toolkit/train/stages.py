@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -12,7 +11,7 @@ from toolkit.adapters.weights import AdaptedWeights
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.resume import Found
 from toolkit.data.batches import GlobalBatches, evaluation_batches
-from toolkit.data.build import TrainingData, build_data
+from toolkit.data.build import TrainingData, recipe_data
 from toolkit.data.lengths import cut
 from toolkit.data.rows import Samples
 from toolkit.data.streaming.ahead import AheadWorkers
@@ -32,7 +31,7 @@ from toolkit.text.terminal import tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.companions import companion_files
+from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun, train
 from toolkit.train.observer import Observer, Reporter
@@ -79,19 +78,9 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     start.phases.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
     data = together.leaders_first(
-        lambda: build_data(
-            recipe.data,
-            sequence_length=training.sequence_length,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            vocab_size=config.vocab_size,
-            base=Path.cwd(),
-            track=start.phases.track,
-        )
+        lambda: recipe_data(recipe, config.vocab_size, start.phases.track)
     )
-    if recipe.model.init != "pretrained":
-        config.eos_token_id = data.tokenizer.eos_token_id
-        config.bos_token_id = data.tokenizer.bos_token_id
+    take_ends(config, recipe, data)
     steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))
     if start.leads:
         requested = recipe.lengths.total_steps(training, data.samples_per_epoch)

@@ -1,0 +1,126 @@
+"""Checkpoints of other tools: what one yields, and which tools are known.
+
+A format reads its files without running code from them (`pickles.py`) and yields the state as
+`StateShard`s: elements under the names of the Hugging Face checkpoint, from whichever files
+hold them. `run.py` makes a checkpoint of a run from any format's state.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from toolkit.checkpoint.shards import (
+    StateShard,
+    block_numel,
+    cut,
+    dtype_of,
+    parameter_blocks,
+)
+from toolkit.errors import CheckpointError
+from toolkit.models.families.tensors import Block
+from toolkit.recipe.schema import Recipe
+from toolkit.registry import Registry
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RecipeModel:
+    """The model that the recipe trains, whose tensors an import must fill."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    parameters: Shapes
+    """transformers' parameters and correction biases: `model.state_dict()` without tied ones.
+    `shards.parameter_blocks(name, shape)` are the checkpoint tensors that one consists of."""
+    tensors: Shapes
+    """Tensors of its Hugging Face checkpoint, which differ where experts are stacked."""
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """The training state in a checkpoint of another tool."""
+
+    step: int
+    """Steps done, skipped ones included."""
+    optimizer_steps: int
+    """Updates that AdamW has made, which its bias correction counts."""
+    shards: Sequence[StateShard]
+    """Every element of each tensor once: weight, and moments unless it is frozen. Values are
+    mapped (`StateShard`) or read when they are written (`LazyShard`)."""
+    consumed_samples: int | None = None
+    """Sequences consumed; None where the checkpoint does not state them."""
+    loss_scale: dict[str, Any] | None = None
+    """`{"scale": float, "detail": {…}}`, as `Manifest.loss_scale`."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the run that saved it, by the recipe's key; differences are reported."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, e.g. what is not carried over."""
+
+
+class ForeignCheckpoint(Protocol):
+    """A format. Its module imports nothing of the tool, which need not be installed."""
+
+    title: str
+    """E.g. `DeepSpeed ZeRO`."""
+    files: str
+    """By which files it is recognised, for the error where no format is."""
+
+    def matches(self, folder: Path) -> bool:
+        """Whether the folder that the user named is one; looks at names only."""
+
+    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
+        """Raises CheckpointError for what is damaged, malicious or not supported."""
+
+
+class LazyShard(StateShard):
+    """Elements that are read each time they are asked for, of any dtype and shape."""
+
+    in_memory = False
+
+    def __init__(
+        self, blocks: Sequence[Block], reads: Mapping[str, Callable[[], Tensor]]
+    ) -> None:
+        super().__init__(blocks, {}, saved_here=True)
+        self._reads = reads
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        return tuple(self._reads)
+
+    def get(self, quantity: str) -> Tensor:
+        return self._reads[quantity]().detach().reshape(-1).to(dtype_of(quantity))
+
+
+def fragment(
+    parameter: str, shape: Sequence[int], start: int, values: Mapping[str, Tensor]
+) -> StateShard:
+    """The shard of elements from `start` on of a flattened transformers parameter.
+
+    `values` are contiguous, in memory or mapped. Raises CheckpointError unless all quantities
+    have the same number of elements, inside the parameter.
+    """
+    numel = values["weight"].numel()
+    blocks = cut(parameter_blocks(parameter, shape), start, start + numel)
+    fits = sum(map(block_numel, blocks)) == numel
+    if not fits or any(one.numel() != numel for one in values.values()):
+        raise CheckpointError(
+            f"{parameter}: a part of it has {numel:,} elements from {start:,} on, of a tensor "
+            f"{list(shape)}"
+        )
+    if not all(one.is_contiguous() for one in values.values()):
+        raise CheckpointError(f"{parameter}: its elements do not follow one another")
+    return StateShard(blocks, values, saved_here=True)
+
+
+FOREIGN: Registry[ForeignCheckpoint] = Registry(
+    "dmt.checkpoints",
+    {
+        "deepspeed": "toolkit.extras.imports.deepspeed:DEEPSPEED",
+    },
+)
+"""Every format by name; the first that matches reads."""

@@ -1,0 +1,150 @@
+"""`dmt checkpoint import`: what another tool saved, as the checkpoint of a run."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.cli.bars import byte_progress
+from toolkit.cli.options import load_on
+from toolkit.cli.output import output
+from toolkit.errors import CheckpointError, DmtError
+from toolkit.extras.imports.base import FOREIGN, ForeignCheckpoint, ForeignState, RecipeModel
+from toolkit.extras.imports.run import (
+    checkpoint_folder,
+    cursor,
+    recipe_model,
+    require_same_model,
+    write_checkpoint,
+)
+from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.layers import stated_in
+from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import Assignment, check_local_files, decide, write
+from toolkit.run.changes import shown
+from toolkit.run.claim import claimed
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
+from toolkit.text.terminal import tell
+from toolkit.text.units import byte_size
+
+
+def import_checkpoint(
+    path: Path,
+    source: Path,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    cluster: str | None,
+    samples: int | None,
+    as_json: bool,
+) -> None:
+    """Carry out the command; see its help in `cli/checkpoint.py`."""
+    form = _format_of(source)
+    where = None if cluster is None else find_cluster(cluster)
+    recipe = load_on(path, overrides, where)
+    assignment = decide(recipe, run_dir, where)
+    _check_target(assignment)
+    check_local_files(recipe, path, overrides)
+    model = recipe_model(assignment.recipe)
+    state = _read(form, source, model)
+    require_same_model(state, model)
+    consumed, known = cursor(state, recipe, samples)
+    nbytes = sum(
+        shard.get(one).nbytes if shard.in_memory else 0
+        for shard in state.shards
+        for one in shard.quantities
+    )
+    run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
+    with claimed(run), byte_progress("import", nbytes) as tick:
+        manifest = write_checkpoint(state, model, assignment, consumed, tick)
+        message = f"continues from {form.title} {source}, step {state.step}"
+        EventLog(run.events).write("import", step=state.step, message=message)
+    notes = [*_notes(state, recipe, consumed, known)]
+    folder = checkpoint_folder(assignment, state.step)
+    data = {
+        "folder": str(folder), "from": str(source), "format": form.title, "step": state.step,
+        "consumed_samples": consumed, "bytes": manifest.nbytes, "notes": notes,
+    }  # fmt: skip
+    words = ["dmt", "launch", str(path), *(w for one in overrides for w in ("--set", one))]
+    words += [] if cluster is None else ["--cluster", cluster]
+    words += [] if run_dir is None else ["--run-dir", str(run_dir)]
+    output(as_json, data, _lines(data, shlex.join(words)), wrap=False)
+
+
+def _format_of(source: Path) -> ForeignCheckpoint:
+    """The format of a folder. Raises CheckpointError if no known tool wrote it."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a folder", fix="name a checkpoint's folder")
+    formats = list(FOREIGN.values())
+    for form in formats:
+        if form.matches(source):
+            return form
+    known = "; ".join(f"{form.title}: {form.files}" for form in formats)
+    raise CheckpointError(
+        f"{source} is no checkpoint of a tool that is known", fix=f"known are {known}"
+    )
+
+
+def _read(form: ForeignCheckpoint, source: Path, model: RecipeModel) -> ForeignState:
+    """The state. Whatever a malformed file makes a reader raise is one CheckpointError."""
+    try:
+        return form.read(source, model)
+    except DmtError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(
+            f"{source} does not hold what {form.title} writes ({why[:200]})",
+            fix="it is damaged, or of a version that is not supported",
+        ) from error
+
+
+def _check_target(assignment: Assignment) -> None:
+    store = CheckpointStore(RunDirectory(assignment.run_dir).checkpoints, keep=1)
+    if assignment.recipe.checkpoint.resume == "never":
+        raise CheckpointError(
+            "checkpoint.resume is never: the run would not continue from what is imported",
+            fix="set checkpoint.resume: auto",
+        )
+    if store.expects_one():
+        raise CheckpointError(
+            f"{store.folder} holds checkpoints of a run", fix="--run-dir OTHER for a new run"
+        )
+
+
+def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> Iterator[str]:
+    yield (
+        f"data: continues after sample {consumed:,} of the recipe's data, {known}; which of "
+        "them the other tool has seen is not in its checkpoint"
+    )
+    total = recipe.total_steps()
+    if total is not None and state.step >= total:
+        yield f"step {state.step:,} of {total:,}: nothing is left to train"
+    ours = jsonl_values(recipe)
+    for key, theirs in state.settings.items():
+        if (mine := ours.get(key)) != theirs:
+            yield f"{key} was {shown(theirs)}, the recipe's {shown(mine)} applies"
+    yield from state.notes
+
+
+def jsonl_values(recipe: Recipe) -> Mapping[str, object]:
+    """A recipe's settings by their dotted keys."""
+    return dict(_flat("", recipe.model_dump(mode="json")))
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(data: Mapping[str, Any], launch: str) -> Iterator[str]:
+    for note in data["notes"]:
+        tell(f"note: {note}")
+    size = byte_size(data["bytes"])
+    yield f"wrote {data['folder']}: step {data['step']:,} of {data['format']}, {size}"
+    tell(f"to continue: {launch}")

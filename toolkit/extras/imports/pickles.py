@@ -1,0 +1,107 @@
+"""Reads files that torch.save wrote, without running code from them.
+
+torch's unpickler for weights makes tensors, plain containers and the classes that it is given:
+here inert stand-ins for the few plain classes of a format, so that the tool's own code is never
+imported. It would also call constructors that reserve memory, so every name in a pickle is
+compared with a shorter list first. Only zip files without compression are read, as torch has
+written them since 1.6, and they are mapped: a file takes no more memory than it has bytes.
+"""
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.errors import CheckpointError
+from toolkit.system.untrusted import regular_inside
+
+_PLAIN = re.compile(
+    r"collections\.OrderedDict|torch\.(Size|\w+Storage|storage\.UntypedStorage)"
+    r"|torch\._utils\._rebuild_(tensor_v2|parameter)|_codecs\.encode"
+)
+"""Names in a pickle of tensors and plain containers."""
+_OPCODES = frozenset(
+    """PROTO STOP MARK GLOBAL REDUCE NEWOBJ BUILD BINPERSID NONE NEWTRUE NEWFALSE EMPTY_DICT
+    EMPTY_LIST EMPTY_TUPLE EMPTY_SET TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS
+    BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING BINPUT LONG_BINPUT BINGET
+    LONG_BINGET""".split()  # noqa: SIM905 - a list of lines is not easier to read
+)
+"""Opcodes of the pickle protocol that torch.save uses."""
+COMMON_CLASSES = (
+    "argparse.Namespace",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+)
+"""Of arguments and random states that training scripts save; nothing here reads them."""
+
+
+class StandIn:
+    """An object of a class that is not imported: its arguments and attributes, and nothing
+    else."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments: tuple[Any, ...] = arguments
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
+    """What `torch.save` wrote into a file of `folder`; tensors are mapped, not read.
+
+    Objects of `classes` (`module.Class`) are `StandIn`s. Raises CheckpointError for anything
+    else than these, tensors and plain containers, and for a link or a special file.
+    """
+    path, allowed = folder / name, (*COMMON_CLASSES, *classes)
+    try:
+        _check(regular_inside(folder, name), allowed)
+        with torch.serialization.safe_globals([(StandIn, one) for one in allowed]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except Exception as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} is refused: {why[:200]}",
+            fix="it is damaged, or holds objects that no checkpoint of this format needs",
+        ) from error
+
+
+def _check(path: Path, allowed: Collection[str]) -> None:
+    """Raise ValueError unless it is one of torch's zip files, whose content is not compressed,
+    and names nothing but `allowed` classes and those of tensors."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is not a zip file of torch 1.6 or later")
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("it is compressed, as torch never writes it")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("its entries overlap")
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError("it does not hold one pickle")
+        content = archive.read(pickles[0])
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name not in _OPCODES:
+            raise ValueError(f"it has the opcode {opcode.name}, which torch.save never writes")
+        full = str(argument).replace(" ", ".")
+        if opcode.name == "GLOBAL" and not _is_harmless(full, allowed):
+            raise ValueError(f"it names {full}, which no checkpoint needs")
+
+
+def _is_harmless(name: str, allowed: Collection[str]) -> bool:
+    return name in allowed or _PLAIN.fullmatch(name) is not None or _is_dtype(name)
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)

@@ -1,0 +1,163 @@
+"""Writes the state of another tool as a checkpoint of a run, which continues from it."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
+from toolkit.checkpoint.saver import entries_of
+from toolkit.checkpoint.shards import StateShard, kept, whole_quantity
+from toolkit.checkpoint.store import CheckpointStore, folder_name, sync_folder
+from toolkit.checkpoint.verify import uncovered
+from toolkit.data.build import TrainingData, recipe_data
+from toolkit.errors import CheckpointError, DataError
+from toolkit.extras.imports.base import ForeignState, RecipeModel
+from toolkit.models import huggingface as hf
+from toolkit.models.families.tensors import Block
+from toolkit.models.frozen import matching
+from toolkit.models.safetensors_stream import in_files, write_file
+from toolkit.models.weights import is_correction_bias
+from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
+from toolkit.run.assignment import Assignment
+from toolkit.run.directory import RunDirectory
+from toolkit.run.environment import environment_report
+from toolkit.train.companions import companion_files, take_ends
+
+
+def recipe_model(recipe: Recipe) -> RecipeModel:
+    """The model that an import must fill. Raises CheckpointError where a run of the recipe
+    keeps something else than a whole model."""
+    if recipe.adapter is not None:
+        raise CheckpointError(
+            "a run with adapters keeps only the adapters, which no other tool saves alike",
+            fix="import into a recipe without `adapter`; a PEFT folder is adapter.folder",
+        )
+    config = hf.build_config(recipe.model)
+    return RecipeModel(
+        recipe, config, hf.parameter_shapes(config), hf.checkpoint_shapes(config)
+    )
+
+
+def require_same_model(state: ForeignState, model: RecipeModel) -> None:
+    """Raise CheckpointError unless the state has every element of the recipe's model once, with
+    the optimizer's states of what trains."""
+    if problems := list(_problems(state.shards, model)):
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint does not fit the recipe: {problems[0]}{more}",
+            fix="state its model in model.config, what it froze in model.freeze, and its "
+            "optimizer in optimizer.name",
+        )
+
+
+def _problems(shards: Sequence[StateShard], model: RecipeModel) -> Iterator[str]:
+    blocks: dict[str, dict[str, list[Block]]] = {}
+    for shard in shards:
+        for block in shard.blocks:
+            of_tensor = blocks.setdefault(block.tensor, {})
+            for quantity in shard.quantities:
+                of_tensor.setdefault(quantity, []).append(block.stored)
+    frozen = matching(model.recipe.model.freeze, model.tensors)
+    optimizer = model.recipe.optimizer.name
+    for tensor, shape in model.tensors.items():
+        stored = blocks.pop(tensor, {})
+        trains = tensor not in frozen and not is_correction_bias(tensor)
+        expected = kept(optimizer, tensor, shape) if trains else ("weight",)
+        if missing := [one for one in expected if one not in stored]:
+            yield f"it has no {', '.join(missing)} of {tensor}"
+        elif more := sorted(stored.keys() - {*expected}):
+            why = f"{optimizer} does not keep" if trains else "model.freeze does not train"
+            yield f"it has {', '.join(more)} of {tensor}, which {why}"
+        else:
+            for one in expected:
+                yield from uncovered(one, whole_quantity(one, tensor, shape), stored[one])
+    yield from (f"it has {tensor}, which the recipe's model has not" for tensor in blocks)
+
+
+def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[int, str]:
+    """Consumed samples where the run continues, and how they are known."""
+    if samples is not None:
+        return samples, "by --samples"
+    if state.consumed_samples is not None:
+        return state.consumed_samples, "as the checkpoint states"
+    batch = recipe.training.global_batch_size
+    return state.step * batch, f"{state.step} steps × {batch} sequences, as none are stated"
+
+
+def write_checkpoint(
+    state: ForeignState,
+    model: RecipeModel,
+    assignment: Assignment,
+    samples: int,
+    tick: Callable[[int], None],
+) -> Manifest:
+    """Write the state into the run directory of the assignment, which exists and is claimed.
+
+    Tensors are copied one after the other. The checkpoint appears when it is complete; `tick`
+    gets the bytes written. Raises CheckpointError or DataError.
+    """
+    recipe, plan = assignment.recipe, assignment.plan
+    run = RunDirectory(assignment.run_dir)
+    store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
+    data = recipe_data(recipe, model.config.vocab_size)
+    _check_cursor(data, samples)
+    take_ends(model.config, recipe, data)
+    manifest = Manifest(
+        step=state.step,
+        consumed_samples=samples,
+        consumed_tokens=None,
+        optimizer_steps=state.optimizer_steps,
+        loss_scale=state.loss_scale,
+        recent_losses=(),
+        data_fingerprint=data.fingerprint_at(samples),
+        streams=data.places_at(samples),
+        engine=plan.engine,
+        model=plan.model,
+        layout=plan.layout,
+        recipe=jsonl.plain(recipe.model_dump(mode="json")),
+        versions=environment_report(),
+    )
+    companions = companion_files(recipe, run, model.config, data)
+    store.begin(state.step)
+    try:
+        files = _write_files(store.partial(state.step), state.shards, companions, tick)
+        manifest = manifest.with_files(files)
+        store.commit(manifest)
+    except OSError as error:
+        raise DataError(f"{store.folder} cannot be written: {error}") from error
+    finally:
+        store.abandon(state.step)
+    return manifest
+
+
+def _check_cursor(data: TrainingData, samples: int) -> None:
+    if data.streams is not None and samples:
+        raise DataError(
+            f"data.streaming: where sample {samples:,} begins is known only to a run that has "
+            "read those before it",
+            fix="--samples 0 begins with the first document, or set data.streaming to null",
+        )
+
+
+def _write_files(
+    folder: Path,
+    shards: Sequence[StateShard],
+    companions: Mapping[str, bytes],
+    tick: Callable[[int], None],
+) -> dict[str, FileRecord]:
+    records: dict[str, FileRecord] = {}
+    entries = [entry.telling(tick) for entry in entries_of(shards)]
+    for number, content in enumerate(in_files(entries)):
+        name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
+        write_file(folder / name, content, digest)
+        records[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
+    records |= {path: write_synced(folder / path, text) for path, text in companions.items()}
+    for inner in {(folder / path).parent for path in companions}:
+        sync_folder(inner)
+    return records
+
+
+def checkpoint_folder(assignment: Assignment, step: int) -> Path:
+    """Where the run's checkpoint of a step is."""
+    return RunDirectory(assignment.run_dir).checkpoints / folder_name(step)
