@@ -120,7 +120,7 @@ def fragment(
 FOREIGN: Registry[ForeignCheckpoint] = Registry(
     "dmt.checkpoints",
     {
-        "deepspeed": "toolkit.extras.imports.deepspeed:DEEPSPEED",
+        "deepspeed-zero": "toolkit.extras.imports.deepspeed:DEEPSPEED",
     },
 )
 """Every format by name; the first that matches reads."""

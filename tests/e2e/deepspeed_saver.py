@@ -1,0 +1,155 @@
+"""What every rank of test_import.py does: train with DeepSpeed alone, save, and train on.
+
+Nothing of DMT's engines takes part: the batches are those of the recipe, everything else is
+transformers', torch's and DeepSpeed's.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from toolkit.accelerate.samples import TrainingSamples
+from toolkit.engines.deepspeed.models import import_deepspeed
+from toolkit.engines.distributed import join, leave
+from toolkit.intake.load import load_recipe
+from toolkit.models.huggingface import build_config
+
+SAVED_AT = 2
+FURTHER = 5
+
+
+class Saved(NamedTuple):
+    """A configuration of DeepSpeed."""
+
+    stage: int
+    precision: str = "fp32"
+    freeze: tuple[str, ...] = ()
+    grouped: bool = True
+    """Whether norms are a group without weight decay; otherwise nothing has a decay."""
+    model: Mapping[str, object] = {}
+    """Changes of the recipe's model.config."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """Those of the recipe that continues."""
+        changes = {f"model.config.{key}": value for key, value in self.model.items()}
+        changes["training.precision"] = self.precision
+        if not self.grouped:
+            changes["optimizer.weight_decay"] = 0.0
+        if self.freeze:
+            changes["model.freeze"] = f"[{', '.join(self.freeze)}]"
+        return [f"{key}={value}" for key, value in changes.items()]
+
+
+def save_all(project: Path, cases: Mapping[str, Saved], out: Path) -> dict[str, list[float]]:
+    """Save every case after `SAVED_AT` steps; the losses of the steps after that."""
+    os.chdir(project)
+    ranks = join()
+    deepspeed = import_deepspeed()
+    losses = {}
+    for name, case in cases.items():
+        recipe = load_recipe(Path("recipe.yaml"), case.overrides)
+        samples = TrainingSamples(recipe)
+        torch.manual_seed(3)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(
+                not any(fnmatchcase(parameter_name, one) for one in case.freeze)
+            )
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(_groups(model, recipe, case)),
+            config=_config(recipe, case),
+            dist_init_required=False,
+        )
+        _steps(engine, samples, 0, SAVED_AT, ranks.rank, ranks.world)
+        engine.save_checkpoint(str(out / name))
+        _save_truth(engine, out / f"{name}.truth.pt", ranks.rank)
+        losses[name] = _steps(
+            engine, samples, SAVED_AT, SAVED_AT + FURTHER, ranks.rank, ranks.world
+        )
+        engine.destroy()
+    leave()
+    return losses
+
+
+def _groups(model: Any, recipe: Any, case: Saved) -> list[dict[str, Any]]:
+    section = recipe.optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    common = {"lr": section.learning_rate, "betas": section.betas, "eps": section.eps}
+    if not case.grouped:
+        return [{"params": parameters, "weight_decay": 0.0, **common}]
+    decayed = [p for p in parameters if p.dim() > 1]
+    rest = [p for p in parameters if p.dim() == 1]
+    return [
+        {"params": decayed, "weight_decay": section.weight_decay, **common},
+        {"params": rest, "weight_decay": 0.0, **common},
+    ]
+
+
+def _config(recipe: Any, case: Saved) -> dict[str, Any]:
+    batch = recipe.training.global_batch_size
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // 2,
+        "gradient_clipping": recipe.optimizer.clip_grad_norm,
+        "zero_optimization": {"stage": case.stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+
+
+def _steps(
+    engine: Any, samples: Any, first: int, last: int, rank: int, world: int
+) -> list[float]:
+    """Train some steps; the mean loss of each over all ranks."""
+    losses, batch = [], engine.train_batch_size()
+    for step in range(first, last):
+        rows = [samples[step * batch + n] for n in range(batch)][rank::world]
+        loss = loss_of(engine, rows)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def loss_of(model: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """The mean loss of some samples."""
+    tokens = torch.stack([row["input_ids"] for row in rows])
+    labels = torch.stack([row["shift_labels"] for row in rows])
+    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _save_truth(engine: Any, path: Path, rank: int) -> None:
+    """Weights and moments as DeepSpeed itself gathers them."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    truth: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            truth[name] = {}
+        elif hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+            found = {"weight": safe_get_full_fp32_param(parameter)}
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[moment] = safe_get_full_optimizer_state(parameter, moment)
+            truth[name] = {key: value.clone() for key, value in found.items()}
+        elif engine.optimizer is not None and parameter in engine.optimizer.state:
+            state = engine.optimizer.state[parameter]
+            truth[name] = {
+                "weight": parameter.detach().clone(),
+                **{moment: state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")},
+            }
+    if rank == 0:
+        torch.save(truth, path)

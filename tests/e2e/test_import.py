@@ -1,0 +1,157 @@
+"""What DeepSpeed saved, imported and continued: the losses of DeepSpeed's own next steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
+
+from tests.dmt import Dmt
+from tests.e2e.conftest import Project, write_project
+from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT, Saved, loss_of, save_all
+from tests.e2e.product import curve
+from tests.forked import run_ranks
+from toolkit.accelerate.samples import TrainingSamples
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import whole_quantity
+from toolkit.checkpoint.verify import verify
+from toolkit.intake.load import load_recipe
+from toolkit.models.frozen import matching
+from toolkit.models.huggingface import build_config
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+ODD = {"vocab_size": 323, "intermediate_size": 67}
+"""Numbers of elements that no number of ranks divides: partitions are padded."""
+CASES = {
+    "zero1": Saved(1, model=ODD),
+    "zero2": Saved(2),
+    "zero3": Saved(3, model=ODD),
+    "zero1-frozen": Saved(1, freeze=("model.layers.0.*",)),
+    "zero3-frozen-untied": Saved(
+        3, freeze=("model.embed_tokens.*",), model={"tie_word_embeddings": "false"}
+    ),
+    "zero2-bf16": Saved(2, "bf16", grouped=False),
+    "zero3-bf16": Saved(3, "bf16"),
+}
+STEP = f"step-{SAVED_AT:08d}"
+
+
+class Foreign:
+    """DeepSpeed's checkpoints, and how it went on."""
+
+    def __init__(self, folder: Path) -> None:
+        write_project(folder)
+        self.project = Project(folder)
+        self.saved = folder / "deepspeed"
+        self.losses = run_ranks(save_all, 2, folder, CASES, self.saved)[0]
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Foreign:
+    return Foreign(tmp_path_factory.mktemp("deepspeed"))
+
+
+def imported(
+    foreign: Foreign, dmt: Dmt, source: str, overrides: Sequence[str], *more: str
+) -> Any:
+    run = foreign.project.folder / f"run-{source}{len(more)}"
+    words = [word for one in overrides for word in ("--set", one)]
+    return dmt(
+        "checkpoint", "import", foreign.project.recipe, foreign.saved / source,
+        "--run-dir", run, *words, *more, "--json",
+    ).json  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_state_is_deepspeeds_to_the_bit_and_goes_on_alike(
+    name: str, foreign: Foreign, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(foreign.project.folder)
+    case = CASES[name]
+    report = imported(foreign, dmt, name, case.overrides)
+    folder = Path(report["folder"])
+    assert (report["step"], report["consumed_samples"]) == (SAVED_AT, 8 * SAVED_AT)
+    assert verify(folder).problems == ()
+    state = SavedState(folder)
+    truth = torch.load(foreign.saved / f"{name}.truth.pt")
+    assert state.shapes.keys() == truth.keys()
+    frozen = matching(case.freeze, state.shapes)
+    assert {tensor for tensor in truth if not truth[tensor]} == frozen
+    for tensor, quantities in truth.items():
+        assert state.quantities(tensor) == [*quantities] or tensor in frozen
+        for quantity, value in quantities.items():
+            assert torch.equal(whole(state, quantity, tensor), value.view(-1)), tensor
+    if case.precision == "fp32":
+        recipe = load_recipe(foreign.project.recipe, case.overrides)
+        assert continued(state, recipe, folder) == pytest.approx(
+            foreign.losses[name], rel=TOLERANCE
+        )
+
+
+def whole(state: SavedState, quantity: str, tensor: str) -> torch.Tensor:
+    block = whole_quantity(quantity, tensor, state.shapes[tensor])
+    return state.read(quantity, block).reshape(-1)
+
+
+def continued(state: SavedState, recipe: Any, folder: Path) -> list[float]:
+    """Losses of plain transformers and torch from the imported state on."""
+    samples, manifest = TrainingSamples(recipe), Manifest.read(folder)
+    model = AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
+    section = recipe.optimizer
+    trained = {n: p for n, p in model.named_parameters() if len(state.quantities(n)) > 1}
+    groups = [
+        {"params": [p], "weight_decay": section.weight_decay if p.dim() > 1 else 0.0}
+        for p in trained.values()
+    ]
+    adamw = torch.optim.AdamW(
+        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole(state, "weight", name).view_as(parameter))
+    for name, parameter in trained.items():
+        adamw.state[parameter] = {
+            "step": torch.tensor(float(manifest.optimizer_steps)),
+            **{m: whole(state, m, name).view_as(parameter) for m in ("exp_avg", "exp_avg_sq")},
+        }
+    losses = []
+    for step in range(FURTHER):
+        first = manifest.consumed_samples + step * 8
+        loss = loss_of(model, [samples[first + n] for n in range(8)])
+        model.zero_grad()
+        loss.backward()
+        clip_grad_norm_(trained.values(), section.clip_grad_norm)
+        adamw.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("zero2", {"parallel.engine": "deepspeed", "parallel.zero.stage": 3}),
+        ("zero3", {"parallel.engine": "megatron", "parallel.tensor": 2}),
+    ],
+)
+def test_launch_continues_it_in_another_layout(
+    name: str,
+    layout: dict[str, object],
+    foreign: Foreign,
+    dmt: Dmt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(foreign.project.folder)
+    changes = dict(one.split("=") for one in CASES[name].overrides) | layout
+    changes["training.steps"] = SAVED_AT + FURTHER
+    words = [f"{key}={value}" for key, value in changes.items()]
+    run = Path(imported(foreign, dmt, name, words, "--samples", str(8 * SAVED_AT))["folder"])
+    ended = foreign.project.launch(str(run.parents[1]), changes)
+    assert f"continuing from step {SAVED_AT} of {SAVED_AT + FURTHER}" in ended.err
+    losses = [loss for loss, _ in curve(run.parents[1]).values()]
+    assert losses == pytest.approx(foreign.losses[name], rel=TOLERANCE)
