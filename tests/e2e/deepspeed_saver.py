@@ -136,6 +136,10 @@ def _save_truth(engine: Any, path: Path, rank: int) -> None:
     """Weights and moments as DeepSpeed itself gathers them."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # Stages 1 and 2 link the states after the update of the first group alone.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     truth: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:

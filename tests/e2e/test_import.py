@@ -30,11 +30,11 @@ ODD = {"vocab_size": 323, "intermediate_size": 67}
 """Numbers of elements that no number of ranks divides: partitions are padded."""
 CASES = {
     "zero1": Saved(1, model=ODD),
-    "zero2": Saved(2),
-    "zero3": Saved(3, model=ODD),
+    "zero2": Saved(2, model=ODD),
+    "zero3": Saved(3),
     "zero1-frozen": Saved(1, freeze=("model.layers.0.*",)),
     "zero3-frozen-untied": Saved(
-        3, freeze=("model.embed_tokens.*",), model={"tie_word_embeddings": "false"}
+        3, freeze=("model.embed_tokens.*",), model={**ODD, "tie_word_embeddings": "false"}
     ),
     "zero2-bf16": Saved(2, "bf16", grouped=False),
     "zero3-bf16": Saved(3, "bf16"),
