@@ -30,7 +30,11 @@ LIGHT = (
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 
-PROGRAMS = ("toolkit.extras.launchers.ray_job", "toolkit.extras.convert.verify")
+PROGRAMS = (
+    "toolkit.extras.launchers.ray_job",
+    "toolkit.extras.convert.verify",
+    "toolkit.train.__main__",
+)
 """Started as processes of their own, imported by nobody."""
 
 LAYERS = (
@@ -51,6 +55,7 @@ LAYERS = (
     ("toolkit.plan",),
     ("toolkit.intake",),
     ("toolkit.data",),
+    ("toolkit.planning",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.features",),

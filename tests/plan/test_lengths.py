@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.plan.making import LLAMA_8B, intent, recipe
-from toolkit.cli.plan_tables import Run
 from toolkit.hardware.cluster import default_cluster
 from toolkit.plan.plan import Plan
+from toolkit.plan.planned import Run
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import DataSection, Recipe
 

@@ -47,6 +47,4 @@ ClusterOption = Annotated[
 
 def load_on(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Recipe:
     """A recipe, checked as a whole for its own cluster or for the one of `--cluster`."""
-    section = {} if cluster is None else cluster.section
-    there = [f"cluster.{key}={value}" for key, value in section.items()]
-    return load_recipe(path, [*overrides, *there])
+    return load_recipe(path, overrides, cluster)

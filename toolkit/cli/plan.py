@@ -9,15 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.backend import BACKENDS, adopt_engine_config
+from toolkit.backend import BACKENDS
 from toolkit.cli import plan_formulas, plan_tables
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.cli.output import output
-from toolkit.cli.plan_tables import Planned
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, memory_check_lines, rank_output
-from toolkit.data.local import with_embedding_rows
 from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
@@ -36,10 +34,11 @@ from toolkit.plan.estimate import (
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
 from toolkit.plan.plan import Plan
-from toolkit.plan.planner import explore, plan_of
+from toolkit.plan.planned import Planned
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
 from toolkit.plan.workloads import workload_of
+from toolkit.planning import plan_recipe
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
@@ -153,12 +152,11 @@ def plan(
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
     """A recipe on a cluster, its own or another, for which it is checked as a whole."""
-    recipe = with_embedding_rows(adopt_engine_config(load_on(path, overrides, cluster)))
+    recipe = load_on(path, overrides, cluster)
     try:
-        found = explore(recipe, cluster)
+        return plan_recipe(recipe, cluster)
     except PlanError as error:
         raise PlanError(f"{path}: {error.message}", fix=error.fix) from error
-    return Planned(recipe, found, plan_of(found))
 
 
 def layout_estimate(found: Search, one: Candidate) -> Estimate:

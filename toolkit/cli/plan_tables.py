@@ -1,96 +1,21 @@
 """Tables of `dmt plan`: strategies, or recipes and clusters, side by side."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.text import Text
 
 from toolkit.cli.output import Table
-from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
 from toolkit.plan.dimensions import DEGREES, degrees, recompute_text
 from toolkit.plan.explain import WhatIf, what_if
 from toolkit.plan.plan import Plan
+from toolkit.plan.planned import Planned
 from toolkit.plan.search import Candidate, Search, room
-from toolkit.recipe.schema import Recipe
 from toolkit.text.units import seconds
 
 Value = TypeVar("Value")
-
-_SECONDS_PER_DAY = 86400
-_SECONDS_PER_HOUR = 3600
-
-
-@dataclass(frozen=True)
-class Run:
-    """A whole run, without restarts and evaluation."""
-
-    steps: int
-    step_s: float
-    """On average."""
-    cluster: Cluster
-
-    @property
-    def days(self) -> float:
-        return self.steps * self.step_s / _SECONDS_PER_DAY
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.steps * self.step_s * self.cluster.gpus / _SECONDS_PER_HOUR
-
-    @property
-    def cost(self) -> float | None:
-        """In the currency of the cluster file's price; None without one."""
-        price = self.cluster.price_per_gpu_hour
-        return None if price is None else price * self.gpu_hours
-
-    def __str__(self) -> str:
-        unit = "GPU" if self.cluster.gpu.memory_gib is not None else "process"
-        hours = f"{self.gpu_hours:,.{'0f' if self.gpu_hours >= 1000 else '3g'}}"
-        text = f"{self.steps:,} steps: {self.duration}, {hours} {unit}-hours"
-        return text if self.cost is None else f"{text}, cost {self.cost:,.0f}"
-
-    @property
-    def duration(self) -> str:
-        """`12.3 days`, `4.5 hours`, `36 s`."""
-        total_s = self.steps * self.step_s
-        if total_s >= _SECONDS_PER_DAY:
-            return f"{self.days:,.1f} days"
-        if total_s >= _SECONDS_PER_HOUR:
-            return f"{total_s / _SECONDS_PER_HOUR:.1f} hours"
-        return f"{total_s:.0f} s"
-
-    def machine_output(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "days": self.days,
-            "gpu_hours": self.gpu_hours,
-            "cost": self.cost,
-        }
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A recipe, planned on a cluster."""
-
-    recipe: Recipe
-    search: Search
-    plan: Plan
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.search.cluster
-
-    @property
-    def run(self) -> Run | None:
-        """How long the whole run takes; None where its steps are not known yet."""
-        steps = self.recipe.total_steps()
-        total_s = None if steps is None else self.plan.run_s(self.recipe.lengths, steps)
-        if steps is None or total_s is None:
-            return None
-        return Run(steps, total_s / steps, self.cluster)
 
 
 def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:

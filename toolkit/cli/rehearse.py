@@ -1,21 +1,23 @@
 """`dmt rehearse`: checks on this machine that a recipe trains identically in every layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from toolkit.cli.bars import count_progress
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.output import Line, output
-from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal, rehearsing
+from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
 from toolkit.rehearse.comparison import Record
-from toolkit.rehearse.layouts import RehearsedLayout, select
-from toolkit.rehearse.rehearsal import LayoutResult, Options, Rehearsal, prepare, run
+from toolkit.rehearse.layouts import select
+from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal, rehearse_recipe
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
@@ -56,16 +58,18 @@ def rehearse(
     if gpu or ranks or cluster:
         dress_rehearsal(recipe, overrides, ranks, cluster, layouts, as_json, gpu=gpu)
         return
-    options = Options(steps, processes, time_limit)
-    rehearsal = prepare(load_recipe(recipe, overrides), options)
     patterns = [part.strip() for part in layouts.split(",")] if layouts else []
-    chosen = select(rehearsal.layouts, patterns)
-    kept = summary(ledger_of(rehearsal.original, rehearsal.plan))
-    out = Console(stderr=as_json)
-    out.print(shrunk(rehearsal), soft_wrap=True)
-    if note := rehearsal.layouts[0].note:
-        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
-    reference, outcomes = _run(rehearsal, chosen, options)
+    with ExitStack() as stack:
+        result = rehearse_recipe(
+            load_recipe(recipe, overrides),
+            patterns,
+            steps=steps,
+            processes=processes,
+            time_limit_s=time_limit,
+            report=_Progress(Console(stderr=as_json), patterns, stack),
+        )
+    reference, outcomes = result.reference, result.layouts
+    kept = summary(ledger_of(result.rehearsal.original, result.rehearsal.plan))
     data = machine_output(reference, outcomes)
     output(as_json, data, _lines(reference, outcomes, kept), wrap=False)
     for outcome in outcomes:
@@ -88,18 +92,26 @@ def _lines(
     yield from (f"  {line}" for line in kept)
 
 
-def _run(
-    rehearsal: Rehearsal, chosen: list[RehearsedLayout], options: Options
-) -> tuple[Record, list[LayoutResult]]:
-    """Run everything, with a bar on standard error where that is a terminal."""
-    names = ["reference", *(candidate.name for candidate in chosen)]
-    outcomes: list[LayoutResult] = []
-    reference = Record()
-    with rehearsing(names) as (folder, done):
-        for count, item in enumerate(run(rehearsal, chosen, options, folder), 1):
-            if isinstance(item, LayoutResult):
-                outcomes.append(item)
-            else:
-                reference = item
-            done(count)
-    return reference, outcomes
+class _Progress:
+    """Prints what is made small, then a bar on standard error where that is a terminal."""
+
+    def __init__(self, out: Console, patterns: Sequence[str], stack: ExitStack) -> None:
+        self._out, self._patterns, self._stack = out, patterns, stack
+        self._names: list[str] = []
+        self._update: Callable[..., None] = lambda **_: None
+        self._done = 0
+
+    def __call__(self, item: Rehearsal | Record | LayoutResult) -> None:
+        if isinstance(item, Rehearsal):
+            self._begin(item)
+        else:
+            self._done += 1
+        self._update(completed=self._done, description=self._names[self._done])
+
+    def _begin(self, rehearsal: Rehearsal) -> None:
+        self._out.print(shrunk(rehearsal), soft_wrap=True)
+        if note := rehearsal.layouts[0].note:
+            self._out.print(f"the recipe's own layout: {note}", soft_wrap=True)
+        chosen = select(rehearsal.layouts, self._patterns)
+        self._names = ["reference", *(one.name for one in chosen), "done"]
+        self._update = self._stack.enter_context(count_progress(len(chosen) + 1))

@@ -73,11 +73,13 @@ KEYS: Mapping[str, Any] = {
 REQUIRED = ("nodes", "gpus_per_node", "gpu")
 
 
-def find_cluster(text: str) -> Cluster:
+def find_cluster(text: str | Cluster) -> Cluster:
     """The cluster of `--cluster`: a short form (`4x8xh100-80gb`) or the name of a YAML file.
 
     Raises PlanError or RecipeError with every mistake.
     """
+    if isinstance(text, Cluster):
+        return text
     if text.lower().endswith((".yaml", ".yml")) or Path(text).is_file():
         return load_cluster(Path(text))
     return parse_cluster(text)

@@ -12,6 +12,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from toolkit.errors import Problem, RecipeError
+from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.checks import broken_rules
 from toolkit.intake.explain import (
     MAX_PROBLEMS,
@@ -54,17 +56,21 @@ class Examined:
         return not any(_touch(key, other) for other in self.wrong)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, merge and check the recipe at `path`.
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), cluster: str | Cluster | None = None
+) -> Recipe:
+    """Read, merge and check the recipe at `path`, or the shipped one of that name.
 
-    `overrides` are `KEY.PATH=VALUE` texts, put on top in order. Paths in the recipe are
-    absolute afterwards: those in a file are relative to it, those in an override to the
-    working directory.
+    `overrides` are `KEY.PATH=VALUE` texts, put on top in order; `cluster` replaces the recipe's
+    own, in the words of `--cluster`. Paths in the recipe are absolute afterwards: those in a
+    file are relative to it, those in an override to the working directory.
 
     Raises RecipeError with every mistake found, in file order: the recipe's own lines,
     then those of the files it extends, then overrides. Secrets are masked in it.
     """
-    examined = examine(path, overrides)
+    section = {} if cluster is None else find_cluster(cluster).section
+    there = [f"cluster.{key}={value}" for key, value in section.items()]
+    examined = examine(Path(path), [*overrides, *there])
     if examined.problems or examined.usable is None:
         raise RecipeError(examined.problems)
     return examined.usable

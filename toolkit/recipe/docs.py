@@ -32,6 +32,9 @@ accepts and its default.
 - A shipped recipe can be given by its name alone (`dmt plan llama-3.1-8b-pretrain`); `dmt
   recipes` lists them.
 - `--set KEY.PATH=VALUE` overrides any setting from the command line; the value is YAML.
+- `dmt schema > recipe.schema.json` writes the JSON Schema, by which an editor completes and
+  checks a recipe as you type; its first line is then
+  `# yaml-language-server: $schema=recipe.schema.json`.
 - Relative paths are relative to the file that states them; in `--set`, to the working
   directory. A value that may also be a hub id is a path when it begins with `./`, `../`,
   `/` or `~`, or when it exists.

@@ -1,9 +1,10 @@
 """The rehearsal: trains a small recipe in each layout and compares the results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
@@ -32,8 +33,7 @@ from toolkit.rehearse.comparison import (
     read_record,
     tolerance,
 )
-from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
-from toolkit.rehearse.losses import rehearsed_objective
+from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees, select
 from toolkit.rehearse.ranks import Failure, launch_spec, run_ranks
 from toolkit.rehearse.shrink import (
     shrink_config,
@@ -98,6 +98,54 @@ class Rehearsal:
     """The recipe's own first."""
 
 
+@dataclass(frozen=True)
+class RehearsalResult:
+    """What a recipe did in every layout that was tried, against plain transformers."""
+
+    rehearsal: Rehearsal
+    reference: Record
+    """Loss and gradient norm of every step without any engine, in one process."""
+    layouts: tuple[LayoutResult, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether at least one layout ran, and each that ran did as the reference."""
+        ran = [one for one in self.layouts if one.skipped is None]
+        return bool(ran) and all(
+            one.comparison is not None and one.comparison.verdict != "diverged" for one in ran
+        )
+
+
+def rehearse_recipe(
+    recipe: Recipe,
+    layouts: Sequence[str] = (),
+    *,
+    steps: int = 5,
+    processes: int = 4,
+    time_limit_s: float = 300.0,
+    report: Callable[[Rehearsal | Record | LayoutResult], None] = lambda _: None,
+) -> RehearsalResult:
+    """Train a small copy in every layout that this machine's CPUs can run, and compare.
+
+    `layouts`: names or globs, such as `zero*`; default: all. `report` is called with the
+    rehearsal before anything runs, then with the reference's record and each layout's result.
+    Raises as `prepare`, `select` and `run` do.
+    """
+    options = Options(steps, processes, time_limit_s)
+    rehearsal = prepare(recipe, options)
+    chosen = select(rehearsal.layouts, layouts)
+    report(rehearsal)
+    reference, results = Record(), list[LayoutResult]()
+    with TemporaryDirectory(prefix="dmt-rehearse-") as folder:
+        for item in run(rehearsal, chosen, options, Path(folder)):
+            report(item)
+            if isinstance(item, Record):
+                reference = item
+            else:
+                results.append(item)
+    return RehearsalResult(rehearsal, reference, tuple(results))
+
+
 def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     """Shrink a recipe and list its layouts.
 
@@ -141,6 +189,8 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     objective is one that the reference also defines: engines do not depend on it, and the
     inputs of another package's objective are not in a rehearsal's batches.
     """
+    from toolkit.rehearse.losses import rehearsed_objective  # imports torch
+
     divisors = degrees(plan)
     long = recipe.trained_lengths[-1]
     short = shrink_sequence(long, divisors)

@@ -206,12 +206,16 @@ def assign(
     return assignment
 
 
-def check_local_files(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
-    """Raises RecipeError for files that the recipe at `path` names and that are missing here
-    or cannot be used."""
-    found = [*local_problems(recipe)] or [*amount_problems(recipe)]
-    if found:
-        raise RecipeError([placed(one, path, overrides) for one in found])
+def check_local_files(
+    recipe: Recipe, path: Path | None = None, overrides: Sequence[str] = ()
+) -> None:
+    """Raises RecipeError for files that the recipe names and that are missing here or cannot be
+    used; with the recipe's `path` and `overrides`, at the lines that name them."""
+    problems = [*local_problems(recipe)] or [*amount_problems(recipe)]
+    if path is not None:
+        problems = [placed(one, path, overrides) for one in problems]
+    if problems:
+        raise RecipeError(problems)
 
 
 def elastic_restarts() -> int:

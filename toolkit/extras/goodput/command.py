@@ -7,7 +7,6 @@ from typing import Any
 from rich.text import Text
 
 from toolkit.cli.output import Table
-from toolkit.cli.plan_tables import Planned
 from toolkit.errors import PlanError
 from toolkit.extras.goodput.saving import (
     BARRIER_S,
@@ -20,6 +19,7 @@ from toolkit.extras.goodput.saving import (
     rows,
 )
 from toolkit.plan.checkpoint_size import BYTES_PER_PARAMETER
+from toolkit.plan.planned import Planned
 from toolkit.text.units import duration
 
 

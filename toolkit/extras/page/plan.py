@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.plan import layout_estimate, layout_facts
-from toolkit.cli.plan_tables import Planned, strategies
+from toolkit.cli.plan_tables import strategies
 from toolkit.extras.page import require_page, write
 from toolkit.extras.page.timetable import Timetable, timetable
 from toolkit.layout import Layout
 from toolkit.plan.cost.time import StepTime
 from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.estimate import Estimate, memory_parts
+from toolkit.plan.planned import Planned
 from toolkit.text.units import GIB, seconds, size
 
 SHOWN = 8
