@@ -69,5 +69,5 @@ def _plain(node: Any) -> Any:
         elif key == "pattern":
             plain[key] = re.sub(r"\\[pP]\{Cc\}", lambda found: _CONTROL[found[0]], value)
         elif key not in _LEFT_OUT:
-            plain[_RENAMED.get(key, key)] = _plain(value)
+            plain[_RENAMED.get(str(key), str(key))] = _plain(value)
     return plain
