@@ -20,6 +20,8 @@ from toolkit.models import context as context_module
 from toolkit.models import documents
 from toolkit.models import huggingface as hf
 from toolkit.models.context import Context, all_gather, flash_blocks, ring
+from toolkit.models.context.ring import Ring
+from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
 from toolkit.models.log_probs import label_log_probs
 
@@ -58,7 +60,8 @@ def compare(ranks: Ranks) -> dict[str, float]:
             errors |= leaks(context, named)
             for family in ("llama", "gemma2", "gpt_oss")[: 3 if degree == 4 else 1]:
                 errors[f"{named}: {family}"] = model_error(context, family, batch)
-            for fault in FAULTS if degree == 2 else ():
+            # Nested at degree 4; at degree 2 it is one of the others.
+            for fault in FAULTS if (degree == 4) == (exchange == "ulysses_ring") else ():
                 with planted(fault, context, ranks.rank) as wrong:
                     errors[f"{named} with {fault}"] = model_error(wrong, "llama", batch)
         errors |= flash_errors(ranks, layout)
@@ -204,6 +207,12 @@ def planted(fault: str, context: Context, rank: int) -> Iterator[Context]:
             summed = partial(all_gather.gathered, summed=True)
             of_all = lambda x, group, **_: summed(x, group)  # noqa: E731
             stack.enter_context(patch.object(context_module, "gathered", of_all))
+        elif context.degree == WORLD:  # heads and rings change places
+            nested = context.exchange
+            assert isinstance(nested, Ulysses) and isinstance(nested.between, Ring)
+            context = replace(
+                context, exchange=Ulysses(nested.between.group, between=Ring(nested.group))
+            )
         else:  # of attention alone: those of other data
             others = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
             kind = type(context.exchange)

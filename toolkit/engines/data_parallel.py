@@ -169,4 +169,6 @@ class DataParallelEngine(Engine):
             self.scaler.load_state_dict({**kept, "scale": counters.loss_scale["scale"]})
 
     def close(self) -> None:
+        if self.context is not None:
+            self.context.close()
         del self.replica, self.optimizer

@@ -263,4 +263,6 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         self.engine.destroy()
         self.model.close()
+        if self.context is not None:
+            self.context.close()
         del self.engine, self.optimizer, self.model

@@ -282,7 +282,7 @@ class MegatronShard(TrainedModel):
         from toolkit.models.megatron.model import leave_groups
 
         groups.mpu = None
-        leave_groups()
+        leave_groups(self.chunks[0].context)
 
 
 def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor:

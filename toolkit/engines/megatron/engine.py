@@ -378,5 +378,6 @@ class MegatronEngine(Engine):
         for replica in self.replicas:
             # Hooks of its parameters hold it, in C++, where no garbage collection looks.
             vars(replica).clear()
+        context = self.chunks[0].context
         del self.replicas, self.optimizer, self.chunks
-        leave_groups()
+        leave_groups(context)

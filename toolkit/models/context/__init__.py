@@ -49,6 +49,8 @@ class Context:
 
     group: dist.ProcessGroup
     exchange: AttentionExchange
+    made: tuple[dist.ProcessGroup, ...] = ()
+    """Groups that exist for it alone."""
 
     @classmethod
     def of(cls, layout: Layout, rank: int, key_heads: int) -> "Context":
@@ -59,12 +61,20 @@ class Context:
         first = rank - rank // layout.tp % layout.cp * layout.tp
         members = [first + layout.tp * number for number in range(layout.cp)]
         group = dist.new_group(members, use_local_synchronization=True)
-        return cls.over(group, layout.exchange, key_heads)
+        context = cls.over(group, layout.exchange, key_heads)
+        return replace(context, made=(group, *context.made))
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, exchange: Exchange, key_heads: int) -> "Context":
         """The same in a group that exists; collective among it."""
-        return cls(group, exchange_of(exchange, group, key_heads))
+        kind = exchange_of(exchange, group, key_heads)
+        between = kind.between if isinstance(kind, Ulysses) else None
+        return cls(group, kind, () if between is None else (kind.group, between.group))
+
+    def close(self) -> None:
+        """Destroy the groups that were made for it, the last one first; on every rank."""
+        for group in reversed(self.made):
+            dist.destroy_process_group(group)
 
     @property
     def degree(self) -> int:

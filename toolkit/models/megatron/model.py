@@ -272,13 +272,16 @@ def seed_dropout() -> None:
     model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
 
 
-def leave_groups() -> None:
-    """Destroy what `join_groups` created: the threads of a forgotten group continue.
+def leave_groups(context: Context | None = None) -> None:
+    """Destroy what `join_groups` created, and before it what `context` made of it: the threads
+    of a forgotten group continue.
 
     The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
     """
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # which holds the last 32 models, and their groups
+    if context is not None:
+        context.close()
     groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
     for group in reversed(groups):
