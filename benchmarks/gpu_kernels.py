@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.models import documents
+from toolkit.models.documents import Scores
 from toolkit.models.log_probs import in_chunks, label_log_probs
 
 MEASURED = torch.cuda.is_available()
@@ -188,7 +189,7 @@ def isolated(length: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         note(f"attention mask {name} {length} both", passes, gpu_only=True)
     rows = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     ends = torch.arange(0, length + 1, of_each, device=GPU, dtype=torch.int32)
-    by_lengths = both(lambda q, k, v: documents.attend(q, k, v, ends), *rows)
+    by_lengths = both(lambda q, k, v: documents.attend(q, k, v, ends, ends, Scores()), *rows)
     note(f"attention varlen {length} both", by_lengths)
 
 
