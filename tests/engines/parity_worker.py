@@ -338,6 +338,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
+    assert validation.tokens == int((labels != IGNORE_INDEX).sum()), "counted by every rank"
     exported = None
     if case.export_to is not None:
         exported = exported_loss(case, ranks, engine, inputs, labels)
