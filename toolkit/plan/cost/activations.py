@@ -158,7 +158,9 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     dense = 1 - spec.moe_layers / spec.layers
     return LayerActivations(
         norms=norms + masks,
-        qkv=width * (_projected(workload, sizes) + head_norms) + _latents(workload, sizes),
+        qkv=width * _projected(workload, sizes)
+        + _norm_bytes(workload) * head_norms
+        + _latents(workload, sizes),
         attention=width * (sizes.query + sizes.output) + _kernel(workload, sizes),
         mlp=0.0 if workload.tiled_mlp else dense * _inner_bytes(workload, sizes),
         experts=_experts(workload, sizes, tp) + _changed_experts(workload),
