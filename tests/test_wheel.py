@@ -1,0 +1,132 @@
+"""The sdist, the wheel built from it, and what the wheel alone does in an empty folder."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+SOURCES = ("toolkit", "recipes", "ds_configs", "pyproject.toml", "README.md", "LICENSE")
+"""What is built from: a copy, since setuptools leaves files behind."""
+BUILD = (
+    "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('..'))"
+)
+
+
+def build(what: str, folder: Path) -> Path:
+    """Run the hook of `pyproject.toml`'s backend in a source folder; the file is next to it."""
+    command = [sys.executable, "-W", "ignore", "-c", BUILD, f"build_{what}"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return folder.parent / ended.stdout.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A wheel in an environment of its own, which sees the packages of this one."""
+
+    sdist: Path
+    wheel: Path
+    scripts: Path
+    empty: Path
+    """A working directory outside of the checkout."""
+
+    def run(self, program: str, *words: str) -> str:
+        command = [str(self.scripts / program), *words]
+        ended = subprocess.run(
+            command, cwd=self.empty, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name,
+                source / name,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+        else:
+            shutil.copy(ROOT / name, source)
+    sdist = build("sdist", source)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    wheel = build("wheel", folder / sdist.name.removesuffix(".tar.gz"))
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    # As paths: links to the checkout that these folders have are not followed.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(others))
+    scripts = folder / "venv" / "bin"
+    command = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "-q"]
+    command += ["--no-deps", "--no-index", "--disable-pip-version-check", wheel]
+    subprocess.run(list(map(str, command)), check=True)
+    (folder / "empty").mkdir()
+    return Installed(sdist, wheel, scripts, folder / "empty")
+
+
+def test_everything_is_inside(installed: Installed) -> None:
+    """All code and every file that it reads; no tests; one command; our name."""
+    inside = set(zipfile.ZipFile(installed.wheel).namelist())
+    files = [path for path in (ROOT / "toolkit").rglob("*") if path.is_file()]
+    for folder in ("recipes", "ds_configs"):
+        files += [
+            ROOT / "toolkit" / path.relative_to(ROOT) for path in ROOT.glob(f"{folder}/**/*")
+        ]
+    expected = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.is_file() and path.suffix not in (".pyc", ".md")
+    }
+    assert {name for name in inside if ".dist-info/" not in name} == expected
+    assert installed.wheel.name == "dmt_train-0.1.0-py3-none-any.whl"
+    with tarfile.open(installed.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected < names and not any(name.startswith("tests") for name in names)
+
+
+def test_an_image_is_built_from_the_same_files() -> None:
+    allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(allowed) == sorted(SOURCES)
+
+
+def test_commands_in_an_empty_folder(installed: Installed) -> None:
+    made = ["init", "llama-3.1-8b", "--cluster", "8xh100-80gb", "--out", "own.yaml"]
+    installed.run("dmt", *made)
+    installed.run("dmt", "check", "own.yaml")
+    assert "tiny-llama-bytes" in installed.run("dmt", "plan", "llama-bytes")
+    assert "toolkit.cli.main train" in installed.run(
+        "dmt", "launch", "llama-bytes", "--dry-run"
+    )
+    code = "from toolkit.system.install import *; print(source()); print(install('fp8'))"
+    source, extra = installed.run("python", "-c", code).splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert source == installed.wheel.as_uri()
+    assert extra == f"pip install '{project['optional-dependencies']['fp8'][0]}'"
+
+
+def test_the_python_api(installed: Installed) -> None:
+    """The example of docs/api.md: plans, rehearses and trains the tiny recipe."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (installed.empty / "example.py").write_text(code)
+    export = Path(installed.run("python", "example.py").splitlines()[-1])
+    assert export == installed.empty / "runs" / "first" / "export"
+    assert (export / "model.safetensors").is_file()
