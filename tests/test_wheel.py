@@ -115,8 +115,10 @@ def test_commands_in_an_empty_folder(installed: Installed) -> None:
     assert "toolkit.cli.main train" in installed.run(
         "dmt", "launch", "llama-bytes", "--dry-run"
     )
-    code = "from toolkit.system.install import *; print(source()); print(install('fp8'))"
-    source, extra = installed.run("python", "-c", code).splitlines()
+    code = "from toolkit.system.install import *; print(source()); print(install('fp8')); "
+    code += "from toolkit.system.interpreter import TRAIN; print(TRAIN)"
+    source, extra, train = installed.run("python", "-c", code).splitlines()
+    assert train == "-m toolkit.train", "there is no folder launch/"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert source == installed.wheel.as_uri()
     assert extra == f"pip install '{project['optional-dependencies']['fp8'][0]}'"

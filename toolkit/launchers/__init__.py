@@ -6,6 +6,7 @@ from pydantic import Field
 
 from toolkit.launcher import Launcher, Program
 from toolkit.recipe.section import NonEmpty, Positive, Section, Wording
+from toolkit.system.interpreter import TRAIN
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
 _SSH = Program(
@@ -64,7 +65,7 @@ TORCHRUN = Launcher(
     several_machines=True,
     flags_from="PET_",
     # Started as a module of torch, not as a program.
-    programs=(Program("torchrun", "pip install torch", "`torchrun launch/train.py RECIPE`"),),
+    programs=(Program("torchrun", "pip install torch", f"`torchrun {TRAIN} RECIPE`"),),
 )
 DEEPSPEED = Launcher(
     "deepspeed",

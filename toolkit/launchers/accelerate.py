@@ -17,6 +17,7 @@ from toolkit.launchers.base import (
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.system.interpreter import TRAIN
 
 _LONE_RANK = (
     *("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "LOCAL_WORLD_SIZE=1"),
@@ -33,7 +34,7 @@ class AccelerateStarter:
             job,
             "accelerate",
             "on every machine: accelerate launch --config_file FILE --machine_rank K "
-            f"launch/train.py RECIPE, with FILE of `dmt render --to accelerate`; or "
+            f"{TRAIN} RECIPE, with FILE of `dmt render --to accelerate`; or "
             f"{on_several_machines()}",
         )
         if importlib.util.find_spec("accelerate") is None:

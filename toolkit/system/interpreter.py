@@ -13,11 +13,16 @@ from shutil import which
 
 import toolkit
 
+_CHECKOUT = Path(toolkit.__file__).parents[1]
+_SCRIPT = "launch/train.py"
+TRAIN = _SCRIPT if (_CHECKOUT / _SCRIPT).is_file() else "-m toolkit.train"
+"""What your own launcher starts on each rank, before RECIPE: a wheel has no `launch/`."""
+
 
 def safe_path() -> bool:
     """Whether new processes leave the working directory out: always, unless DMT itself is
     imported from there (a checkout that is not installed)."""
-    return Path(toolkit.__file__).parents[1] != Path.cwd()
+    return Path.cwd() != _CHECKOUT
 
 
 def python() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.system.interpreter import TRAIN
 from toolkit.targets import accelerate_file, deepspeed
 from toolkit.targets.base import (
     ACCUMULATION,
@@ -187,7 +188,7 @@ class AccelerateTarget(Target):
     names = ACCELERATE
     rendered = True
     who = (
-        "`accelerate launch --config_file` … launch/train.py RECIPE: starts num_processes, and "
+        f"`accelerate launch --config_file` … {TRAIN} RECIPE: starts num_processes, and "
         "DMT refuses a number that differs from the recipe's; otherwise the recipe takes "
         "precedence",
         "`accelerate launch` of a script with its own Accelerator: this file takes precedence",

@@ -18,6 +18,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.system.interpreter import TRAIN
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """Accelerate's word for a recipe's precision."""
@@ -249,13 +250,13 @@ def _start(words: InAccelerate, cluster: ClusterSection) -> Iterator[tuple[str, 
 def _heading(recipe: Recipe, words: InAccelerate) -> Iterator[str]:
     """What the reader of the file must know."""
     yield f"{recipe.name} for Accelerate, written by `dmt render --to accelerate`. Use:"
-    yield "accelerate launch --config_file THIS_FILE launch/train.py RECIPE"
+    yield f"accelerate launch --config_file THIS_FILE {TRAIN} RECIPE"
     if recipe.cluster.nodes > 1:
         yield (
             "on every machine, with --machine_rank 0, 1, … and --main_process_ip ADDRESS of "
             "machine 0 before"
         )
-        yield "launch/train.py. A file that is the same on all machines cannot say them."
+        yield f"{TRAIN}. A file that is the same on all machines cannot say them."
     yield from words.notes
     if stated := _beyond_scripts(recipe):
         yield f"launch/train.py has {_listed(stated)}; a script of your own has not."
