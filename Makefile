@@ -4,6 +4,7 @@
 #   make test      run the tests of each part, and the most telling ones of whole runs: a quarter of an hour
 #   make test-all  run all tests but the long ones: about an hour (CI does)
 #   make check     lint, format, types (CI does, too)
+#   make docs      the documentation as a site, in build/site; mistakes in links are errors
 #   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
 #   make nightly   make test with the newest and with the oldest versions, make resolve (not part of CI)
 #   make resolve   which versions pip takes without constraints, written to .ci/resolved.md
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: setup demo test test-all check soak nightly nightly-newest nightly-floor resolve bump cuda-build
+.PHONY: setup demo test test-all check docs soak nightly nightly-newest nightly-floor resolve bump cuda-build
 
 setup: $(READY)
 
@@ -33,7 +34,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	  if command -v nvidia-smi >/dev/null; then $(BIN)/pip install -q "$$torch"; \
 	  else $(BIN)/pip install -q "$$torch+cpu" 2>/dev/null || $(BIN)/pip install -q "$$torch"; fi; \
 	fi
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev,tensorboard,ray]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,tensorboard,ray]'
 	@touch $@
 
 demo: setup
@@ -50,6 +51,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m toolkit.recipe.docs --check
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -23,7 +23,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = ROOT / "pyproject.toml"
 NEWEST = ROOT / ".ci" / "constraints" / "newest.txt"
-EXTRAS = ("dev", "tensorboard", "ray")
+EXTRAS = ("dev", "docs", "tensorboard", "ray")
 """What `make test` installs."""
 
 
