@@ -2,12 +2,15 @@
 
 - A mermaid diagram becomes the picture that `python benchmarks/pictures.py diagrams` drew of
   it, so that the site needs no script of another server. One without a picture is a warning.
+- The Markdown of each page stays next to it: llms.txt names it, for agents.
 - A link to a file outside of docs/ becomes that file's name: the site does not have it.
 """
 
 import logging
 import re
+import shutil
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 LOG = logging.getLogger("mkdocs.hooks.pictures")
@@ -47,3 +50,10 @@ def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
 def on_post_page(output: str, **_: Any) -> str:
     """Name the theme's search, which a screen reader would not announce without."""
     return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+
+
+def on_post_build(config: Any) -> None:
+    """Copy the Markdown of the pages."""
+    docs, site = Path(config.docs_dir), Path(config.site_dir)
+    for page in docs.rglob("*.md"):
+        shutil.copyfile(page, site / page.relative_to(docs))

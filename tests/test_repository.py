@@ -55,7 +55,9 @@ def test_the_lock() -> None:
         packages.setdefault(one["name"], []).append(one.get("version", ""))
     assert PROJECT["name"] in packages
     extras = (
-        lines for name, lines in PROJECT["optional-dependencies"].items() if name != "docs"
+        lines
+        for name, lines in PROJECT["optional-dependencies"].items()
+        if name not in ("dev", "docs")
     )
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
     for requirement in map(Requirement, lines):

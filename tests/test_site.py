@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -49,6 +50,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_agents_find_the_markdown(site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 15 and all((site / link).is_file() for link in links)
 
 
 @pytest.fixture(scope="module")
