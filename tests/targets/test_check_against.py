@@ -50,7 +50,8 @@ def test_several_places_and_json(tmp_path: Path, dmt: Dmt) -> None:
     assert checked["problems"] == []
     accelerate, env = checked["against"]
     assert accelerate.keys() == {
-        "source", "kind", "agrees", "settings", "only_there", "unknown", "precedence",
+        "source", "kind", "agrees", "settings", "only_there", "reasons", "unknown",
+        "precedence",
     }  # fmt: skip
     assert (accelerate["kind"], accelerate["agrees"]) == ("Accelerate config", False)
     assert accelerate["unknown"][0]["hint"] == "did you mean `mixed_precision`?"

@@ -83,7 +83,8 @@ def test_accelerate_with_deepspeed(tiny: Planned, tmp_path: Path) -> None:
     assert winners["mixed_precision"] == "recipe"
     (typo,) = report.source.unknown
     assert typo.hint == "did you mean `deepspeed_config_file`?"
-    assert "fsdp_config.fsdp_version (not in effect)" in report.source.only_there
+    reasons = {one.at.name: one.reason for one in report.source.leftovers}
+    assert reasons["fsdp_config.fsdp_version"] == "not in effect: distributed_type is not FSDP"
 
 
 @pytest.mark.parametrize(("version", "stage"), [(1, "agrees"), (2, "disagrees")])

@@ -32,7 +32,7 @@ class ToyTarget(Target):
     rendered = True
     who = ("the toy reads only this file",)
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         settings = {
             key: ForeignSetting(key, value, file.place(key))
             for key, value in file.values.items()

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.output import Line
+from toolkit.targets.base import NO_SETTING, SettingSource
 from toolkit.targets.compare import Report, SettingComparison
 
 _MOST_NAMES = 30
@@ -26,6 +27,7 @@ def record(report: Report) -> dict[str, Any]:
         "agrees": report.agrees,
         "settings": [*report.compared],
         "only_there": source.only_there,
+        "reasons": {one.at.name: one.reason for one in source.leftovers},
         "unknown": [*source.unknown],
         "precedence": [*source.who],
     }
@@ -49,8 +51,17 @@ def lines(report: Report) -> Iterator[Line]:
         more = len(names) - _MOST_NAMES
         shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         yield Text(f"  only there ({len(names)}): {shown}", "dim")
+    for reason, of_reason in _by_reason(source):
+        yield Text(f"    {', '.join(of_reason)}: {reason}", "dim")
     for sentence in source.who:
         yield Text(f"  {sentence}", "dim")
+
+
+def _by_reason(source: SettingSource) -> Iterator[tuple[str, list[str]]]:
+    """The names of settings that are only there, by what is to be said of them, if anything."""
+    reasons = dict.fromkeys(one.reason for one in source.leftovers if one.reason != NO_SETTING)
+    for reason in reasons:
+        yield reason, [one.at.name for one in source.leftovers if one.reason == reason]
 
 
 def _table(report: Report) -> Table:

@@ -22,6 +22,8 @@ from toolkit.targets.base import (
     SHARDS,
     WORLD,
     ForeignSetting,
+    Leftover,
+    Nearest,
     OneOf,
     Row,
     Settings,
@@ -57,11 +59,14 @@ _SECTION_OF_TYPE = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
+_IDLE = {
+    section: f"distributed_type is not {kind}" for section, kind in _SECTION_OF_TYPE.items()
+}
 _MAPS = {*SECTIONS, "tpu_env"}
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 _JSON = "deepspeed_config_file"
 
-_FSDP_1 = OneOf(("fsdp 1",))
+_FSDP_1 = Nearest(ENGINES["FSDP"], "with FSDP 2, where this is version 1")
 """No engine of DMT's: it has FSDP's version 2."""
 _VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distributed_type"
 
@@ -194,7 +199,7 @@ class AccelerateTarget(Target):
         "`accelerate launch` of a script with its own Accelerator: this file takes precedence",
     )
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`."""
         found = SettingSource(str(file.path), self.kind, self.who)
         settings: dict[str, ForeignSetting] = {}
@@ -204,7 +209,7 @@ class AccelerateTarget(Target):
             if wrong := _wrong(setting, key, ACCELERATE, key in _MAPS):
                 found.unknown.append(wrong)
             elif key == "tpu_env":
-                found.only_there.append(key)
+                found.leftovers.append(Leftover(setting, "no engine runs on TPUs"))
             elif isinstance(value, Mapping):
                 asleep = _SECTION_OF_TYPE.get(key, kind) != kind
                 settings |= _section(file, key, value, found, asleep)
@@ -251,7 +256,7 @@ def _section(
         if wrong := _wrong(setting, argument, SECTIONS[section]):
             found.unknown.append(wrong)
         elif asleep:
-            found.only_there.append(f"{name} (not in effect)")
+            found.leftovers.append(Leftover(setting, f"not in effect: {_IDLE[section]}"))
         elif value is not None:
             settings[argument] = setting
     return settings

@@ -1,8 +1,10 @@
 """A foreign format: a file of another tool that DMT reads, and writes where it can.
 
 Its table maps their names to the recipe's. Everything that reads goes through it: a reader
-makes a `ForeignSetting` of each thing that stands in the file, `read_settings` looks it up, and
-`compare.py` judges the `Stated`s that come out.
+makes a `ForeignSetting` of each thing that stands in the file, and `read_settings` looks it up.
+Of the `Stated`s that come out, `compare.py` judges whether they agree with a recipe
+(`dmt check --against`), and `starter/from_files.py` makes one (`dmt init --from`). What has no
+counterpart is a `Leftover` with the reason.
 """
 
 import sys
@@ -62,6 +64,30 @@ class OverContext:
 
 
 @dataclass(frozen=True)
+class ShareOfSteps:
+    """A number of steps, as a share of those of the run."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A statement that no recipe fulfils, and what comes nearest, which `dmt init` takes."""
+
+    value: object
+    difference: str
+    """What the run then does differently, for a comment."""
+
+
+@dataclass(frozen=True)
+class NotCarried:
+    """A row of a setting that no recipe has; also among the results of a `Rule`."""
+
+    reason: str
+    """Why, and what does the same here if anything does: without the setting's name."""
+
+
+@dataclass(frozen=True)
 class ForeignSetting:
     """One setting as it stands in a file or in the environment."""
 
@@ -103,6 +129,14 @@ class Stated:
 
 
 @dataclass(frozen=True)
+class Leftover:
+    """A setting of the other place that no recipe has."""
+
+    at: ForeignSetting
+    reason: str
+
+
+@dataclass(frozen=True)
 class Unknown:
     """A name that the tool does not know."""
 
@@ -123,10 +157,15 @@ class TargetKey:
     """The recipe's value in theirs; None where DMT does not write it."""
 
 
-Rule = Callable[[ForeignSetting, Settings], Iterable[Stated | Unknown] | None]
-"""A row whose meaning depends on others; None where it is nothing that a recipe has."""
-Row = str | TargetKey | Rule
+Result = Stated | Unknown | NotCarried
+Rule = Callable[[ForeignSetting, Settings], Iterable[Result] | None]
+"""A row whose meaning depends on others. None: nothing that a recipe has. Empty: it is part of
+what another row states."""
+Row = str | TargetKey | Rule | NotCarried
 """Of a table; a string is a setting of the recipe with the same values."""
+
+NO_SETTING = "a recipe has no such setting"
+"""Why what has no row is not carried, unless `intake/foreign.py` knows better."""
 
 
 @dataclass
@@ -142,15 +181,20 @@ class SettingSource:
     winner: str = "recipe"
     """Which takes precedence under DMT where it disagrees with the recipe."""
     stated: list[Stated] = field(default_factory=list)
-    only_there: list[str] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
     """Settings without a counterpart in a recipe."""
     unknown: list[Unknown] = field(default_factory=list)
 
     def add(self, other: "SettingSource") -> None:
         """Take over the settings of `other`."""
         self.stated += other.stated
-        self.only_there += other.only_there
+        self.leftovers += other.leftovers
         self.unknown += other.unknown
+
+    @property
+    def only_there(self) -> list[str]:
+        """Names of the settings without a counterpart."""
+        return [leftover.at.name for leftover in self.leftovers]
 
 
 class Target:
@@ -161,6 +205,11 @@ class Target:
     form: ClassVar[str]
     """The same with an article and the notation, for the list of what can be read; empty: it is
     only written."""
+    tool: ClassVar[str] = ""
+    """Whose files they are: `Axolotl`; empty: `kind` says it."""
+    defaults: ClassVar[Mapping[str, object]] = {}
+    """What the tool does where its file is silent, by our keys, as `Stated` values: where the
+    recipe's default differs, or the recipe requires a value. `dmt init --from` states them."""
     who: ClassVar[tuple[str, ...]]
     """See `SettingSource`."""
     names: ClassVar[frozenset[str]] = frozenset()
@@ -178,8 +227,8 @@ class Target:
         """The settings in a text that is neither JSON nor YAML; None where it has none."""
         return None
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
-        """What a file states; `recipe` may name this very file."""
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
+        """What a file states. `recipe` may name this very file; None for `dmt init --from`."""
         raise NotImplementedError
 
     def adapt(self, recipe: Recipe) -> Recipe:
@@ -222,23 +271,39 @@ def read_settings(
     found = SettingSource()
     for theirs in settings if names is None else names:
         setting, row = settings[theirs], keys.get(theirs, "")
-        results: Iterable[Stated | Unknown] | None
-        if not row:
-            wrong = other(setting)
-            results = None if wrong is None else (wrong,)
-        elif isinstance(row, str | TargetKey):
-            key = TargetKey(row) if isinstance(row, str) else row
-            results = (Stated(key.ours, key.read(setting.value), setting),)
-        else:
-            results = row(setting, settings)
-        if results is None:
-            found.only_there.append(setting.name)
-        for result in results or ():
+        for result in _results(setting, row, settings, other):
             if isinstance(result, Stated):
                 found.stated.append(result)
-            else:
+            elif isinstance(result, Unknown):
                 found.unknown.append(result)
+            else:
+                found.leftovers.append(Leftover(setting, result.reason))
     return found
+
+
+def _results(
+    setting: ForeignSetting,
+    row: Row,
+    settings: Settings,
+    other: Callable[[ForeignSetting], Unknown | None],
+) -> Iterable[Result]:
+    """What one setting states by its row."""
+    if isinstance(row, NotCarried):
+        return (row,)
+    if not row:
+        wrong = other(setting)
+        return (wrong or not_carried(setting.name),)
+    if isinstance(row, str | TargetKey):
+        key = TargetKey(row) if isinstance(row, str) else row
+        return (Stated(key.ours, key.read(setting.value), setting),)
+    results = row(setting, settings)
+    return (not_carried(setting.name),) if results is None else results
+
+
+def not_carried(name: str) -> NotCarried:
+    """Why a setting without a row has no counterpart."""
+    known = foreign(name.rpartition(".")[2])
+    return NotCarried(known.note if known and known.target is None else NO_SETTING)
 
 
 def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, object]:

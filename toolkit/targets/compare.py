@@ -10,10 +10,12 @@ from toolkit.targets.base import (
     AUTO,
     DATA_PARALLEL,
     AtMost,
+    Nearest,
     OneOf,
     OverContext,
     PerReplica,
     SettingSource,
+    ShareOfSteps,
     Stated,
     shown,
 )
@@ -144,7 +146,7 @@ def _advice(stated: Stated, fact: Fact) -> str:
 
 def _can_be_set(key: str, value: object) -> bool:
     """Whether a recipe can say the same with one `--set`."""
-    if isinstance(value, OneOf | AtMost) or key not in settings():
+    if isinstance(value, OneOf | AtMost | Nearest | ShareOfSteps) or key not in settings():
         return False
     words = choices(settings()[key].info.annotation)
     return not words or not isinstance(value, str) or value in words

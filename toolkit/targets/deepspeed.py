@@ -93,6 +93,7 @@ class DeepSpeedTarget(Target):
 
     kind = "DeepSpeed config"
     form = "a DeepSpeed config (JSON)"
+    tool = "DeepSpeed"
     names = KNOWN_KEYS[""]
     who = (
         "DMT does not read this file (parallel.zero.config would name it): the recipe takes "
@@ -106,11 +107,11 @@ class DeepSpeedTarget(Target):
         blocks = ("fp16", "bf16", "optimizer")
         return super().score(values) + sum(isinstance(values.get(key), dict) for key in blocks)
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`; `recipe` says whether DMT reads this very file."""
         found = collect(file)
         found.name, found.kind, found.who = str(file.path), self.kind, self.who
-        named = recipe.parallel.zero.config
+        named = None if recipe is None else recipe.parallel.zero.config
         if named is not None and open_config(named).path.resolve() == file.path.resolve():
             found.winner = "refused"
             found.who = (

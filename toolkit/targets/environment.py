@@ -12,9 +12,11 @@ from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.recipe.yaml_nodes import Value
 from toolkit.targets import accelerate, files
 from toolkit.targets.base import (
+    NO_SETTING,
     WORLD,
     AtMost,
     ForeignSetting,
+    Leftover,
     OneOf,
     SettingSource,
     Stated,
@@ -176,19 +178,20 @@ class _Reader:
             *self._ranks(), *self._torchrun(), *self._devices(), *self._wandb(),
             *self._deterministic(), *self._others(),
         ]  # fmt: skip
-        found.only_there = list(self._only_there(found))
+        found.leftovers = list(self._leftovers(found))
         found.name, found.kind, found.who = NAME, KIND, WHO
         return found
 
-    def _only_there(self, found: SettingSource) -> Iterator[str]:
+    def _leftovers(self, found: SettingSource) -> Iterator[Leftover]:
         """Unused variables; Slurm's many are only counted."""
         said = {stated.at.place for stated in found.stated} | SWITCHES.keys() | {*self.asleep}
         rest = sorted(self.environ.keys() - said)
         slurm = sum(name.startswith("SLURM_") for name in rest)
-        yield from (name for name in rest if not name.startswith("SLURM_"))
-        yield from (f"{name} (not in effect)" for name in self.asleep)
-        if slurm:
-            yield f"SLURM_* ({slurm})"
+        unread = [(name, NO_SETTING) for name in rest if not name.startswith("SLURM_")]
+        unread += [(name, "not in effect") for name in self.asleep]
+        unread += [(f"SLURM_* ({slurm})", "Slurm's own")] if slurm else []
+        for name, reason in unread:
+            yield Leftover(ForeignSetting(name, None, name), reason)
 
     def _value(self, name: str) -> Value:
         return as_yaml(self.environ[name])

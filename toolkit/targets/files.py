@@ -8,7 +8,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
-from toolkit.targets.base import TARGETS, SettingSource
+from toolkit.targets.base import TARGETS, SettingSource, Target
 
 
 def read_source(path: Path, recipe: Recipe) -> SettingSource:
@@ -16,26 +16,46 @@ def read_source(path: Path, recipe: Recipe) -> SettingSource:
 
     Raises RecipeError if it cannot be read or its format is unknown.
     """
-    text = _text(path)
-    if text.lstrip().startswith("{"):
-        return _of_settings(read_json(path, "JSON file"), recipe)
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return _of_settings(_read_yaml(path, text), recipe)
-    for _, target in TARGETS.items():
-        if (file := target.parse(text, path)) is not None:
-            return target.read(file, recipe)
-    raise _no_kind(path, "a text without `--flags`")
+    target, file = recognised(path, "--against")
+    return target.read(file, recipe)
 
 
-def _of_settings(file: JsonFile, recipe: Recipe) -> SettingSource:
+def recognised(path: Path, option: str) -> tuple[Target, JsonFile]:
+    """The format of the file at `path`, and what stands in it.
+
+    Raises RecipeError, on `option`, if it cannot be read or its format is unknown.
+    """
+    try:
+        text = _text(path)
+        if text.lstrip().startswith("{"):
+            return _by_names(read_json(path, "JSON file"))
+        if path.suffix.lower() in (".yaml", ".yml"):
+            return _by_names(_read_yaml(path, text))
+        for _, target in TARGETS.items():
+            if (file := target.parse(text, path)) is not None:
+                return target, file
+        raise _NoKind("a text without `--flags`")
+    except _NoKind as error:
+        environment = ", or `env`" if option == "--against" else ""
+        forms = (target.form for _, target in TARGETS.items() if target.form)
+        kinds = ", ".join(forms) + environment
+        problem = Problem(option, str(error), kinds, "", str(path))
+        raise RecipeError([problem]) from error
+
+
+class _NoKind(Exception):
+    """Why a file is of no known format."""
+
+
+def _by_names(file: JsonFile) -> tuple[Target, JsonFile]:
     """By whose names its top-level keys are, most of them."""
     scores = {name: target.score(file.values) for name, target in TARGETS.items()}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
-        return TARGETS[best].read(file, recipe)
+        return TARGETS[best], file
     if {"model", "training", "data", "extends"} & file.values.keys():
-        raise _no_kind(file.path, "a recipe")
-    raise _no_kind(file.path, f"settings {', '.join(list(file.values)[:5]) or 'none'}")
+        raise _NoKind("a recipe")
+    raise _NoKind(f"settings {', '.join(list(file.values)[:5]) or 'none'}")
 
 
 def _text(path: Path) -> str:
@@ -43,19 +63,12 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(yaml_nodes.MAX_BYTES + 1)
         if len(data) > yaml_nodes.MAX_BYTES:
-            raise _no_kind(path, f"more than {yaml_nodes.MAX_BYTES // 1024} KiB")
+            raise _NoKind(f"more than {yaml_nodes.MAX_BYTES // 1024} KiB")
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise _no_kind(path, error.strerror or str(error)) from error
+        raise _NoKind(error.strerror or str(error)) from error
     except ValueError as error:  # not UTF-8, or a null character in the path
-        raise _no_kind(path, str(error)) from error
-
-
-def _no_kind(path: Path, problem: str) -> RecipeError:
-    kinds = (
-        ", ".join(target.form for _, target in TARGETS.items() if target.form) + ", or `env`"
-    )
-    return RecipeError([Problem("--against", problem, kinds, "", str(path))])
+        raise _NoKind(str(error)) from error
 
 
 def _read_yaml(path: Path, text: str) -> JsonFile:
@@ -64,7 +77,7 @@ def _read_yaml(path: Path, text: str) -> JsonFile:
     if problems:
         raise RecipeError(problems)
     if not isinstance(node, yaml_nodes.Mapping):
-        raise _no_kind(path, "a YAML file that is no map")
+        raise _NoKind("a YAML file that is no map")
     values: dict[str, Any] = yaml_nodes.to_data(node)
     return JsonFile(path, values, dict(_lines(node, "")))
 

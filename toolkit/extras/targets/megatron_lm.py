@@ -75,7 +75,7 @@ class MegatronLmTarget(Target):
         flags = {flag.name.replace("_", "-"): flag for flag in read_flags(text, str(path))}
         return JsonFile(path, flags, {name: flag.line for name, flag in flags.items()})
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`."""
         settings = {
             name: ForeignSetting(

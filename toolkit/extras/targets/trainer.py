@@ -13,6 +13,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate, deepspeed
 from toolkit.targets.base import (
     ForeignSetting,
+    Leftover,
     OneOf,
     Row,
     Rule,
@@ -53,7 +54,7 @@ class TrainerTarget(Target):
         "HF Trainer reads only this file: there it takes precedence",
     )
 
-    def read(self, file: JsonFile, recipe: Recipe) -> SettingSource:
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`. Rows are in the order of the tables, whatever that of the file."""
         settings = {
             key: ForeignSetting(key, value, file.place(key))
@@ -211,7 +212,7 @@ def _add_engine(
         block = _block(file, "fsdp_config", options.value if options else {})
         found.add(_fsdp(switch, *block))
     elif options is not None and options.value:
-        found.only_there.append("fsdp_config (not in effect)")
+        found.leftovers.append(Leftover(options, "not in effect: fsdp is off"))
 
 
 def _block(file: JsonFile, key: str, config: object) -> tuple[JsonFile, str]:
