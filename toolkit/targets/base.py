@@ -227,6 +227,10 @@ class Target:
         """The settings in a text that is neither JSON nor YAML; None where it has none."""
         return None
 
+    def join(self, files: Sequence[JsonFile]) -> JsonFile:
+        """Several of its files as the tool reads them together."""
+        raise NotImplementedError
+
     def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """What a file states. `recipe` may name this very file; None for `dmt init --from`."""
         raise NotImplementedError
@@ -249,6 +253,10 @@ TARGETS: Registry[Target] = Registry(
         "deepspeed": "toolkit.targets.deepspeed:TARGET",
         "accelerate": "toolkit.targets.accelerate:TARGET",
         "trainer": "toolkit.extras.targets.trainer:TARGET",
+        "gpt-neox": "toolkit.extras.targets.gpt_neox:TARGET",
+        # Both read texts with `--flags`, too: they come before Megatron-LM, which takes any.
+        "torchtitan": "toolkit.extras.targets.torchtitan:TARGET",
+        "megatron-bridge": "toolkit.extras.targets.megatron_bridge:TARGET",
         "megatron-lm": "toolkit.extras.targets.megatron_lm:TARGET",
         "skypilot": "toolkit.extras.targets.cloud:SKYPILOT",
         "dstack": "toolkit.extras.targets.cloud:DSTACK",

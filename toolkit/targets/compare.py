@@ -1,5 +1,6 @@
 """Compares the settings of another place with those of the recipe and its plan."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -110,6 +111,13 @@ def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
         if degree is None or degree.value in (1, AUTO) or batch % int(str(degree.value)):
             return replace(stated, value=batch)
         return replace(stated, value=OneOf((batch, batch // int(str(degree.value)))))
+    if isinstance(stated.value, ShareOfSteps):
+        steps = facts.get("training.steps")
+        if steps is None:
+            return replace(stated, certain=False)
+        share = math.ceil(stated.value.share * int(str(steps.value)))
+        at = replace(stated.at, text=f"{stated.at.written} · {steps.value} steps = {share}")
+        return replace(stated, value=share, at=at)
     if not isinstance(stated.value, PerReplica):
         return stated
     replicas = facts.get(DATA_PARALLEL)

@@ -139,6 +139,7 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
     Includes the layout's additions if megatron-core's model is planned.
     """
     shape: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     with suppress(DmtError):  # only on the hub
         config = trained_config(recipe.model)
         spec = model_spec(config)
@@ -155,4 +156,6 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
         positions = max(shape["max_sequence_length"], recipe.training.sequence_length)
         shape["max_sequence_length"] = positions
     origin = places("model.config") or places("model.hub") or "default"
-    return {f"megatron.{name}": Fact(value, origin) for name, value in shape.items()}
+    values = {f"megatron.{name}": value for name, value in shape.items()}
+    values |= {f"model.config.{name}": value for name, value in config.items()}
+    return {key: Fact(value, origin) for key, value in values.items()}

@@ -27,10 +27,10 @@ def recognised(path: Path, option: str) -> tuple[Target, JsonFile]:
     """
     try:
         text = _text(path)
+        if path.suffix.lower() in (".yaml", ".yml"):  # which may also begin with a brace
+            return _by_names(_read_yaml(path, text))
         if text.lstrip().startswith("{"):
             return _by_names(read_json(path, "JSON file"))
-        if path.suffix.lower() in (".yaml", ".yml"):
-            return _by_names(_read_yaml(path, text))
         for _, target in TARGETS.items():
             if (file := target.parse(text, path)) is not None:
                 return target, file
