@@ -15,6 +15,7 @@ from toolkit.targets.base import (
     ForeignSetting,
     Leftover,
     OneOf,
+    Result,
     Row,
     Rule,
     Settings,
@@ -87,9 +88,7 @@ def _judge(setting: ForeignSetting) -> Unknown | None:
 def _numeric(rule: Rule) -> Rule:
     """The rule for a number; anything else is reported."""
 
-    def checked(
-        setting: ForeignSetting, settings: Settings
-    ) -> Iterable[Stated | Unknown] | None:
+    def checked(setting: ForeignSetting, settings: Settings) -> Iterable[Result] | None:
         if number(setting.value) is None:
             return [Unknown(setting.name, setting.place, "not a number")]
         return rule(setting, settings)
