@@ -61,10 +61,12 @@ _OWN = frozenset(("pos_emb", "gpt_j_residual", "num_attention_heads", "train_ite
 """Names by which it is recognised, as by every name with -."""
 
 
+_ADAMS = dict.fromkeys(("Adam", "AdamW", "adam", "cpu_adam"), "adamw")
+"""FusedAdam, of Apex and DeepSpeed, decouples the weight decay."""
+
+
 def _optimizer(value: object, _: Settings) -> object:
-    """FusedAdam, of Apex and DeepSpeed, decouples the weight decay."""
-    is_adam = str(value).lower() in ("adam", "adamw", "cpu_adam")
-    return "adamw" if is_adam else changes(f"no {value}: adamw is taken")
+    return _ADAMS.get(str(value)) or changes(f"no {value}: adamw is taken")
 
 
 def _style(value: object, _: Settings) -> object:
