@@ -11,6 +11,8 @@ ADAMW = OptimizerKind(
         "deepspeed.json": "AdamW",
         "pretrain_gpt.py": "adam",
         "TrainingArguments": "adamw_torch",
+        "LLaMA-Factory": "adamw_torch",
+        "Axolotl": "adamw_torch_fused",
     },
 )
 """`optimizer.name: adamw`."""

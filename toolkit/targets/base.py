@@ -258,6 +258,8 @@ TARGETS: Registry[Target] = Registry(
         "torchtitan": "toolkit.extras.targets.torchtitan:TARGET",
         "megatron-bridge": "toolkit.extras.targets.megatron_bridge:TARGET",
         "megatron-lm": "toolkit.extras.targets.megatron_lm:TARGET",
+        "llama-factory": "toolkit.extras.targets.llama_factory:TARGET",
+        "axolotl": "toolkit.extras.targets.axolotl:TARGET",
         "skypilot": "toolkit.extras.targets.cloud:SKYPILOT",
         "dstack": "toolkit.extras.targets.cloud:DSTACK",
     },

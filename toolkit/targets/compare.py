@@ -105,7 +105,8 @@ def _judge(
 
 
 def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
-    """A batch per replica as the global one, where the number of replicas is known."""
+    """A batch per replica as the global one, where the number of replicas is known; a share of
+    the steps as a number of them."""
     if isinstance(stated.value, OverContext):
         batch, degree = stated.value.sequences, facts.get("parallel.context")
         if degree is None or degree.value in (1, AUTO) or batch % int(str(degree.value)):
@@ -138,7 +139,16 @@ def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
         assert isinstance(fact.value, int)
         return "agrees" if fact.value <= stated.value.limit else "disagrees"
     values = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
-    return "agrees" if any(same(value, fact.value) for value in values) else "disagrees"
+    return "agrees" if any(_same(value, fact.value) for value in values) else "disagrees"
+
+
+def _same(value: object, ours: object) -> bool:
+    """A map in a list states what it names: of a data source, say, and not its defaults."""
+    if isinstance(value, Mapping) and isinstance(ours, Mapping):
+        return all(_same(one, ours.get(name)) for name, one in value.items())
+    if isinstance(value, list) and isinstance(ours, list) and len(value) == len(ours):
+        return all(map(_same, value, ours))
+    return same(value, ours)
 
 
 def _advice(stated: Stated, fact: Fact) -> str:

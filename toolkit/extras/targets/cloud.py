@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
@@ -48,6 +48,19 @@ _DSTACK = {
 _END = "END_OF_RECIPE"
 
 
+class Parts(NamedTuple):
+    """What a task states, whatever the words of the tool."""
+
+    name: str
+    nodes: int
+    gpus: str
+    """The accelerators of a machine, `NAME:COUNT`; empty for CPUs."""
+    install: str
+    variables: dict[str, str]
+    command: str
+    """What every machine runs."""
+
+
 class CloudTarget(Target):
     """What both tasks have in common; they are never read."""
 
@@ -62,11 +75,16 @@ class CloudTarget(Target):
     def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
         """See `Target`."""
         name = re.sub(r"[^a-z0-9]+", "-", f"dmt-{recipe.name.lower()}")[:41].strip("-")
-        command = LiteralScalarString(_command(recipe, self.first_machine))
-        install = f"pip install {NAME}=={toolkit.__version__}"
-        runs = {"RUN_DIR": f"runs/{recipe.name}"}
+        parts = Parts(
+            name=name,
+            nodes=recipe.cluster.nodes,
+            gpus=self._gpus(recipe.cluster),
+            install=f"pip install {NAME}=={toolkit.__version__}",
+            variables={"RUN_DIR": f"runs/{recipe.name}"},
+            command=LiteralScalarString(_command(recipe, self.first_machine)),
+        )
         text = StringIO()
-        YAML().dump(self.task(name, recipe.cluster, install, runs, command), text)
+        YAML().dump(self.task(parts), text)
         if redact(text.getvalue()) != text.getvalue():
             raise PlanError(
                 f"{self.title}'s task would hold a secret of this environment",
@@ -74,8 +92,7 @@ class CloudTarget(Target):
             )
         return text.getvalue(), tuple(_notes(recipe.cluster))
 
-    def gpus(self, cluster: ClusterSection) -> str:
-        """A machine's accelerators, `NAME:COUNT`; empty for CPUs."""
+    def _gpus(self, cluster: ClusterSection) -> str:
         if cluster.gpu == "cpu":
             return ""
         if (name := self.accelerators.get(str(cluster.gpu))) is None:
@@ -85,14 +102,7 @@ class CloudTarget(Target):
             )
         return f"{name}:{cluster.gpus_per_node}"
 
-    def task(
-        self,
-        name: str,
-        cluster: ClusterSection,
-        install: str,
-        variables: Mapping[str, str],
-        command: str,
-    ) -> dict[str, Any]:
+    def task(self, of: Parts) -> dict[str, Any]:
         """The task as plain data."""
         raise NotImplementedError
 
@@ -105,24 +115,16 @@ class SkyPilotTarget(CloudTarget):
     accelerators = _SKYPILOT
     first_machine = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
 
-    def task(
-        self,
-        name: str,
-        cluster: ClusterSection,
-        install: str,
-        variables: Mapping[str, str],
-        command: str,
-    ) -> dict[str, Any]:
+    def task(self, of: Parts) -> dict[str, Any]:
         """See `CloudTarget`."""
-        gpus = self.gpus(cluster)
         return {
-            "name": name,
-            "num_nodes": cluster.nodes,
-            "resources": {"accelerators": gpus} if gpus else {"cpus": "4+"},
+            "name": of.name,
+            "num_nodes": of.nodes,
+            "resources": {"accelerators": of.gpus} if of.gpus else {"cpus": "4+"},
             "workdir": ".",
-            "envs": dict(variables),
-            "setup": install,
-            "run": command,
+            "envs": of.variables,
+            "setup": of.install,
+            "run": of.command,
         }
 
 
@@ -134,24 +136,16 @@ class DstackTarget(CloudTarget):
     accelerators = _DSTACK
     first_machine = "$DSTACK_MASTER_NODE_IP"
 
-    def task(
-        self,
-        name: str,
-        cluster: ClusterSection,
-        install: str,
-        variables: Mapping[str, str],
-        command: str,
-    ) -> dict[str, Any]:
+    def task(self, of: Parts) -> dict[str, Any]:
         """See `CloudTarget`."""
-        gpus = self.gpus(cluster)
         return {
             "type": "task",
-            "name": name,
-            "nodes": cluster.nodes,
+            "name": of.name,
+            "nodes": of.nodes,
             "files": ["."],
-            "env": dict(variables),
-            "commands": [install, command],
-            "resources": {"gpu": gpus or 0, "shm_size": "16GB"},
+            "env": of.variables,
+            "commands": [of.install, of.command],
+            "resources": {"gpu": of.gpus or 0, "shm_size": "16GB"},
         }
 
 

@@ -35,7 +35,7 @@ from toolkit.targets.base import (
 from toolkit.targets.training_arguments import KEYS
 
 _KNOWN = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
-_BLOCKS = ("deepspeed", "fsdp", "fsdp_config")
+BLOCKS = ("deepspeed", "fsdp", "fsdp_config")
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
 _FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
@@ -67,12 +67,12 @@ class TrainerTarget(Target):
             del settings["lr_scheduler_kwargs"]
             settings[_MIN_LR] = ForeignSetting(_MIN_LR, options["min_lr"], file.place(_MIN_LR))
         found = SettingSource(str(file.path), self.kind, self.who)
-        for table in (KEYS, _DEPENDENT):
+        for table in (KEYS, DEPENDENT):
             names = [name for name in table if name in settings]
             found.add(read_settings(settings, table, names=names))
             found.stated += global_batch(found.stated) if table is KEYS else ()
-        _add_engine(found, file, *(settings.get(key) for key in _BLOCKS))
-        rest = [key for key in settings if key not in {*KEYS, *_DEPENDENT, *_BLOCKS}]
+        add_engine(found, file, *(settings.get(key) for key in BLOCKS))
+        rest = [key for key in settings if key not in {*KEYS, *DEPENDENT, *BLOCKS}]
         found.add(read_settings(settings, {}, _judge, rest))
         return found
 
@@ -152,10 +152,12 @@ def _interval(name: str, ours: str) -> dict[str, Row]:
         return [] if setting.value == "steps" else None
 
     @_numeric
-    def by_steps(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+    def by_steps(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
         counts = strategy not in settings or settings[strategy].value == "steps"
         every = setting.value
-        return [Stated(ours, int(every), setting)] if counts and every >= 1 else []
+        if not counts or every <= 0:
+            return []
+        return [Stated(ours, int(every), setting)] if every >= 1 else None  # a share of all
 
     return {strategy: by_strategy, f"{name}_steps": by_steps}
 
@@ -175,7 +177,7 @@ _RECOMPUTE = TargetKey(
     lambda value: "full" if value else OneOf(("none", "selective")),
 )
 
-_DEPENDENT: Mapping[str, Row] = {
+DEPENDENT: Mapping[str, Row] = {
     "bf16": _precision,
     "fp16": _precision,
     "tf32": _tf32,
@@ -195,7 +197,7 @@ _DEPENDENT: Mapping[str, Row] = {
 """Settings whose meaning depends on others."""
 
 
-def _add_engine(
+def add_engine(
     found: SettingSource,
     file: JsonFile,
     config: ForeignSetting | None,

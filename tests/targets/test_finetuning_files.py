@@ -1,0 +1,219 @@
+"""LLaMA-Factory's and Axolotl's published configurations: read, planned and written again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+from tests.targets.conftest import TINY, Planned
+from toolkit.errors import DmtError, PlanError, RecipeError
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.dump import dump
+from toolkit.recipe.schema import Recipe
+from toolkit.targets import against
+from toolkit.targets.base import (
+    AUTO,
+    TARGETS,
+    Nearest,
+    OneOf,
+    PerReplica,
+    SettingSource,
+    ShareOfSteps,
+    Target,
+)
+from toolkit.targets.facts import DERIVED
+from toolkit.targets.files import recognised
+
+FOLDER = ROOT / "tests/targets/published"
+GPUS = 8
+CHANGES_TRAINING = {
+    "llama-factory/llama3_full_sft": "dataset max_samples template",
+    "llama-factory/llama3_lora_dpo": "dataset max_samples template",
+    "llama-factory/llama3_lora_pretrain": "max_samples",
+    "llama-factory/llama3_lora_sft": "dataset max_samples template",
+    "llama-factory/llama3_qlora_sft": "dataset max_samples quantization_bit template",
+    "axolotl/llama-3-fft-8b-liger-fsdp": "chat_template special_tokens",
+    "axolotl/llama-3-instruct-dpo-lora-8b": "chat_template load_in_8bit special_tokens",
+    "axolotl/llama-3-lora-1b": "datasets loss_watchdog_patience loss_watchdog_threshold "
+    "special_tokens",
+    "axolotl/mistral-qlora-orpo": "load_in_4bit loss_watchdog_patience loss_watchdog_threshold",
+    "axolotl/tiny-llama-pretrain": "",
+}
+"""What has no counterpart and changes training, of each file."""
+SHAPES = {
+    "NousResearch/Llama-3.2-1B": "llama-3.2-1b",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "llama-3.2-1b",
+    "mistralai/Mistral-7B-v0.1": "mistral-7b",
+}
+"""Shipped shapes of the models; 8B for the others."""
+
+
+def read(path: Path) -> tuple[Target, SettingSource]:
+    target, file = recognised(path, "--from")
+    return target, target.read(file, None)
+
+
+def carried(found: SettingSource) -> dict[str, Any]:
+    """What a file states of a recipe, by key."""
+    return {
+        one.key: one.value.value if isinstance(one.value, Nearest) else one.value
+        for one in found.stated
+        if one.value != AUTO and not isinstance(one.value, OneOf) and one.key not in DERIVED
+    }
+
+
+def recipe_of(target: Target, found: SettingSource, folder: Path) -> Recipe:
+    """The recipe that a file states, with the tool's defaults, on a machine of eight GPUs."""
+    cluster = {"nodes": 1, "gpus_per_node": GPUS, "gpu": "h100-80gb"}
+    data: dict[str, Any] = {"name": "imported", "cluster": cluster}
+    for key, value in {**target.defaults, **carried(found)}.items():
+        if isinstance(value, PerReplica):
+            value = value.sequences * GPUS
+        if isinstance(value, ShareOfSteps):
+            key, value = "schedule.warmup_ratio", value.share
+        *sections, name = key.split(".")
+        section = data
+        for step in sections:
+            section = section.setdefault(step, {})
+        name, _, index = name.partition("[")
+        if index:
+            section.setdefault(name, [0, 0])[int(index[0])] = value
+        else:
+            section[name] = value
+    size = SHAPES.get(data["model"]["hub"], "llama-3.1-8b")
+    shape = next((ROOT / "recipes").glob(f"*/{size}-sft.yaml"))
+    data["model"]["config"] = load_recipe(shape).model.config
+    (folder / "recipe.yaml").write_text(dump(data, flow=False))
+    return load_recipe(folder / "recipe.yaml")
+
+
+def written(target: Target, recipe: Recipe, path: Path) -> None:
+    """Render the recipe; a data set's description is a note."""
+    adapted = target.adapt(recipe)
+    text, notes = target.write(adapted, plan_recipe(adapted, explained=False))
+    path.write_text(text)
+    for note in notes:
+        name, _, content = note.partition(": ")
+        if name.endswith(".json"):
+            (path.parent / name).parent.mkdir(exist_ok=True)
+            (path.parent / name).write_text(content)
+
+
+@pytest.mark.parametrize("name", CHANGES_TRAINING)
+def test_a_published_file_is_imported_planned_and_given_back(name: str, tmp_path: Path) -> None:
+    path = FOLDER / f"{name}.yaml"
+    target, found = read(path)
+    assert not found.unknown
+    changing = {
+        one.at.name for one in found.leftovers if one.reason.startswith("changes training")
+    }
+    assert changing == {*CHANGES_TRAINING[name].split()}
+    lines = path.read_text().splitlines()
+    named = {one.at.name for one in (*found.leftovers, *found.stated)}
+    keys = [line.partition(":") for line in lines if line and line[0] not in "# "]
+    silent = {key for key, _, value in keys if key not in named and value.strip()}
+    parts = {"sample_packing", "train_on_inputs", "eval_strategy"}  # of other statements
+    assert silent <= parts | {"finetuning_type"}  # full: no adapter
+
+    recipe = recipe_of(target, found, tmp_path)
+    plan = plan_recipe(recipe, explained=False)
+    conflicts = against(str(path), recipe, plan)[0].conflicts
+    nearest = {one.key for one in found.stated if isinstance(one.value, Nearest)}
+    assert {row.key for row in conflicts} <= nearest
+
+    written(target, recipe, tmp_path / "again.yaml")
+    again = read(tmp_path / "again.yaml")[1]
+    assert carried(found).items() <= carried(again).items()
+    assert not again.unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("stage: dpo\npref_loss: orpo\npref_beta: 0.3", "orpo.beta", 0.3),
+        ("stage: dpo\npref_loss: ipo\npref_ftx: 0.5", "dpo.sft_weight", 0.5),
+        ("stage: sft\nneat_packing: true\npacking: true", "data.packing", "greedy"),
+        ("stage: sft\nlora_rank: 4", "adapter.alpha", 8),
+        ("stage: sft\nwarmup_steps: 0.1", "schedule.warmup_steps", ShareOfSteps(0.1)),
+        ("base_model: m\nrl: ipo\nrl_beta: 0.2", "dpo.beta", 0.2),
+        ("base_model: m\nadapter: lora\nlora_r: 4", "adapter.rank", 4),
+        ("base_model: m\nsequence_len: 8\ncontext_parallel_size: 2", "parallel.context", 2),
+        ("base_model: m\nsequence_len: 8\ngradient_checkpointing: offload",
+         "parallel.offload_activations", True),
+        ("base_model: m\nlearning_rate: 2.0e-4\ncosine_min_lr_ratio: 0.1",
+         "schedule.min_learning_rate", 2e-5),
+    ],
+)  # fmt: skip
+def test_a_setting(text: str, key: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(f"{text}\ndataset: x\n" if "stage" in text else text)
+    assert carried(read(tmp_path / "file.yaml")[1])[key] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("stage: sft\nlora_rnak: 8", "lora_rnak", "did you mean `lora_rank`?"),
+        ("stage: sft\nwarmup_ratio: soon", "warmup_ratio", "not a number"),
+        ("stage: ppo", "stage", "stages are pt, sft and dpo"),
+        ("stage: sft\nfinetuning_type: freeze", "finetuning_type", "model.freeze"),
+        ("stage: sft\nquantization_bit: 4", "quantization_bit", "quantized"),
+        ("stage: sft\nneftune_noise_alpha: 5", "neftune_noise_alpha", "no noise"),
+        ("stage: sft\ntemplate: qwen3", "template", "data.chat_template"),
+        ("stage: sft\nval_size: 100", "val_size", "a number of rows"),
+        ("stage: sft\nlr_scheduler_type: polynomial", "lr_scheduler_type", "no such schedule"),
+        ("base_model: m\nsequence_len: 8\nmicro_batchsize: 2", "micro_batchsize",
+         "did you mean `micro_batch_size`?"),
+        ("base_model: m\nrl: kto", "rl", "dpo and orpo"),
+        ("base_model: m\nsequence_len: 8\noptimizer: lion", "optimizer", "optimizers are"),
+        ("base_model: m\nlora_r: 8\nadapter: llama-adapter", "lora_r", "not in effect"),
+    ],
+)  # fmt: skip
+def test_a_mistake_or_a_setting_without_counterpart(
+    text: str, name: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file.yaml").write_text(f"{text}\ndataset: x\n" if "stage" in text else text)
+    found = read(tmp_path / "file.yaml")[1]
+    answers = [one.reason for one in found.leftovers if one.at.name == name]
+    answers += [one.hint for one in found.unknown if one.name == name]
+    assert any(expected in answer for answer in answers), (found.leftovers, found.unknown)
+
+
+def test_a_data_set_that_nothing_describes(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("stage: sft\ndataset: mine\nfinetuning_type: full\n")
+    _, found = read(tmp_path / "file.yaml")
+    (reason,) = (one.reason for one in found.leftovers if "dataset_info" in one.reason)
+    assert "says what mine is" in reason
+
+
+def test_a_file_that_names_a_missing_deepspeed_config(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("stage: sft\ndataset: x\ndeepspeed: none.json\n")
+    with pytest.raises(RecipeError, match=r"none\.json"):
+        read(tmp_path / "file.yaml")
+
+
+@pytest.mark.parametrize("to", ["llama-factory", "axolotl"])
+def test_what_a_tool_cannot_express_is_refused(to: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot express"):
+        written(TARGETS[to], Planned.of(TINY).recipe, tmp_path / "file.yaml")
+
+
+@pytest.mark.parametrize("to", ["llama-factory", "axolotl"])
+def test_shipped_recipes_are_written_or_refused(to: str, tmp_path: Path) -> None:
+    """Whatever is written is read back without a disagreement."""
+    agreed = 0
+    for path in sorted((ROOT / "recipes").glob("*/*-[sld]*[fao].yaml")):
+        if not path.stem.endswith(("sft", "lora", "dpo")) or "8b" not in path.stem:
+            continue
+        recipe = load_recipe(path)
+        try:
+            written(TARGETS[to], recipe, tmp_path / "file.yaml")
+        except DmtError:
+            continue
+        adapted = TARGETS[to].adapt(recipe)
+        plan = plan_recipe(adapted, explained=False)
+        (report,) = against(str(tmp_path / "file.yaml"), adapted, plan)
+        assert not report.conflicts, path
+        agreed += 1
+    assert agreed > 1

@@ -1,0 +1,334 @@
+"""What LLaMA-Factory's and Axolotl's files have in common: both fine-tune with transformers'
+Trainer, PEFT and TRL."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.backend import BACKENDS
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.errors import PlanError
+from toolkit.extras.targets import trainer
+from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.plan.plan import Plan
+from toolkit.recipe.dump import dump
+from toolkit.recipe.schema import Recipe
+from toolkit.targets.accelerate_file import in_accelerate, in_scripts
+from toolkit.targets.base import (
+    ACCUMULATION,
+    ForeignSetting,
+    Nearest,
+    NotCarried,
+    Result,
+    Row,
+    Rule,
+    Settings,
+    SettingSource,
+    ShareOfSteps,
+    Stated,
+    Target,
+    TargetKey,
+    Unknown,
+    global_batch,
+    number,
+    read_settings,
+    shown,
+    unknown,
+)
+from toolkit.targets.facts import values_of
+from toolkit.targets.training_arguments import KEYS
+
+CHANGES = "changes training: "
+"""Begins the reason of what no recipe has, and without which a run learns something else."""
+QUANTIZED = f"{CHANGES}frozen weights are quantized there, and in the training precision here"
+TEMPLATE = f"{CHANGES}here the tokenizer's own template; data.chat_template names another"
+OFF: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "no")
+"""Values by which a setting does nothing."""
+
+
+def without(file: Path) -> dict[str, Row]:
+    """Rows of settings that no recipe has. `file`: a line with the reason, and below it, with
+    four spaces before them, their names."""
+    rows: dict[str, Row] = {}
+    why = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            rows |= dict.fromkeys(line.split(), unless_off(why))
+        else:
+            why = line
+    return rows
+
+
+def is_on(settings: Settings, name: str) -> bool:
+    """Whether a switch is stated, and on."""
+    return name in settings and bool(settings[name].value)
+
+
+def unless_off(why: str) -> Rule:
+    """A row that is not carried, unless its value does nothing."""
+
+    def rule(setting: ForeignSetting, _: Settings) -> list[Result]:
+        return [NotCarried("off, as in every recipe" if setting.value in OFF else why)]
+
+    return rule
+
+
+def chosen(ours: str, words: Mapping[Any, object], otherwise: str) -> Rule:
+    """A row whose values are words; any other is not carried, for the reason `otherwise`."""
+
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
+        if isinstance(setting.value, str | bool) and setting.value in words:
+            return [Stated(ours, words[setting.value], setting)]
+        return list(unless_off(otherwise)(setting, settings) or ())
+
+    return rule
+
+
+def model_of(revision: bool = False) -> Rule:
+    """A row for the model, or its revision, which are the tokenizer's as well."""
+    ours = ("model.revision", "data.tokenizer_revision") if revision else ("model.hub",)
+
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
+        own = () if revision or "tokenizer_config" in settings else ("data.tokenizer",)
+        return [Stated(key, setting.value, setting) for key in (*ours, *own)]
+
+    return rule
+
+
+def only_with(switch: Callable[[Settings], bool], row: TargetKey) -> Rule:
+    """A row that is in effect where `switch` is on."""
+
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
+        if not switch(settings):
+            return [NotCarried("not in effect here")]
+        return [Stated(row.ours, row.read(setting.value), setting)]
+
+    return rule
+
+
+def _epochs(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    """Passes over the data, unless steps are stated; in silence if the tool implies both."""
+    if is_on(settings, "max_steps") and settings["max_steps"].value != -1:
+        return [] if setting.text else [NotCarried("not in effect next to max_steps")]
+    if number(setting.value) is None:
+        return [Unknown(setting.name, setting.place, "not a number")]
+    return [Stated("training.epochs", setting.value, setting)]
+
+
+def _warmup(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    """A number of steps, or a share of them, which is not in effect next to the number."""
+    key, value = "schedule.warmup_steps", number(setting.value)
+    if value is None:
+        return [Unknown(setting.name, setting.place, "not a number")]
+    others = {"warmup_ratio", "warmup_steps"} - {setting.name}
+    if is_on(settings, others.pop()) and (setting.name == "warmup_ratio" or not value):
+        return [NotCarried("not in effect next to the other one")]
+    share = setting.name == "warmup_ratio" or 0 < value < 1
+    return [Stated(key, ShareOfSteps(value) if share else int(value), setting)]
+
+
+def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    word = str(setting.value).lower()
+    found = (name for name, kind in OPTIMIZERS.items() if word in (name, *kind.aliases))
+    if (name := next(found, None)) is None:
+        return [NotCarried(f"{CHANGES}optimizers are {', '.join(OPTIMIZERS.names)}")]
+    kind = OPTIMIZERS[name]
+    if not kind.no_adapter or not {"adapter", "lora_rank"} & settings.keys():
+        return [Stated("optimizer.name", name, setting)]
+    plain = OPTIMIZERS.names[0]
+    what = f"with {OPTIMIZERS[plain].title}, where this is {kind.title}: {kind.no_adapter}"
+    return [Stated("optimizer.name", Nearest(plain, what), setting)]
+
+
+def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
+    """The row of a share of the data, or of a number of rows."""
+    if (number(setting.value) or 0) >= 1:
+        return [
+            NotCarried(f"{CHANGES}that is a number of rows; data.validation_fraction, a share")
+        ]
+    return [Stated("data.validation_fraction", setting.value, setting)]
+
+
+def lowest_rate(setting: ForeignSetting, _: Settings) -> list[Result]:
+    """The row of the options of a schedule, of which there is one."""
+    options = setting.value if isinstance(setting.value, Mapping) else {}
+    if options.keys() != {"min_lr"}:
+        return [NotCarried(f"{CHANGES}of these options, min_lr is schedule.min_learning_rate")]
+    return [Stated("schedule.min_learning_rate", options["min_lr"], setting)]
+
+
+def stated_sources(
+    key: str, sources: Sequence[Mapping[str, object]], at: ForeignSetting
+) -> list[Result]:
+    """One source setting by setting, several as a list, each read once in an epoch."""
+    if len(sources) == 1:
+        return [Stated(f"{key}.{name}", value, at) for name, value in sources[0].items()]
+    share = {"epochs": 1} if key == "data.train" else {}
+    return [Stated(key, [{**source, **share} for source in sources], at)]
+
+
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+COMMON: Mapping[str, Row] = {
+    **{name: KEYS[name] for name in KEYS if name not in ("max_seq_length", "data_seed")},
+    **trainer.DEPENDENT,
+    **dict.fromkeys(("warmup_ratio", "warmup_steps"), _warmup),
+    "num_train_epochs": _epochs,
+    "optim": _optimizer,
+    "lr_scheduler_type": chosen("schedule.name", _SCHEDULES, f"{CHANGES}no such schedule"),
+    "lr_scheduler_kwargs": lowest_rate,
+}
+"""Rows of TrainingArguments, whose names both tools have."""
+
+
+class FinetuningTarget(Target):
+    """A YAML file whose settings are the rows of one table, and parts of one engine."""
+
+    rendered = True
+    known = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
+    """Every name that the tool knows, as far as its table does not have it."""
+    expressed: ClassVar[frozenset[str]] = frozenset()
+    """Settings that only one of the tools can express."""
+
+    def score(self, values: Mapping[str, Any]) -> int:
+        """Most of its settings are TrainingArguments as well."""
+        own = super().score(values)
+        return own and 2 * own + len(self.known & values.keys())
+
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """The rows for the settings of a file."""
+        raise NotImplementedError
+
+    def implied(self, values: Mapping[str, Any]) -> Mapping[str, object]:
+        """Defaults of the tool on which the meaning of other settings depends."""
+        raise NotImplementedError
+
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
+        """See `Target`. A key without a value states nothing."""
+        stated = {key: value for key, value in file.values.items() if value is not None}
+        settings = {
+            key: ForeignSetting(key, value, str(file.path), f"{shown(value)}, by default")
+            for key, value in self.implied(stated).items()
+        } | {key: ForeignSetting(key, value, file.place(key)) for key, value in stated.items()}
+        table = self.table(file, settings)
+        found = SettingSource(str(file.path), self.kind, self.who)
+        known = table.keys() | self.known
+        found.add(
+            read_settings(
+                {key: one for key, one in settings.items() if key not in trainer.BLOCKS},
+                table,
+                lambda one: None if one.name in known else unknown(one, known),
+            )
+        )
+        found.stated += global_batch(found.stated)
+        self.add_engine(found, file, settings)
+        return found
+
+    def add_engine(self, found: SettingSource, file: JsonFile, settings: Settings) -> None:
+        """DeepSpeed's or FSDP's settings, in the file or in one that it names."""
+        trainer.add_engine(found, file, *(settings.get(name) for name in trainer.BLOCKS))
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """See `Target`: planned for transformers' model, computed as scripts do."""
+        model = {"parallel.model": "hf"} if recipe.parallel.model == "auto" else {}
+        return in_scripts(recipe.with_values(model))
+
+    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
+        """See `Target`."""
+        self._refuse(recipe)
+        values, notes = self.values(recipe, plan)
+        return dump(values, flow=False), notes
+
+    def values(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+        """The file as plain data, and notes."""
+        raise NotImplementedError
+
+    def refuse(self, recipe: Recipe, what: str, instead: str) -> PlanError:
+        """The error of a recipe that has something which the tool cannot express."""
+        fix = f"--set {instead}; or train with `dmt launch`"
+        return PlanError(f"{recipe.name} has {what}, which {self.tool} cannot express", fix=fix)
+
+    def _refuse(self, recipe: Recipe) -> None:
+        """Raise PlanError where training depends on what neither tool has."""
+        plain = {
+            "model.freeze": (), "model.balance": None, "model.resize_embeddings": None,
+            "data.stages": (), "optimizer.groups": (), "optimizer.layer_decay": None,
+            "schedule.decay_steps": None, "kernels.mlp": "whole",
+        }  # fmt: skip
+        values = recipe.model_dump()
+        for key, without_it in plain.items():
+            section, name = key.split(".")
+            if values[section][name] != without_it and key not in self.expressed:
+                raise self.refuse(recipe, key, f"{key}={shown(without_it)}")
+        if features := recipe.features:
+            raise self.refuse(recipe, ", ".join(features), f"{next(iter(features))}=null")
+        targets = recipe.adapter.targets if recipe.adapter else ()
+        stated = {targets} if isinstance(targets, str) else {*targets}
+        if words := stated & {"attention", "mlp", "experts"}:
+            what = f"adapter.targets {', '.join(words)}"
+            raise self.refuse(recipe, what, "adapter.targets=all-linear")
+        if recipe.model.hub is None or recipe.model.init == "checkpoint":
+            raise self.refuse(recipe, "weights of its own", "model.hub=FOLDER")
+
+    def trainer(self, recipe: Recipe, plan: Plan) -> dict[str, Any]:
+        """The run in TrainingArguments.
+
+        Raises PlanError naming what a Trainer cannot do.
+        """
+        kind, schedule = recipe.optimizer.kind, recipe.schedule
+        if self.tool not in kind.elsewhere:
+            raise self.refuse(recipe, f"the optimizer {kind.title}", "optimizer.name=adamw")
+        if schedule.min_learning_rate and schedule.name != "cosine":
+            raise self.refuse(recipe, "a lowest rate", "schedule.min_learning_rate=0")
+        whole = replace(plan, layout=replace(plan.layout, cp=1))
+        words = in_accelerate(recipe, whole)
+        config = BACKENDS[plan.engine].render(recipe, plan.layout)
+        ratio, steps = schedule.warmup_ratio, recipe.total_steps()
+        return {
+            **stated_values(recipe, plan, _TRAINER),
+            "optim": kind.elsewhere[self.tool],
+            "max_grad_norm": recipe.optimizer.clip_grad_norm or 0.0,
+            **({"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}),
+            "lr_scheduler_type": _WRITTEN_SCHEDULES.get(schedule.name, schedule.name),
+            **({"warmup_ratio": ratio} if ratio else {"warmup_steps": schedule.warmup_steps}),
+            "bf16": recipe.training.precision == "bf16",
+            "fp16": recipe.training.precision == "fp16",
+            **({} if recipe.checkpoint.every_steps else {"save_strategy": "no"}),
+            **({"eval_strategy": "steps"} if recipe.evaluation.every_steps else {}),
+            "gradient_checkpointing": plan.layout.recompute == "full",
+            **words.training_arguments(whole.layout, config),
+        }
+
+
+def stated_values(recipe: Recipe, plan: Plan, keys: Mapping[str, str]) -> dict[str, object]:
+    """The run's values by the tool's names of our keys, without those that are null."""
+    values = values_of(recipe, plan)
+    return {
+        theirs: values[ours]
+        for theirs, ours in keys.items()
+        if values.get(ours) not in (None, "auto")
+    }
+
+
+_WRITTEN_SCHEDULES = {"constant": "constant_with_warmup"}
+_TRAINER = {
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": ACCUMULATION,
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.betas[0]",
+    "adam_beta2": "optimizer.betas[1]",
+    "adam_epsilon": "optimizer.eps",
+    "seed": "training.seed",
+    "logging_steps": "logging.every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "evaluation.every_steps",
+}
