@@ -22,9 +22,9 @@ from toolkit.extras.targets.finetuning import (
     model_of,
     only_with,
     stated_sources,
-    unless_off,
     without,
 )
+from toolkit.extras.targets.values import unless_off
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate
@@ -316,8 +316,8 @@ _KEYS: Mapping[str, Row] = {
     "warmup_steps": _warmup,
     "bf16": _precision,
     "fp16": _precision,
-    "tf32": unless_off(f"{CHANGES}products of fp32 are exact"),
-    "fp8": unless_off(f"{CHANGES}write the section fp8"),
+    "tf32": unless_off(NotCarried(f"{CHANGES}products of fp32 are exact")),
+    "fp8": unless_off(NotCarried(f"{CHANGES}write the section fp8")),
     "gradient_checkpointing": _recompute,
     "activation_offloading": TargetKey("parallel.offload_activations", bool),
     **dict.fromkeys(axolotl_file.LIGER, chosen("kernels.fused", {True: "liger"}, "")),

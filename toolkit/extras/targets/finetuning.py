@@ -11,6 +11,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from toolkit.extras.targets.values import unless_off
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
@@ -44,8 +45,6 @@ CHANGES = "changes training: "
 """Begins the reason of what no recipe has, and without which a run learns something else."""
 QUANTIZED = f"{CHANGES}frozen weights are quantized there, and in the training precision here"
 TEMPLATE = f"{CHANGES}here the tokenizer's own template; data.chat_template names another"
-OFF: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "no")
-"""Values by which a setting does nothing."""
 
 
 def without(file: Path) -> dict[str, Row]:
@@ -55,7 +54,7 @@ def without(file: Path) -> dict[str, Row]:
     why = ""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("    "):
-            rows |= dict.fromkeys(line.split(), unless_off(why))
+            rows |= dict.fromkeys(line.split(), unless_off(NotCarried(why)))
         else:
             why = line
     return rows
@@ -66,22 +65,13 @@ def is_on(settings: Settings, name: str) -> bool:
     return name in settings and bool(settings[name].value)
 
 
-def unless_off(why: str) -> Rule:
-    """A row that is not carried, unless its value does nothing."""
-
-    def rule(setting: ForeignSetting, _: Settings) -> list[Result]:
-        return [NotCarried("off, as in every recipe" if setting.value in OFF else why)]
-
-    return rule
-
-
 def chosen(ours: str, words: Mapping[Any, object], otherwise: str) -> Rule:
     """A row whose values are words; any other is not carried, for the reason `otherwise`."""
 
     def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
         if isinstance(setting.value, str | bool) and setting.value in words:
             return [Stated(ours, words[setting.value], setting)]
-        return list(unless_off(otherwise)(setting, settings) or ())
+        return list(unless_off(NotCarried(otherwise))(setting, settings) or ())
 
     return rule
 
