@@ -9,6 +9,9 @@ import pytest
 from tests.targets.any_value import VALUES, try_any_value
 from tests.targets.conftest import Planned
 from toolkit.engines.deepspeed import keys as deepspeed_keys
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.extras.targets import axolotl, llama_factory
+from toolkit.extras.targets.trainer import BLOCKS
 from toolkit.targets import environment_conflicts
 from toolkit.targets.known_keys import ACCELERATE, SECTIONS
 
@@ -39,8 +42,21 @@ def deepspeed_config(chance: random.Random) -> dict[str, Any]:
     return some
 
 
+def finetuning_config(chance: random.Random) -> dict[str, Any]:
+    """Settings of LLaMA-Factory or Axolotl."""
+    target, own = chance.choice(
+        [
+            (llama_factory.TARGET, ("stage", "finetuning_type", "dataset", "lora_rank")),
+            (axolotl.TARGET, ("base_model", "datasets", "sequence_len", "adapter")),
+        ]
+    )
+    keys = sorted(target.table(JsonFile(Path("x.yaml"), {}, {}), {}).keys() | {*BLOCKS})
+    some = {key: chance.choice(VALUES) for key in chance.sample(keys, 12)}
+    return {**dict.fromkeys(own, "x"), **some, "learning_rate": 0.1}
+
+
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
-@pytest.mark.parametrize("made", [accelerate_config, deepspeed_config])
+@pytest.mark.parametrize("made", [accelerate_config, deepspeed_config, finetuning_config])
 def test_any_value_at_any_key(made: Any, suffix: str, tiny: Planned, tmp_path: Path) -> None:
     try_any_value(made, suffix, tiny, tmp_path)
 

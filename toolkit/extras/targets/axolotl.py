@@ -26,7 +26,7 @@ from toolkit.extras.targets.finetuning import (
 )
 from toolkit.extras.targets.values import unless_off
 from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ColumnName, Recipe
 from toolkit.targets import accelerate
 from toolkit.targets.base import (
     REPLICAS,
@@ -171,7 +171,7 @@ def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object
     else:
         mapped = given.pop("message_property_mappings", None) or {}
         sharegpt = mapped.get("role") == "from"
-        word = "conversations" if sharegpt else "messages"
+        word: ColumnName = "conversations" if sharegpt else "messages"
         shape = "sharegpt" if sharegpt else "messages"
         source |= {"kind": "chat", "format": "alpaca" if form == "alpaca" else shape}
         fields = {"field_messages": word}
