@@ -17,9 +17,8 @@ from tests.forked import ForkedRanks
 from tests.processes import HANG_S, ROOT, wait_until
 from tests.rehearse.conftest import LLAMA, Rehearse
 from tests.rehearse.recipes import INTERLEAVED
-from toolkit.cli import rehearse as command
 from toolkit.cli.main import main
-from toolkit.rehearse import ranks
+from toolkit.rehearse import ranks, rehearsal
 from toolkit.rehearse.rehearsal import Options
 from toolkit.rehearse.table import verdict, why
 
@@ -147,7 +146,7 @@ def test_failed_layout_is_told(
     capfd: pytest.CaptureFixture[str],
     warm_ranks: Callable[[], Collection[psutil.Process]],
 ) -> None:
-    monkeypatch.setattr(command, "Options", partial(Options, worker="tests.rehearse.failing"))
+    monkeypatch.setattr(rehearsal, "Options", partial(Options, worker="tests.rehearse.failing"))
     assert main(["rehearse", str(LLAMA), "--layouts", "ddp"]) == 4  # rank 0 sleeps for an hour
     out, err = capfd.readouterr()
     assert "diverged" in out

@@ -106,14 +106,17 @@ def launch_recipe(
     if not dry_run:
         origin.check(assignment.recipe)
         _request(changes, assignment)
-        start = _oversee if oversees else _hand_over
-        code = start(starter(name), assignment, spec, recipe, where, origin)
+        if oversees:
+            code = _oversee(starter(name), assignment, spec, recipe, where, origin)
+        else:
+            code = _hand_over(starter(name), assignment, spec)
     result = LaunchResult(assignment.run_dir, assignment.plan, spec.printable(), code)
     if check and code != EXIT_DONE:
-        logs = RunDirectory(result.run_dir).path / "logs"
         if code == EXIT_RESUMABLE:
             raise Stopped(f"{result.run_dir}: stopped after saving", fix="launch it again")
-        raise RunFailed(f"{result.run_dir}: the run failed", fix=f"its logs are in {logs}")
+        raise RunFailed(
+            f"{result.run_dir}: the run failed", fix=f"its logs are in {result.run_dir}/logs"
+        )
     return result
 
 
@@ -152,14 +155,7 @@ def _oversee(
     )
 
 
-def _hand_over(
-    launcher: Starter,
-    assignment: Assignment,
-    spec: LaunchSpec,
-    _recipe: Recipe,
-    _where: Cluster | None,
-    _origin: Origin,
-) -> int:
+def _hand_over(launcher: Starter, assignment: Assignment, spec: LaunchSpec) -> int:
     """Start this machine's part, or queue the job: others supervise the run."""
     refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
