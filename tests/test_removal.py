@@ -29,6 +29,7 @@ if sys.argv[2] == "extras":
     from importlib.util import find_spec
     assert find_spec("toolkit.extras") is None
     assert main(["check", "llama-adafactor"]) == 2
+    assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
     assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
 else:
     import toolkit.extras.doctor.selftest.plan

@@ -5,18 +5,21 @@ transformers', torch's and DeepSpeed's.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.deepspeed.models import import_deepspeed
-from toolkit.engines.distributed import join, leave
+from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.intake.load import load_recipe
 from toolkit.models.huggingface import build_config
 
@@ -34,6 +37,17 @@ class Saved(NamedTuple):
     """Whether norms are a group without weight decay; otherwise nothing has a decay."""
     model: Mapping[str, object] = {}
     """Changes of the recipe's model.config."""
+    universal: bool = False
+    """Whether DeepSpeed converts it into a universal checkpoint."""
+    stages: int = 0
+    """Stages of DeepSpeed's pipeline, with GPT-NeoX's layers; 0 without a pipeline."""
+    neox: bool = False
+    """Whether the model is GPT-NeoX's; otherwise transformers'."""
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's file."""
+        return "neox.yaml" if self.neox else "recipe.yaml"
 
     @property
     def overrides(self) -> list[str]:
@@ -54,31 +68,61 @@ def save_all(project: Path, cases: Mapping[str, Saved], out: Path) -> dict[str, 
     deepspeed = import_deepspeed()
     losses = {}
     for name, case in cases.items():
-        recipe = load_recipe(Path("recipe.yaml"), case.overrides)
+        recipe = load_recipe(Path(case.recipe), case.overrides)
         samples = TrainingSamples(recipe)
         torch.manual_seed(3)
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
-        for parameter_name, parameter in model.named_parameters():
-            parameter.requires_grad_(
-                not any(fnmatchcase(parameter_name, one) for one in case.freeze)
-            )
+        model = _model(recipe, case)
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(_groups(model, recipe, case)),
             config=_config(recipe, case),
             dist_init_required=False,
         )
-        _steps(engine, samples, 0, SAVED_AT, ranks.rank, ranks.world)
+        steps = _pipeline_steps if case.stages else _steps
+        steps(engine, samples, 0, SAVED_AT, ranks)
         engine.save_checkpoint(str(out / name))
-        _save_truth(engine, out / f"{name}.truth.pt", ranks.rank)
-        losses[name] = _steps(
-            engine, samples, SAVED_AT, SAVED_AT + FURTHER, ranks.rank, ranks.world
-        )
+        if case.neox and ranks.rank == 0:
+            (out / name / f"global_step{SAVED_AT}" / "configs").mkdir()  # NeoX's own script
+        if not case.neox:
+            _save_truth(engine, out / f"{name}.truth.pt", ranks.rank)
+        losses[name] = steps(engine, samples, SAVED_AT, SAVED_AT + FURTHER, ranks)
+        if case.universal and ranks.rank == 0:
+            _make_universal(out / name)
         engine.destroy()
     leave()
     return losses
+
+
+def _model(recipe: Any, case: Saved) -> Any:
+    config = build_config(recipe.model)
+    if case.neox:
+        from tests.e2e.neox_pipeline import SequentialModel, pipeline
+
+        return pipeline(config, case.stages) if case.stages else SequentialModel(config)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, one) for one in case.freeze))
+    return model
+
+
+def _make_universal(saved: Path) -> None:
+    """Replace a checkpoint by what DeepSpeed's own script makes of it."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    tag = saved / f"global_step{SAVED_AT}"
+    main(
+        Namespace(
+            input_folder=str(tag),
+            output_folder=f"{tag}_universal",
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+    rmtree(tag)
+    (saved / "latest").unlink()
 
 
 def _groups(model: Any, recipe: Any, case: Saved) -> list[dict[str, Any]]:
@@ -99,7 +143,7 @@ def _config(recipe: Any, case: Saved) -> dict[str, Any]:
     batch = recipe.training.global_batch_size
     return {
         "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": batch // 2,
+        "train_micro_batch_size_per_gpu": batch // (4 if case.stages > 1 else 2),
         "gradient_clipping": recipe.optimizer.clip_grad_norm,
         "zero_optimization": {"stage": case.stage},
         "zero_allow_untested_optimizer": True,
@@ -108,19 +152,32 @@ def _config(recipe: Any, case: Saved) -> dict[str, Any]:
     }
 
 
-def _steps(
-    engine: Any, samples: Any, first: int, last: int, rank: int, world: int
+def _pipeline_steps(
+    engine: Any, samples: Any, first: int, last: int, ranks: Ranks
 ) -> list[float]:
+    """As `_steps`, by DeepSpeed's pipeline."""
+    losses, batch = [], engine.train_batch_size()
+    for step in range(first, last):
+        mine = [samples[step * batch + n] for n in range(batch)]
+        mine = mine[ranks.rank :: ranks.world] if engine.dp_world_size > 1 else mine
+        tokens = torch.stack([row["input_ids"] for row in mine])
+        labels = torch.stack([row["shift_labels"] for row in mine])
+        parts = [tokens.chunk(engine.micro_batches), labels.chunk(engine.micro_batches)]
+        losses.append(engine.train_batch(iter(zip(*parts, strict=True))).item())
+    return losses
+
+
+def _steps(engine: Any, samples: Any, first: int, last: int, ranks: Ranks) -> list[float]:
     """Train some steps; the mean loss of each over all ranks."""
     losses, batch = [], engine.train_batch_size()
     for step in range(first, last):
-        rows = [samples[step * batch + n] for n in range(batch)][rank::world]
+        rows = [samples[step * batch + n] for n in range(batch)][ranks.rank :: ranks.world]
         loss = loss_of(engine, rows)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float()
         dist.all_reduce(mean)
-        losses.append(mean.item() / world)
+        losses.append(mean.item() / ranks.world)
     return losses
 
 
@@ -155,5 +212,19 @@ def _save_truth(engine: Any, path: Path, rank: int) -> None:
                 "weight": parameter.detach().clone(),
                 **{moment: state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")},
             }
+    # Stage 0 in 16 bits, without ZeRO's mappings.
+    masters: dict[Any, Any] = {}
+    for halves, fulls in zip(
+        getattr(engine.optimizer, "fp16_groups", ()),
+        getattr(engine.optimizer, "fp32_groups", ()),
+        strict=False,
+    ):
+        masters |= dict(zip(halves, fulls, strict=True))
+    for name, parameter in engine.module.named_parameters():
+        if parameter in masters:
+            full = masters[parameter]
+            state = engine.optimizer.optimizer.state[full]
+            moments = {moment: state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+            truth[name] = {"weight": full.detach().clone(), **moments}
     if rank == 0:
         torch.save(truth, path)

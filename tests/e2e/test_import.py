@@ -29,6 +29,13 @@ TOLERANCE = 1e-5
 ODD = {"vocab_size": 323, "intermediate_size": 67}
 """Numbers of elements that no number of ranks divides: partitions are padded."""
 CASES = {
+    "zero0": Saved(0),
+    "zero0-bf16": Saved(0, "bf16"),
+    "universal2": Saved(2, universal=True),
+    "universal3": Saved(3, universal=True),
+    "neox-pipeline": Saved(1, stages=2, neox=True),
+    "neox-data": Saved(1, stages=1, neox=True),
+    "neox-sequential": Saved(1, neox=True),
     "zero1": Saved(1, model=ODD),
     "zero2": Saved(2, model=ODD),
     "zero3": Saved(3),
@@ -46,7 +53,15 @@ class Foreign:
     """DeepSpeed's checkpoints, and how it went on."""
 
     def __init__(self, folder: Path) -> None:
-        write_project(folder)
+        text = (
+            write_project(folder)
+            .read_text()
+            .replace("model_type: llama", "model_type: gpt_neox")
+        )
+        text = text.replace("    num_key_value_heads: 2\n", "").replace("s: true", "s: false")
+        # The gradient of a key's bias is zero but for rounding, which AdamW would enlarge.
+        text = text.replace("{learning_rate: 3.0e-3}", "{learning_rate: 3.0e-3, eps: 1.0e-5}")
+        (folder / "neox.yaml").write_text(text)
         self.project = Project(folder)
         self.saved = folder / "deepspeed"
         self.losses = run_ranks(save_all, 2, folder, CASES, self.saved)[0]
@@ -63,7 +78,8 @@ def imported(
     run = foreign.project.folder / f"run-{source}{len(more)}"
     words = [word for one in overrides for word in ("--set", one)]
     return dmt(
-        "checkpoint", "import", foreign.project.recipe, foreign.saved / source,
+        "checkpoint", "import", foreign.project.folder / CASES[source].recipe,
+        foreign.saved / source,
         "--run-dir", run, *words, *more, "--json",
     ).json  # fmt: skip
 
@@ -79,8 +95,8 @@ def test_the_state_is_deepspeeds_to_the_bit_and_goes_on_alike(
     assert (report["step"], report["consumed_samples"]) == (SAVED_AT, 8 * SAVED_AT)
     assert verify(folder).problems == ()
     state = SavedState(folder)
-    truth = torch.load(foreign.saved / f"{name}.truth.pt")
-    assert state.shapes.keys() == truth.keys()
+    truth = torch.load(foreign.saved / f"{name}.truth.pt") if not case.neox else {}
+    assert case.neox or state.shapes.keys() == truth.keys()
     frozen = matching(case.freeze, state.shapes)
     assert {tensor for tensor in truth if not truth[tensor]} == frozen
     for tensor, quantities in truth.items():
@@ -88,7 +104,7 @@ def test_the_state_is_deepspeeds_to_the_bit_and_goes_on_alike(
         for quantity, value in quantities.items():
             assert torch.equal(whole(state, quantity, tensor), value.view(-1)), tensor
     if case.precision == "fp32":
-        recipe = load_recipe(foreign.project.recipe, case.overrides)
+        recipe = load_recipe(foreign.project.folder / case.recipe, case.overrides)
         assert continued(state, recipe, folder) == pytest.approx(
             foreign.losses[name], rel=TOLERANCE
         )

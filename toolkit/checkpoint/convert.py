@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -53,10 +53,7 @@ def convert(
     entries = [entry.telling(tick) for entry in _entries(state)]
     files: dict[str, FileRecord] = {}
     with appearing(dst) as hidden:
-        for number, content in enumerate(in_files(entries, limit)):
-            name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
-            write_file(hidden / name, content, digest)
-            files[name] = FileRecord((hidden / name).stat().st_size, digest.hexdigest())
+        files |= write_state_files(hidden, entries, limit)
         for name in manifest.files:
             if not is_state_file(name):
                 files[name] = write_synced(hidden / name, file_in(src, name).read_bytes())
@@ -67,6 +64,18 @@ def convert(
         sync_folder(hidden)
     sync_folder(dst.absolute().parent)
     return manifest
+
+
+def write_state_files(
+    folder: Path, entries: Iterable[TensorToWrite], limit: int = LARGEST_FILE_BYTES
+) -> dict[str, FileRecord]:
+    """Write tensors of a state into files of at most `limit` bytes."""
+    files = {}
+    for number, content in enumerate(in_files(entries, limit)):
+        name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
+        write_file(folder / name, content, digest)
+        files[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
+    return files
 
 
 def _entries(state: SavedState) -> Iterator[TensorToWrite]:

@@ -120,6 +120,7 @@ def fragment(
 FOREIGN: Registry[ForeignCheckpoint] = Registry(
     "dmt.checkpoints",
     {
+        "gpt-neox": "toolkit.extras.imports.gpt_neox:GPT_NEOX",
         "deepspeed-zero": "toolkit.extras.imports.deepspeed:DEEPSPEED",
     },
 )

@@ -3,17 +3,19 @@
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.saver import entries_of
+from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import load_on
 from toolkit.cli.output import output
 from toolkit.errors import CheckpointError, DmtError
 from toolkit.extras.imports.base import FOREIGN, ForeignCheckpoint, ForeignState, RecipeModel
 from toolkit.extras.imports.run import (
-    checkpoint_folder,
     cursor,
     recipe_model,
     require_same_model,
@@ -51,18 +53,14 @@ def import_checkpoint(
     state = _read(form, source, model)
     require_same_model(state, model)
     consumed, known = cursor(state, recipe, samples)
-    nbytes = sum(
-        shard.get(one).nbytes if shard.in_memory else 0
-        for shard in state.shards
-        for one in shard.quantities
-    )
+    nbytes = sum(entry.nbytes for entry in entries_of(state.shards))
     run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
     with claimed(run), byte_progress("import", nbytes) as tick:
         manifest = write_checkpoint(state, model, assignment, consumed, tick)
         message = f"continues from {form.title} {source}, step {state.step}"
         EventLog(run.events).write("import", step=state.step, message=message)
     notes = [*_notes(state, recipe, consumed, known)]
-    folder = checkpoint_folder(assignment, state.step)
+    folder = run.checkpoints / folder_name(state.step)
     data = {
         "folder": str(folder), "from": str(source), "format": form.title, "step": state.step,
         "consumed_samples": consumed, "bytes": manifest.nbytes, "notes": notes,
@@ -122,24 +120,11 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> It
     total = recipe.total_steps()
     if total is not None and state.step >= total:
         yield f"step {state.step:,} of {total:,}: nothing is left to train"
-    ours = jsonl_values(recipe)
+    ours = recipe.model_dump(mode="json")
     for key, theirs in state.settings.items():
-        if (mine := ours.get(key)) != theirs:
+        if (mine := reduce(getitem, key.split("."), ours)) != theirs:
             yield f"{key} was {shown(theirs)}, the recipe's {shown(mine)} applies"
     yield from state.notes
-
-
-def jsonl_values(recipe: Recipe) -> Mapping[str, object]:
-    """A recipe's settings by their dotted keys."""
-    return dict(_flat("", recipe.model_dump(mode="json")))
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _lines(data: Mapping[str, Any], launch: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints of a transformers model: ZeRO 1 to 3, and universal ones.
+"""DeepSpeed's checkpoints of a transformers model: ZeRO 0 to 3, and universal ones.
 
 A rank's file of stage 1 or 2 has, for each group of parameters, a flat fp32 partition with the
 same elements of both moments, and states where each parameter's fragment begins in it; the
@@ -8,7 +8,7 @@ order of `param_shapes`. Nothing is merged here: each fragment becomes a shard.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from toolkit.checkpoint.shards import StateShard
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.base import ForeignState, RecipeModel, Shapes, fragment
 from toolkit.extras.imports.pickles import StandIn, load_pickle
+from toolkit.models.frozen import matching
 from toolkit.models.weights import is_correction_bias
 from toolkit.optimizers.base import MOMENTS
 from toolkit.system.untrusted import read_bytes, regular_inside
 
 LATEST = "latest"
+UNIVERSAL = "zero"
+"""In a universal checkpoint, the folder with one folder for each parameter."""
 CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -31,7 +34,6 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
 """Plain classes in the files of DeepSpeed 0.14 to 0.19."""
-_RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -43,39 +45,47 @@ class DeepSpeed:
 
     def matches(self, folder: Path) -> bool:
         """Whether the folder, or the one that its `latest` names, has the files."""
-        return tag_folder(folder, LATEST) is not None
+        return tag_folder(folder) is not None
 
-    def read(self, folder: Path, model: RecipeModel) -> ForeignState:  # noqa: ARG002
+    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state of every rank's files."""
-        tagged = tag_folder(folder, LATEST)
+        tagged = tag_folder(folder)
         assert tagged is not None, "it matches"
-        refuse_split(tagged)
         saved = load_pickle(tagged, model_file(tagged) or "", CLASSES)
-        ranks = [load_pickle(tagged, name, CLASSES) for name in _rank_files(tagged)]
-        states = [rank["optimizer_state_dict"] for rank in ranks]
-        _check_count(tagged, states)
-        if states[0].get("zero_stage") is not None and stage_of(states[0]) == 3:
+        if (tagged / UNIVERSAL).is_dir():
+            return _universal(tagged, saved, model)
+        if split := [*tagged.glob("*mp_rank_01_*"), *tagged.glob("*expert_*")]:
+            raise CheckpointError(
+                f"{tagged} is of a model that is split over ranks: {split[0].name}",
+                fix="convert it with DeepSpeed's ds_to_universal.py, and import that",
+            )
+        if saved["optimizer"] is not None:
+            return _without_zero(saved, model)
+        states = rank_states(tagged)
+        if stage_of(states[0]) == 3:
             shards = [*_of_stage_3(saved["param_shapes"], states), *_frozen_of_stage_3(tagged)]
+            optimizer = states[0]["optimizer_state_dict"]
         else:
-            shards = [*_of_fragments(shapes_of(saved), states), *weights_alone(saved)]
-        optimizer = states[0].get("base_optimizer_state") or states[0]["optimizer_state_dict"]
-        return foreign_state(saved, shards, optimizer, states[0])
+            shards = [*fragments(shapes_of(saved), states), *_weights_alone(saved)]
+            optimizer = states[0]["base_optimizer_state"]
+        return foreign_state(saved, shards, optimizer, states[0].get("loss_scaler"))
 
 
 DEEPSPEED = DeepSpeed()
 
 
-def tag_folder(folder: Path, hint: str) -> Path | None:
-    """The folder of one save: this one, or the one that its file `hint` names."""
-    if model_file(folder) is None:
-        try:
-            tag = read_bytes(regular_inside(folder, hint), 4096).decode().strip()
-        except (OSError, ValueError):
-            return None
-        if Path(tag).name != tag:
-            raise CheckpointError(f"{folder / hint} names a folder outside: {tag!r:.80}")
-        folder = folder / tag
-    return None if model_file(folder) is None else folder
+def tag_folder(folder: Path) -> Path | None:
+    """The folder of one save: this one, or the one that its file `latest` names."""
+    if model_file(folder) is not None:
+        return folder
+    hint = next((one for one in (LATEST, f"{LATEST}_universal") if (folder / one).exists()), "")
+    try:
+        tag = read_bytes(regular_inside(folder, hint), 4096).decode().strip()
+    except (OSError, ValueError):
+        return None
+    if not tag or Path(tag).name != tag:
+        raise CheckpointError(f"{folder / hint} names a folder outside: {tag!r:.80}")
+    return None if model_file(folder / tag) is None else folder / tag
 
 
 def model_file(folder: Path) -> str | None:
@@ -83,37 +93,28 @@ def model_file(folder: Path) -> str | None:
     return next((name for name in _MODEL_FILES if (folder / name).exists()), None)
 
 
-def refuse_split(folder: Path) -> None:
-    """Raise CheckpointError for a model that tensor or expert parallelism splits."""
-    if split := [*folder.glob("*mp_rank_01_*"), *folder.glob("*expert_*")]:
-        raise CheckpointError(
-            f"{folder} is of a model that is split over ranks: {split[0].name}",
-            fix="convert it with DeepSpeed's ds_to_universal.py, and import that",
-        )
-
-
-def _rank_files(folder: Path) -> list[str]:
-    """The ranks' files, in their order."""
+def rank_states(folder: Path, part: str = "00") -> list[dict[str, Any]]:
+    """The optimizer's state of every data-parallel rank, of one part of the model."""
+    pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{part}_optim_states\.pt")
     files = {
         int(match[1]): path.name
         for path in sorted(folder.iterdir())
-        if (match := _RANK_FILE.fullmatch(path.name))
+        if (match := pattern.fullmatch(path.name))
     }
     if [*sorted(files)] != [*range(len(files))] or not files:
         raise CheckpointError(f"{folder} has optimizer states of the ranks {sorted(files)}")
-    return [files[rank] for rank in sorted(files)]
-
-
-def _check_count(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
+    ranks = [load_pickle(folder, files[rank], CLASSES) for rank in sorted(files)]
+    states = [rank["optimizer_state_dict"] for rank in ranks]
     stated = states[0]["partition_count"]
     count = max(stated) if isinstance(stated, list) else stated
     if count != len(states):
         raise CheckpointError(f"{folder} has files of {len(states)} ranks, {count} saved it")
+    return states
 
 
 def stage_of(state: Mapping[str, Any]) -> int:
-    """ZeRO's stage, which is an Enum in the file."""
-    stage: Any = state["zero_stage"]
+    """ZeRO's stage, which is an Enum in the file; 0 for bf16 without ZeRO."""
+    stage: Any = state.get("zero_stage", 0)
     return int(stage.arguments[0] if isinstance(stage, StandIn) else stage)
 
 
@@ -122,8 +123,13 @@ def shapes_of(saved: Mapping[str, Any]) -> Shapes:
     return {name: tuple(one) for group in saved["param_shapes"] for name, one in group.items()}
 
 
-def _of_fragments(shapes: Shapes, states: Sequence[Mapping[str, Any]]) -> Iterator[StateShard]:
-    """Stages 1 and 2, and bf16 without ZeRO: every rank's fragments, of all groups."""
+def fragments(
+    shapes: Shapes,
+    states: Sequence[Mapping[str, Any]],
+    ours: Callable[[str], str] = lambda name: name,
+) -> Iterator[StateShard]:
+    """Stages 1 and 2, and bf16 without ZeRO: every rank's fragments, of all groups. `ours` is
+    the name that transformers gives a parameter."""
     begins = dict.fromkeys(shapes, 0)
     for state in states:
         moments = _moments(state["base_optimizer_state"])
@@ -133,12 +139,12 @@ def _of_fragments(shapes: Shapes, states: Sequence[Mapping[str, Any]]) -> Iterat
             moments,
             strict=True,
         )
-        for flat, fragments, states_of in groups:
+        for flat, mapping, states_of in groups:
             values = {"weight": flat, **states_of}
-            for name, address in fragments.items():
+            for name, address in mapping.items():
                 first, numel = _address(address)
                 here = {one: of[first : first + numel] for one, of in values.items()}
-                yield fragment(name, shapes[name], begins[name], here)
+                yield fragment(ours(name), shapes[name], begins[name], here)
                 begins[name] += numel
 
 
@@ -193,7 +199,7 @@ def _moments(optimizer: Any) -> list[dict[str, Tensor]]:
     return [{moment: state[moment] for moment in MOMENTS} for state in states]
 
 
-def weights_alone(saved: Mapping[str, Any]) -> Iterator[StateShard]:
+def _weights_alone(saved: Mapping[str, Any]) -> Iterator[StateShard]:
     """Frozen parameters and correction biases, as the model holds them."""
     buffers, shared = set(saved["buffer_names"]), saved.get("shared_params") or {}
     trained = shapes_of(saved)
@@ -222,18 +228,118 @@ def _frozen_of_stage_3(folder: Path) -> Iterator[StateShard]:
                 yield fragment(parameter, tuple(value.shape), 0, {"weight": value.reshape(-1)})
 
 
+def _universal(folder: Path, saved: Mapping[str, Any], model: RecipeModel) -> ForeignState:
+    """What ds_to_universal.py makes of any stage: whole tensors, one in a file."""
+    shards = []
+    for inner in sorted(path for path in (folder / UNIVERSAL).iterdir() if path.is_dir()):
+        name = inner.name
+        present = [one for one in ("fp32", *MOMENTS) if (inner / f"{one}.pt").exists()]
+        if name not in model.parameters and present == ["fp32"]:
+            continue  # a buffer, or the second name of a tied parameter
+        content = {
+            "weight" if one == "fp32" else one: load_pickle(
+                folder, f"{UNIVERSAL}/{name}/{one}.pt"
+            )
+            for one in present
+        }
+        values = {one: v if isinstance(v, Tensor) else v["param"] for one, v in content.items()}
+        shape = tuple(values["weight"].shape)
+        if len(shape) == 1 and name in model.parameters:
+            shape = model.parameters[name]  # stage 3's are flat
+        flat = {one: value.reshape(-1) for one, value in values.items()}
+        shards.append(fragment(name, shape, 0, flat))
+    optimizer = load_pickle(folder, f"{UNIVERSAL}/optimizer_state.pt", CLASSES)
+    groups = {"state": {}, "param_groups": optimizer["param_groups"]}
+    steps = {
+        int(load_pickle(folder, str(path.relative_to(folder))))
+        for path in (folder / UNIVERSAL).glob("*/step.pt")
+    }
+    if steps:
+        groups["state"] = {number: {"step": step} for number, step in enumerate(steps)}
+    return foreign_state(saved, shards, groups, optimizer.get("loss_scaler"))
+
+
+def _without_zero(saved: Mapping[str, Any], model: RecipeModel) -> ForeignState:
+    """Stage 0: torch's optimizer, which has numbers for the parameters, not names.
+
+    16-bit engines keep fp32 master weights, of which a fused optimizer has one for a group.
+    """
+    optimizer, module = saved["optimizer"], saved["module"]
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    groups = [group["params"] for group in inner["param_groups"]]
+    moments = dict(zip(sorted(inner["state"]), _moments(inner), strict=True))
+    masters = optimizer.get("fp32_groups") or [
+        [flat] for flat in optimizer.get("fp32_groups_flat", ())
+    ]
+    shards, trained = [], set()
+    for group, names in enumerate(_names_of_groups(groups, moments, module, model)):
+        weights = masters[group] if masters else [module[name] for name in names]
+        pieces = [
+            {"weight": w, **moments[n]} for w, n in zip(weights, groups[group], strict=True)
+        ]
+        flat = len(pieces) == 1 and len(names) > 1
+        first = 0
+        for number, name in enumerate(names):
+            shape = tuple(module[name].shape)
+            first = first if flat else 0
+            values = {
+                one: value.reshape(-1)[first : first + prod(shape)]
+                for one, value in pieces[0 if flat else number].items()
+            }
+            shards.append(fragment(name, shape, 0, values))
+            first += prod(shape)
+        trained |= set(names)
+    for name, value in module.items():
+        if name in model.parameters and name not in trained:
+            shards.append(fragment(name, tuple(value.shape), 0, {"weight": value.reshape(-1)}))
+    scaler = StandIn()
+    scaler.__setstate__(dict(optimizer))
+    return foreign_state(saved, shards, inner, scaler)
+
+
+def _names_of_groups(
+    groups: Sequence[Sequence[int]],
+    moments: Mapping[int, Mapping[str, Tensor]],
+    module: Mapping[str, Tensor],
+    model: RecipeModel,
+) -> list[list[str]]:
+    """The parameters of each group: all that train, or those with and without weight decay, in
+    the order of the model. Raises CheckpointError where these do not have the saved shapes."""
+    frozen = matching(model.recipe.model.freeze, model.parameters)
+    names = [n for n in model.parameters if n in module and n not in frozen]
+    decayed = [n for n in names if len(model.parameters[n]) > 1]
+    others = [n for n in names if n not in decayed]
+    for candidate in ([names], [decayed, others], [others, decayed]):
+        if len(candidate) == len(groups) and all(
+            _fits([moments[n]["exp_avg"] for n in group], [module[n] for n in part])
+            for group, part in zip(groups, candidate, strict=True)
+        ):
+            return candidate
+    raise CheckpointError(
+        "its optimizer states have no names, and their shapes are not those of the parameters "
+        "that train, in the model's order",
+        fix="state what it froze in model.freeze, or save it with ZeRO stage 1",
+    )
+
+
+def _fits(states: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether states are those of the parameters, one by one or in one flat tensor."""
+    if len(states) == 1 and len(parameters) > 1:
+        return states[0].numel() == sum(one.numel() for one in parameters)
+    return [one.shape for one in states] == [one.shape for one in parameters]
+
+
 def foreign_state(
     saved: Mapping[str, Any],
     shards: Sequence[StateShard],
     optimizer: Any,
-    state: Mapping[str, Any],
+    scaled: object = None,
 ) -> ForeignState:
     """The state with the counters of the model's file.
 
-    `optimizer` is torch's state of a rank's optimizer, `state` what holds the loss scaler.
+    `optimizer` is torch's state of a rank's optimizer, `scaled` the loss scaler.
     """
-    scaler = vars(state.get("loss_scaler", StandIn()))
-    scale = None
+    scaler, scale = vars(scaled) if isinstance(scaled, StandIn) else {}, None
     if saved["ds_config"].get("fp16", {}).get("enabled") and "cur_scale" in scaler:
         numbers = {k: v for k, v in scaler.items() if isinstance(v, int | float | bool)}
         scale = {"scale": float(scaler["cur_scale"]), "detail": numbers}

@@ -1,13 +1,13 @@
 """Writes the state of another tool as a checkpoint of a run, which continues from it."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from toolkit.checkpoint.convert import write_state_files
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.saver import entries_of
 from toolkit.checkpoint.shards import StateShard, kept, whole_quantity
-from toolkit.checkpoint.store import CheckpointStore, folder_name, sync_folder
+from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.checkpoint.verify import uncovered
 from toolkit.data.build import TrainingData, recipe_data
 from toolkit.errors import CheckpointError, DataError
@@ -15,7 +15,6 @@ from toolkit.extras.imports.base import ForeignState, RecipeModel
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
-from toolkit.models.safetensors_stream import in_files, write_file
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -146,18 +145,8 @@ def _write_files(
     companions: Mapping[str, bytes],
     tick: Callable[[int], None],
 ) -> dict[str, FileRecord]:
-    records: dict[str, FileRecord] = {}
-    entries = [entry.telling(tick) for entry in entries_of(shards)]
-    for number, content in enumerate(in_files(entries)):
-        name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
-        write_file(folder / name, content, digest)
-        records[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
+    records = write_state_files(folder, [one.telling(tick) for one in entries_of(shards)])
     records |= {path: write_synced(folder / path, text) for path, text in companions.items()}
     for inner in {(folder / path).parent for path in companions}:
         sync_folder(inner)
     return records
-
-
-def checkpoint_folder(assignment: Assignment, step: int) -> Path:
-    """Where the run's checkpoint of a step is."""
-    return RunDirectory(assignment.run_dir).checkpoints / folder_name(step)
