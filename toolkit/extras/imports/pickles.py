@@ -22,7 +22,7 @@ from toolkit.system.untrusted import regular_inside
 _PLAIN = re.compile(
     r"collections\.OrderedDict|torch\.(Size|\w+Storage|storage\.UntypedStorage)"
     r"|torch\.(Tensor|_tensor\._rebuild_from_type_v2|_utils\._rebuild_(tensor_v2|parameter))"
-    r"|_codecs\.encode"
+    r"|torch\.device|_codecs\.encode|__builtin__\.(set|complex)"
 )
 """Names in a pickle of tensors and plain containers."""
 _OPCODES = frozenset(
