@@ -156,10 +156,14 @@ def _pipeline_steps(
     engine: Any, samples: Any, first: int, last: int, ranks: Ranks
 ) -> list[float]:
     """As `_steps`, by DeepSpeed's pipeline."""
-    losses, batch = [], engine.train_batch_size()
+    from tests.e2e.neox_pipeline import Loss
+
+    losses = []
     for step in range(first, last):
-        mine = [samples[step * batch + n] for n in range(batch)]
-        mine = mine[ranks.rank :: ranks.world] if engine.dp_world_size > 1 else mine
+        rows = _batch(engine, samples, step)
+        mine = rows[ranks.rank :: ranks.world] if engine.dp_world_size > 1 else rows
+        # The pipeline takes the mean over micro batches and ranks.
+        Loss.per_token = engine.micro_batches * engine.dp_world_size / _count(rows)
         tokens = torch.stack([row["input_ids"] for row in mine])
         labels = torch.stack([row["shift_labels"] for row in mine])
         parts = [tokens.chunk(engine.micro_batches), labels.chunk(engine.micro_batches)]
@@ -168,17 +172,29 @@ def _pipeline_steps(
 
 
 def _steps(engine: Any, samples: Any, first: int, last: int, ranks: Ranks) -> list[float]:
-    """Train some steps; the mean loss of each over all ranks."""
-    losses, batch = [], engine.train_batch_size()
+    """Train some steps; the mean loss of each over the tokens of all ranks."""
+    losses = []
     for step in range(first, last):
-        rows = [samples[step * batch + n] for n in range(batch)][ranks.rank :: ranks.world]
-        loss = loss_of(engine, rows)
+        rows = _batch(engine, samples, step)
+        mine = rows[ranks.rank :: ranks.world]
+        # DeepSpeed takes the mean over ranks, which may have different numbers of labels.
+        loss = loss_of(engine, mine) * (_count(mine) * ranks.world / _count(rows))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float()
         dist.all_reduce(mean)
         losses.append(mean.item() / ranks.world)
     return losses
+
+
+def _batch(engine: Any, samples: Any, step: int) -> list[Any]:
+    batch = engine.train_batch_size()
+    return [samples[step * batch + number] for number in range(batch)]
+
+
+def _count(rows: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """Labels on which a loss is taken."""
+    return sum(int((row["shift_labels"] != -100).sum()) for row in rows)
 
 
 def loss_of(model: Any, rows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:

@@ -66,8 +66,14 @@ def _same(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+class Loss:
+    """The sum over a micro batch's tokens, times `per_token`."""
+
+    per_token = 1.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        summed = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return summed * Loss.per_token
 
 
 class SequentialModel(nn.Module):
@@ -85,7 +91,7 @@ class SequentialModel(nn.Module):
 def pipeline(config: PretrainedConfig, stages: int) -> PipelineModule:
     """The model, split into this number of stages."""
     return PipelineModule(
-        _layers(config), num_stages=stages, loss_fn=_loss, partition_method="uniform"
+        _layers(config), num_stages=stages, loss_fn=Loss(), partition_method="uniform"
     )
 
 

@@ -59,8 +59,6 @@ class Foreign:
             .replace("model_type: llama", "model_type: gpt_neox")
         )
         text = text.replace("    num_key_value_heads: 2\n", "").replace("s: true", "s: false")
-        # The gradient of a key's bias is zero but for rounding, which AdamW would enlarge.
-        text = text.replace("{learning_rate: 3.0e-3}", "{learning_rate: 3.0e-3, eps: 1.0e-5}")
         (folder / "neox.yaml").write_text(text)
         self.project = Project(folder)
         self.saved = folder / "deepspeed"

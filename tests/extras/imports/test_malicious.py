@@ -176,6 +176,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, dmt: Dmt) -> None:
     write_model(outside)
     (source / "latest").write_text("../outside")
     recipe = write_recipe(tmp_path)
+    (tmp_path / "a.txt").write_text("text " * 200)
     printed = dmt("checkpoint", "import", recipe, source, code=2)
     assert "names a folder outside: '../outside'" in printed.err
     (source / "mp_rank_00_model_states.pt").symlink_to(outside / MODEL)
