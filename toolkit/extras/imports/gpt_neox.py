@@ -11,6 +11,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+from toolkit.checkpoint.shards import StateShard
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.base import ForeignState, RecipeModel
 from toolkit.extras.imports.deepspeed import (
@@ -53,8 +54,9 @@ class GPTNeoX:
             )
         head = next((name for name in _HEADS if name in model.parameters), _HEADS[0])
         ours = partial(transformers_name, layers=model.config.num_hidden_layers, head=head)
-        shards, saved, states = [], {}, []
+        shards: list[StateShard] = []
         names: set[str] = set()
+        saved, states = {}, []
         for path in sorted(tagged.glob("mp_rank_??_model_states.pt")):
             saved = load_pickle(tagged, path.name, CLASSES)
             states = rank_states(tagged, path.name[8:10])
