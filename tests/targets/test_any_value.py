@@ -1,16 +1,24 @@
 """A file of any content is compared or refused: no setting may stop a run with a traceback."""
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.targets.any_value import VALUES, try_any_value
+from tests.targets.any_value import RUNS, VALUES, try_any_value
 from tests.targets.conftest import Planned
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.engines.deepspeed.json_file import JsonFile
-from toolkit.extras.targets import axolotl, llama_factory
+from toolkit.errors import DmtError
+from toolkit.extras.targets import (
+    axolotl,
+    gpt_neox,
+    llama_factory,
+    megatron_bridge,
+    torchtitan,
+)
 from toolkit.extras.targets.trainer import BLOCKS
 from toolkit.targets import environment_conflicts
 from toolkit.targets.known_keys import ACCELERATE, SECTIONS
@@ -55,8 +63,33 @@ def finetuning_config(chance: random.Random) -> dict[str, Any]:
     return {**dict.fromkeys(own, "x"), **some, "learning_rate": 0.1}
 
 
+def gpt_neox_config(chance: random.Random) -> dict[str, Any]:
+    """Settings of GPT-NeoX."""
+    some = {key: chance.choice(VALUES) for key in chance.sample(sorted(gpt_neox.NAMES), 8)}
+    own = {"num-layers": 2, "hidden-size": 8, "num-attention-heads": 2, "pos-emb": "rotary"}
+    return {**own, **some, "train-iters": 10, "warmup": 0.1}
+
+
+@pytest.mark.parametrize("tool", [torchtitan, megatron_bridge])
+def test_any_value_of_an_override(tool: Any) -> None:
+    chance = random.Random(6)
+    own = {"recipe": "llama3_8b_pretrain_config", "training.steps": 2, "metrics.log_freq": 1}
+    stated = 0
+    for _ in range(RUNS):
+        some = {key: chance.choice(VALUES) for key in chance.sample(sorted(tool.KEYS), 12)}
+        with suppress(DmtError):
+            file = JsonFile(Path("x"), {**some, **own}, {})
+            stated += len(tool.TARGET.read(file, None).stated)
+    assert stated > RUNS
+
+
+MADE = [gpt_neox_config, accelerate_config, deepspeed_config, finetuning_config]
+
+
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
-@pytest.mark.parametrize("made", [accelerate_config, deepspeed_config, finetuning_config])
+@pytest.mark.parametrize(
+    "made", [gpt_neox_config, accelerate_config, deepspeed_config, finetuning_config]
+)
 def test_any_value_at_any_key(made: Any, suffix: str, tiny: Planned, tmp_path: Path) -> None:
     try_any_value(made, suffix, tiny, tmp_path)
 

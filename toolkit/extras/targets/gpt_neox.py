@@ -18,7 +18,9 @@ from toolkit.extras.targets.values import (
     changes,
     chunk_problems,
     leaves,
+    malformed,
     path_stated,
+    read_each,
     read_options,
     refuse_what_is_not_expressed,
     together,
@@ -50,7 +52,6 @@ from toolkit.targets.base import (
     none_if_zero,
     number,
     precisions,
-    read_settings,
     unknown,
 )
 
@@ -239,9 +240,10 @@ class GptNeoxTarget(Target):
             for kind in ("fp16", "bf16")
             if (name := f"{kind}.enabled") in settings
         }
-        found.add(read_settings(settings, {**_of_deepspeed(settings), **KEYS}, _judge))
+        found.add(read_each(settings, {**_of_deepspeed(settings), **KEYS}, _judge))
         found.stated += precisions(switches)
-        gpt_neox_model.add_model(found, settings, file, recipe)
+        with malformed(found, "num_layers", file.place("num_layers")):
+            gpt_neox_model.add_model(found, settings, file, recipe)
         if recipe is None and "data_path" in settings and "split" not in settings:
             at = ForeignSetting("split (default)", "969, 30, 1", str(file.path))
             found.stated.append(Stated("data.validation_fraction", 0.031, at))

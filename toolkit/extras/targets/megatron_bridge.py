@@ -20,6 +20,7 @@ from toolkit.extras.targets.values import (
     changes,
     leaves,
     path_stated,
+    read_each,
     refuse_what_is_not_expressed,
     together,
     unless_off,
@@ -362,7 +363,7 @@ class MegatronBridgeTarget(Target):
                 read_settings(settings, dict.fromkeys(_SIZES, row), names=_sizes(settings))
             )
             settings = {name: one for name, one in settings.items() if name not in _SIZES}
-        found.add(read_settings(settings, KEYS, _judge))
+        found.add(read_each(settings, KEYS, _judge))
         return found
 
     def join(self, files: Sequence[JsonFile]) -> JsonFile:

@@ -21,7 +21,9 @@ from toolkit.extras.targets.values import (
     changes,
     chunk_problems,
     leaves,
+    malformed,
     path_stated,
+    read_each,
     read_options,
     refuse_what_is_not_expressed,
     together,
@@ -48,7 +50,6 @@ from toolkit.targets.base import (
     Unknown,
     as_yaml,
     none_if_zero,
-    read_settings,
     relative_to_file,
     unknown,
 )
@@ -396,8 +397,9 @@ class TorchtitanTarget(Target):
             if value is not None
         }
         settings, found.unknown = without_words(settings, KEYS, _NUMBERS)
-        found.add(read_settings(settings, KEYS, _judge))
-        found.stated += [*_schedule(settings), *_batch(settings)]
+        found.add(read_each(settings, KEYS, _judge))
+        with malformed(found, "lr_scheduler", str(file.path)):
+            found.stated += [*_schedule(settings), *_batch(settings)]
         if (decay := settings.get("optimizer.weight_decay")) is None or decay.value:
             at = decay or ForeignSetting(
                 "optimizer.weight_decay (default)", 0.1, str(file.path)

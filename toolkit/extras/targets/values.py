@@ -2,6 +2,7 @@
 must refuse."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from toolkit.targets.base import (
     Row,
     Rule,
     Settings,
+    SettingSource,
     Stated,
     TargetKey,
     Unknown,
     number,
+    read_settings,
     shown,
 )
 from toolkit.targets.facts import values_of
@@ -154,6 +157,28 @@ def without_words(
         else:
             kept[name] = setting
     return kept, wrong
+
+
+def read_each(
+    settings: Settings,
+    table: Mapping[str, Row],
+    other: Callable[[ForeignSetting], Unknown | None],
+) -> SettingSource:
+    """`read_settings`, where a value of another type than the tool takes is named as such."""
+    found = SettingSource()
+    for name, setting in settings.items():
+        with malformed(found, setting.name, setting.place):
+            found.add(read_settings(settings, table, other, (name,)))
+    return found
+
+
+@contextmanager
+def malformed(found: SettingSource, name: str, place: str) -> Iterator[None]:
+    """What is inside reads settings, and stops at a value of a type that it cannot have."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        found.unknown.append(Unknown(name, place, "a value of another type belongs here"))
 
 
 @dataclass(frozen=True)
