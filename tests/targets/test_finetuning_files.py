@@ -79,9 +79,9 @@ def recipe_of(target: Target, found: SettingSource, folder: Path) -> Recipe:
             section = section.setdefault(step, {})
         name, _, index = name.partition("[")
         if index:
-            section.setdefault(name, [0, 0])[int(index[0])] = value
+            section[name][int(index[0])] = value
         else:
-            section[name] = value
+            section[name] = [*value] if isinstance(value, list) else value
     size = SHAPES.get(data["model"]["hub"], "llama-3.1-8b")
     shape = next((ROOT / "recipes").glob(f"*/{size}-sft.yaml"))
     data["model"]["config"] = load_recipe(shape).model.config
