@@ -25,10 +25,13 @@ from toolkit.backend import BACKENDS
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.extras.doctor.selftest.plan import losses
 from toolkit.intake.checks import broken_rules
+from toolkit.intake.load import load_recipe
 from toolkit.layout import Pair
 from toolkit.objectives import OBJECTIVES
+from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules.legality import table
+from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import TARGETS
 
@@ -438,42 +441,71 @@ def _apart(row: Row, column: Row) -> str:
     return f"{row.title} is for {who[0]}; {column.title} for {who[1]}"
 
 
+WRITTEN = {
+    "pretrain": ("llama/llama-3.1-8b", "pythia/pythia-1.4b"),
+    "sft": ("llama/llama-3.1-8b",),
+    "dpo": ("llama/llama-3.1-8b",),
+    "lora": ("llama/llama-3.1-8b",),
+}
+"""By the ending of a shipped recipe's name, the models of which one is to be expressed."""
+DATA_OF_OTHERS = (
+    "data.validation=null",
+    "data.train={kind: megatron, prefix: /data/tokens}",
+    "data.train={kind: hf, path: allenai/c4, name: en}",
+)
+"""The recipe's own, and what some tools take alone."""
+
+
 def rendered() -> Iterator[str]:
     """`dmt render --to` of a plan of each pair, and of what is trained."""
     names = [name for name, one in TARGETS.items() if one.rendered]
-    columns: dict[str, tuple[Row, Pair | None]] = {
-        title: (Row(title), pair) for title, pair in BY_PAIR.items()
+    columns: dict[str, tuple[str, Sequence[Pair]]] = {
+        title: ("pretrain", [pair]) for title, pair in BY_PAIR.items()
     }
-    columns |= {
-        f"`{row.title}`": (row, None) for row in (*OBJECTIVE_ROWS[1:3], ADAPTER_ROWS[0])
-    }
+    columns |= {f"`{task}`": (task, PAIRS) for task in ("sft", "dpo", "lora")}
 
-    def of(row: Row, column: tuple[Row, Pair | None], notes: Notes) -> str:
-        asked, only = column
+    def of(row: Row, column: tuple[str, Sequence[Pair]], notes: Notes) -> str:
         engine = TARGETS[row.title].engine
-        able = [pair for pair in PAIRS if only in (None, pair) and engine in ("", pair.engine)]
+        able = [pair for pair in column[1] if engine in ("", pair.engine)]
         if not able:
             return notes(f"only plans of engine {engine}")
-        why = [_unwritten(row.title, asked, pair) for pair in able]
+        why = [_unwritten(row.title, column[0], pair) for pair in able]
         return "yes" if "" in why else notes(why[0])
 
     return grid("`--to`", [Row(name) for name in names], columns, of)
 
 
-def _unwritten(name: str, row: Row, pair: Pair) -> str:
-    """Why another tool's file cannot express a recipe."""
-    target = TARGETS[name]
-    made = recipe(row, pair)
-    if isinstance(made, str):
-        return made
-    made = target.adapt(made)
-    try:
-        target.write(made, plan_recipe(made, explained=False))
-    except RecipeError as error:
-        return _of(error.problems[0], pair)
-    except PlanError as error:
-        return _without(error.message, pair)
-    return ""
+def _unwritten(name: str, task: str, pair: Pair) -> str:
+    """Why another tool's file expresses no shipped recipe of a task; empty if it does one."""
+    target, reasons = TARGETS[name], []
+    for model in WRITTEN[task]:
+        plan = planned(f"{model}-{task}", pair)
+        for data in DATA_OF_OTHERS if task == "pretrain" else DATA_OF_OTHERS[:1]:
+            try:
+                target.write(target.adapt(shipped(f"{model}-{task}", pair, data)), plan)
+            except RecipeError as error:
+                reasons.append(_of(error.problems[0], pair))
+            except PlanError as error:
+                reasons.append(_without(error.message, pair))
+            else:
+                return ""
+    return min(reasons, key=lambda reason: reason.startswith(("`data", "`model")))
+
+
+@cache
+def planned(name: str, pair: Pair) -> Plan:
+    return plan_recipe(shipped(name, pair), explained=False)
+
+
+def shipped(name: str, pair: Pair, data: str = DATA_OF_OTHERS[0]) -> Recipe:
+    """A recipe of this repository on two GPUs."""
+    changes = [
+        "name=this", "cluster.nodes=1", "cluster.gpus_per_node=2", data,
+        "evaluation.every_steps=null", "data.validation=null", "training.epochs=null",
+        "training.tokens=null", "training.steps=10000", f"parallel.engine={pair.engine}",
+        f"parallel.model={pair.model}",
+    ]  # fmt: skip
+    return load_recipe(RECIPES / f"{name}.yaml", changes)
 
 
 HEAD = """\
