@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.errors import PlanError
+from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.starter.draft import Task, shipped_sizes
 from toolkit.starter.text import starter
@@ -18,23 +18,37 @@ _SIZES = tuple(shipped_sizes())
 
 def init(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="Hub id, local folder with a config.json, or a shipped size (see "
             "`dmt recipes`), e.g. llama-3.1-8b.",
             autocompletion=lambda: _SIZES,
+            show_default=False,
         ),
-    ],
+    ] = None,
     cluster: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--cluster",
             metavar="CLUSTER",
             help="NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a cluster file.",
+            show_default=False,
         ),
-    ],
-    task: Annotated[Task, typer.Option(help="What to train the model for.")] = "pretrain",
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Another tool's configuration, from which the recipe is written; may be "
+            "repeated. MODEL and --task are then what the files do not state.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        Task | None, typer.Option(help="What to train the model for; default: pretrain.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -50,9 +64,48 @@ def init(
 ) -> None:
     """Write a short recipe whose layout is `auto`, with the planned values in comments.
 
+    With --from, every value of the files has a comment with FILE:LINE, and every setting that
+    no recipe has is named, with the reason.
+
     Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb --out recipe.yaml`
+
+    Example: `dmt init --from train.yaml --cluster 1x8xh100-80gb --out recipe.yaml`
     """
-    text = starter(model, find_cluster(cluster), cluster, task, data)
+    if files:
+        _import(files, model, cluster, task, data, out)
+        return
+    if model is None or cluster is None:
+        missing = "MODEL" if model is None else "--cluster"
+        raise PlanError(
+            f"{missing}: missing",
+            fix="dmt init MODEL --cluster NODESxGPUSxNAME, or dmt init --from FILE",
+        )
+    _put(starter(model, find_cluster(cluster), cluster, task or "pretrain", data), out)
+
+
+def _import(
+    files: list[Path],
+    model: str | None,
+    cluster: str | None,
+    task: Task | None,
+    data: Path | None,
+    out: Path | None,
+) -> None:
+    """`--from`: the recipe, and on standard error what is not carried."""
+    from toolkit.starter.imported import import_files
+
+    imported = import_files(files, model, cluster, task, data)
+    _put(imported.text, out)
+    if imported.uncarried:
+        tell(f"dmt: {len(imported.uncarried)} settings are not carried:")
+        for one in imported.uncarried:
+            tell(f"  {one}")
+    if imported.problem:
+        tell(f"dmt: as it is, the recipe cannot be planned: {imported.problem}")
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _put(text: str, out: Path | None) -> None:
     if out is None:
         tell(text, sys.stdout)
         return

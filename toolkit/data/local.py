@@ -163,7 +163,20 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
         yield Problem("data.tokenizer", error.message, allowed, error.fix)
 
 
+PLACEHOLDER = "REPLACE-ME.jsonl"
+"""The path that `dmt init --from` writes where the files name no data."""
+
+
 def _source_problems(key: str, source: Source) -> Iterator[Problem]:
+    if Path(source.place).name == PLACEHOLDER:
+        yield Problem(
+            f"{key}.path",
+            f"{PLACEHOLDER}, which stands for the data that dmt init did not know",
+            "your data: a file, a folder or a hub id",
+            "write its path; kind is hf for documents, chat for conversations, preference for "
+            "pairs, megatron (with prefix) for Megatron's indexed format",
+        )
+        return
     # Remote files are checked when the data is built: no network is used here.
     remote = [place for place in source.places if is_remote(place)]
     setting = next(name for name in _PLACES if hasattr(source, name))

@@ -35,7 +35,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     shown = recipe.model_dump(exclude_unset=True)
     fraction = 0.05 if task == "pretrain" else 0.0
     shown["data"] = _without(shown["data"], "validation", "streaming", "stages")
-    shown["data"] |= {"train": _source(data, task), "validation_fraction": fraction}
+    shown["data"] |= {"train": source_of(data, task), "validation_fraction": fraction}
     shown["training"] = _without(shown["training"], "steps", "tokens") | {"epochs": 1}
     schedule = _without(shown.get("schedule", {}), "warmup_steps", "warmup_ratio")
     shown["schedule"] = schedule
@@ -62,7 +62,7 @@ def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in names}
 
 
-def _source(data: Path, task: Task) -> dict[str, Any]:
+def source_of(data: Path, task: Task) -> dict[str, Any]:
     """The source that reads the file, from the names and contents of its columns."""
     if not data.is_file():
         raise PlanError(f"--data: {data} is no file", fix="name a file of text, or of rows")

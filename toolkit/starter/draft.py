@@ -118,6 +118,16 @@ def _own(model: str, task: Task) -> Recipe:
     return _usual_recipe(_name(folder, task), stated, tokenizer, template, task)
 
 
+def draft_of_config(
+    config: Mapping[str, Any], tokenizer: str, cluster: Cluster, task: Task
+) -> Recipe:
+    """Usual numbers for a model that a file of another tool describes."""
+    template = None if task == "pretrain" else "chatml"
+    name = f"{config['model_type']}-{task}"
+    recipe = _usual_recipe(name, {"config": dict(config)}, tokenizer, template, task)
+    return _placed(recipe, cluster)
+
+
 def _usual_recipe(
     name: str, model: Mapping[str, Any], tokenizer: str, template: str | None, task: Task
 ) -> Recipe:
