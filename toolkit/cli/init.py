@@ -98,8 +98,10 @@ def _import(
     _put(imported.text, out)
     if imported.uncarried:
         tell(f"dmt: {len(imported.uncarried)} settings are not carried:")
-        for one in imported.uncarried:
-            tell(f"  {one}")
+        for reason in dict.fromkeys(one.reason for one in imported.uncarried):
+            names = (f"{one.name} ({one.place})" for one in imported.uncarried
+                     if one.reason == reason)  # fmt: skip
+            tell(f"  {reason}: {', '.join(names)}")
     if imported.problem:
         tell(f"dmt: as it is, the recipe cannot be planned: {imported.problem}")
         raise typer.Exit(EXIT_USER_ERROR)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,10 +67,18 @@ def _shipped_size(model: str) -> str | None:
     sizes = shipped_sizes()
     if model in sizes or Path(model).is_dir():
         return model if model in sizes else None
-    for size, files in sizes.items():
-        if load_recipe(next(iter(files.values()))).model.hub == model:
-            return size
-    return None
+    return _sizes_by_hub_id().get(model)
+
+
+@cache
+def _sizes_by_hub_id() -> dict[str, str]:
+    """The hub ids of all shipped recipes."""
+    return {
+        hub: size
+        for size, files in shipped_sizes().items()
+        for file in files.values()
+        if (hub := load_recipe(file).model.hub) is not None
+    }
 
 
 def _is_tiny(size: str) -> bool:

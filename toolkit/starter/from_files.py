@@ -41,6 +41,7 @@ from toolkit.text.terminal import printable
 PAGE = "docs/coming-from/"
 """What to read for scripts, which are not parsed."""
 _BATCH, _MICRO = "training.global_batch_size", "training.micro_batch_size"
+_BETAS = "optimizer.betas"
 _LONGEST = 60
 """Characters of a value that a comment quotes."""
 
@@ -107,13 +108,23 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
             found.uncarried.append(Uncarried(name.name, "", name.place, reason + hint))
     chosen, choices = _chosen(found, stated)
     _add_plain(found, chosen)
-    defaults = {key: value for one in reversed(found.targets) for key, value in
-                one.defaults.items()}  # fmt: skip
+    defaults = _defaults(found.targets)
     _add_batch(found, chosen, stated, defaults, world)
     _add_defaults(found, defaults)
     _add_choices(found, choices)
     _add_shape(found, chosen)
     return found
+
+
+def _defaults(targets: Sequence[Target]) -> dict[str, Any]:
+    """Those of all tools; of the first where two differ. Betas may be given one by one."""
+    stated: dict[str, Any] = {}
+    for target in reversed(targets):
+        stated |= target.defaults
+    betas = [stated.pop(f"{_BETAS}[{index}]", None) for index in (0, 1)]
+    if None not in betas:
+        stated[_BETAS] = betas
+    return stated
 
 
 def _joined(paths: Sequence[Path]) -> Iterator[tuple[Target, JsonFile]]:
@@ -216,12 +227,11 @@ def _add_plain(found: Statements, chosen: Mapping[str, Stated]) -> None:
             if not one.certain and one.advice and key.startswith("data."):
                 origin = f"{origin}: {one.advice}"
             found.put(key, value, origin)
-    betas = [chosen.get(f"optimizer.betas[{index}]") for index in (0, 1)]
+    betas = [chosen.get(f"{_BETAS}[{index}]") for index in (0, 1)]
     if any(betas):
-        usual = next((list(target.defaults["optimizer.betas"]) for target in found.targets
-                      if "optimizer.betas" in target.defaults), [0.9, 0.999])  # fmt: skip
-        values = [one.value if one else usual[index] for index, one in enumerate(betas)]
-        found.put("optimizer.betas", values, _places(*(one for one in betas if one)))
+        usual = _defaults(found.targets).get(_BETAS, (0.9, 0.999))  # torch's
+        pair = [one.value if one else usual[index] for index, one in enumerate(betas)]
+        found.put(_BETAS, pair, _places(*(one for one in betas if one)))
     for key in ("logging.wandb", "logging.mlflow", "logging.trackio"):
         if isinstance(on := found.values.get(key), bool):
             origin = found.origins.pop(key)
@@ -266,10 +276,8 @@ def _add_batch(
         if isinstance(batch, PerReplica):
             batch = batch.sequences * dp if dp else None
         if batch is not None:
-            text = (
-                f", {one.at.written} with dp {dp}" if isinstance(one.value, PerReplica) else ""
-            )
-            found.put(_BATCH, batch, f"{one.at.place} {one.at.name if not text else ''}{text}")
+            ranks_text = f" with dp {dp}" if isinstance(one.value, PerReplica) else ""
+            found.put(_BATCH, batch, f"{one.at.place} {one.at.name}{ranks_text}")
     accumulation = chosen.get(ACCUMULATION)
     steps = accumulation.value if accumulation else defaults.pop(ACCUMULATION, 1)
     micro = values.get(_MICRO)

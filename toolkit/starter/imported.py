@@ -58,6 +58,7 @@ def import_files(
     base = _base(found, model, cluster, task)
     _place(found, cluster, given_cluster)
     _add_required(found, base, task, data)
+    _add_validation(found)
     recipe = _valid(found)
     names = ", ".join(str(path) for path in paths)
     body = "\n".join([
@@ -150,14 +151,18 @@ def _place(found: Statements, cluster: Cluster, given: str | None) -> None:
 
 def _add_required(found: Statements, base: Recipe, task: Task, data: Path | None) -> None:
     """What a recipe requires, or a model or task implies, and the files do not state."""
-    shown = base.model_dump(exclude_unset=True)
+    shown, stated = base.model_dump(exclude_unset=True), {*found.values}
     for key, value in shown["model"].items():
         found.put(f"model.{key}", value, "the model")
     found.put("name", base.name, "")
-    found.put("data.tokenizer", base.data.tokenizer, "the model's")
+    hub = found.values.get("model.hub") if "model.hub" in stated else None
+    found.put("data.tokenizer", hub or base.data.tokenizer, "the model's" if hub else DRAFTED)
     if task != "pretrain":
         found.put("data.chat_template", base.data.chat_template, DRAFTED)
+    objective = found.values.get("training.objective", base.training.objective)
     for key in ("adapter", "dpo"):
+        if key == "dpo" and key != objective:
+            continue  # orpo
         inside = (name for name in found.values if name.startswith(f"{key}."))
         if shown.get(key) and not (key == "adapter" and any(inside)):
             for name, value in shown[key].items():
@@ -198,11 +203,20 @@ def _add_data(found: Statements, task: Task, data: Path | None) -> None:
         "data.train", {"kind": _KINDS[task], "path": PLACEHOLDER},
         "TO DO: the files name no data set (docs/data.md)",
     )  # fmt: skip
-    inside = [key for key in found.values if key.startswith("data.validation.")]
-    for key in inside:
+    for key in [key for key in found.values if key.startswith("data.validation.")]:
         value, origin = found.values.pop(key), found.origins.pop(key)
         kind = "megatron" if key.endswith("prefix") else _KINDS[task]
         found.put("data.validation", {"kind": kind, key.rpartition(".")[2]: value}, origin)
+
+
+def _add_validation(found: Statements) -> None:
+    """Evaluation needs validation data, which the files may leave to a script."""
+    every = found.values.get("evaluation.every_steps")
+    sides = ("data.validation_fraction", "data.validation")
+    if every is None or any(found.values.get(key) for key in sides):
+        return
+    found.values.pop("data.validation_fraction", None)
+    found.put("data.validation_fraction", 0.01, "for evaluations: the files hold out none")
 
 
 def _valid(found: Statements) -> Recipe:

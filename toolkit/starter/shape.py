@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.engines.deepspeed.config import same
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
-from toolkit.targets.compare import same
 
 _NOT_OF_A_CONFIG = frozenset(("kv_channels", "max_sequence_length", "bias_activation_fusion"))
 """Fields that follow from others, or from the lengths of a run."""

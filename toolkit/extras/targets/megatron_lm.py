@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.extras.targets import pretrain_gpt
@@ -18,6 +18,7 @@ from toolkit.extras.targets.shell_flags import read_flags
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
+    ACCUMULATION,
     ForeignSetting,
     OneOf,
     Row,
@@ -59,8 +60,24 @@ class MegatronLmTarget(Target):
 
     kind = "Megatron-LM arguments"
     form = "Megatron-LM arguments (text)"
+    tool = "Megatron-LM"
     rendered = True
     engine = "megatron"
+    defaults: ClassVar[Mapping[str, object]] = {
+        "optimizer.weight_decay": 0.01,
+        "optimizer.betas": [0.9, 0.999],
+        "schedule.name": "linear",
+        "training.precision": "fp32",
+        "parallel.engine": "megatron",
+        "parallel.tensor": 1,
+        "parallel.pipeline": 1,
+        "parallel.zero.stage": 0,
+        "parallel.recompute": "none",
+        "evaluation.every_steps": 1000,
+        "evaluation.batches": 100,
+        "logging.every_steps": 100,
+        ACCUMULATION: 1,
+    }
     who = (
         "DMT does not read these arguments (`dmt render --to megatron-lm` writes them): the "
         "recipe takes precedence",

@@ -1,6 +1,7 @@
 """Hugging Face `TrainingArguments`, as `to_json_string` writes them or a script reads them."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.extras.targets.known_keys import (
@@ -12,6 +13,7 @@ from toolkit.intake.foreign import foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate, deepspeed
 from toolkit.targets.base import (
+    ACCUMULATION,
     ForeignSetting,
     Leftover,
     OneOf,
@@ -20,6 +22,7 @@ from toolkit.targets.base import (
     Rule,
     Settings,
     SettingSource,
+    ShareOfSteps,
     Stated,
     Target,
     TargetKey,
@@ -49,7 +52,21 @@ class TrainerTarget(Target):
 
     kind = "TrainingArguments"
     form = "TrainingArguments (JSON or YAML)"
+    tool = "the Trainer"
     names = _KNOWN
+    defaults: ClassVar[Mapping[str, object]] = {
+        "training.micro_batch_size": 8,
+        ACCUMULATION: 1,
+        "training.epochs": 3.0,
+        "training.precision": "fp32",
+        "training.seed": 42,
+        "optimizer.learning_rate": 5e-5,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "linear",
+        "checkpoint.every_steps": 500,
+        "logging.every_steps": 500,
+    }
     who = (
         "DMT does not read this file: the recipe takes precedence",
         "HF Trainer reads only this file: there it takes precedence",
@@ -139,8 +156,7 @@ def _warmup(setting: ForeignSetting, settings: Settings) -> list[Stated]:
         return [Stated(key, int(value), setting)]
     if (steps := _total_steps(settings)) > 0:
         return [Stated(key, int(-(-steps * value // 1)), setting)]
-    advice = "a share of steps that only the run knows"
-    return [Stated(key, int(value), setting, advice=advice, certain=False)]
+    return [Stated(key, ShareOfSteps(value), setting)]
 
 
 def _interval(name: str, ours: str) -> dict[str, Row]:

@@ -1,0 +1,112 @@
+"""`dmt init --from`: published configurations of other tools become recipes that plan."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.dmt import Dmt
+from tests.processes import ROOT
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import plan_recipe
+
+PUBLISHED = ROOT / "tests/targets/published"
+MODELS = {
+    "axolotl": "llama-3.1-8b",
+    "llama-factory": "llama-3.1-8b",
+    "torchtitan": "llama-3.1-8b",
+    "trainer": "llama-3.1-8b",
+    "qwen3_moe_30b_a3b_pretrain_override_example": "qwen3-30b-a3b",
+}
+"""Shapes of the models of tools whose files name one on the hub; the other tools state it."""
+CLUSTER = "16x8xh100-80gb"
+FILES = sorted(
+    path
+    for path in PUBLISHED.glob("*/*.*")
+    if path.suffix in (".yaml", ".yml", ".toml", ".sh", ".json") and path.stem != "local_setup"
+)
+LEFT_OPEN = "REPLACE-ME"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_published_file_becomes_a_recipe(path: Path, tmp_path: Path, dmt: Dmt) -> None:
+    """It plans; values have origins, and what is not carried a reason, here and there."""
+    model = MODELS.get(path.stem, MODELS.get(path.parent.name))
+    out = tmp_path / "recipe.yaml"
+    words = ["init", *([model] if model else []), "--from", path, "--cluster", CLUSTER]
+    if path.stem == "llama-train_config":  # GPT-NeoX is given both
+        words += ["--from", path.with_name("llama-7B.yml")]
+    printed = dmt(*words, "--out", out)
+    text = out.read_text()
+    plan_recipe(load_recipe(out), explained=False)
+    assert re.search(rf"# {re.escape(str(path))}(:\d+)? ", text)
+    not_carried = [line for line in text.splitlines() if line.startswith("# not carried: ")]
+    assert all(re.search(r" \(.+\): .", line) for line in not_carried)
+    assert not not_carried or f"{len(not_carried)} settings are not carried" in printed.err
+    if LEFT_OPEN in text:
+        assert "REPLACE-ME.jsonl, which stands for" in dmt("check", out, code=2).err
+
+
+ARGUMENTS = """{
+  "per_device_train_batch_size": 4,
+  "gradient_accumulation_steps": 2,
+  "learning_rate": 2e-05,
+  "warmup_ratio": 0.03,
+  "bf16": true,
+  "push_to_hub": true
+}"""
+DEEPSPEED = """{
+  "zero_optimization": {"stage": 3},
+  "train_micro_batch_size_per_gpu": "auto",
+  "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}
+}"""
+
+
+def test_two_files_and_the_tools_defaults(tmp_path: Path, dmt: Dmt) -> None:
+    """The batch is that of the ranks; what the Trainer does by itself is stated."""
+    arguments, config = tmp_path / "args.json", tmp_path / "ds.json"
+    arguments.write_text(ARGUMENTS)
+    config.write_text(DEEPSPEED.replace("0.001", '"auto"'))
+    words = ("init", "llama-3.1-8b", "--from", arguments, "--from", config)
+    printed = dmt(*words, "--cluster", "1x8xh100-80gb")
+    (tmp_path / "recipe.yaml").write_text(printed.out)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.training.global_batch_size == 4 * 2 * 8
+    assert recipe.training.epochs == 3 and recipe.schedule.name == "linear"
+    assert recipe.schedule.warmup_ratio == 0.03
+    assert recipe.optimizer.betas == (0.9, 0.999)
+    assert recipe.parallel.zero.stage == 3
+    assert "# the Trainer's default" in printed.out
+    assert f"stage: 3                             # {config}:2 zero_optimization.stage" in (
+        printed.out
+    )
+    assert f"push_to_hub true ({arguments}:7)" in printed.out
+    assert f"push_to_hub ({arguments}:7)" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--from", "train.py", "--cluster", "1x8xh100-80gb"), "docs/coming-from/"),
+        (("--from", "args.json", "--cluster", "1x8xh100-80gb"), "the files name no model"),
+        (("llama-3.1-8b", "--from", "args.json"), "NODESxGPUSxNAME"),
+        (("llama-3.1-8b",), "--cluster: missing"),
+        (("--cluster", "1x8xh100-80gb"), "MODEL: missing"),
+        (("llama-3.1-8b", "--from", "args.json", "--from", "ds.json", "--cluster",
+          "1x8xh100-80gb"), "what learning_rate at args.json:4 says: 2e-05"),
+        (("--from", "notes.txt", "--cluster", "1x8xh100-80gb"), "without `--flags`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_one_clear_error(
+    words: tuple[str, ...],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dmt: Dmt,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("args.json").write_text(ARGUMENTS)
+    Path("ds.json").write_text(DEEPSPEED)
+    Path("notes.txt").write_text("nothing")
+    Path("train.py").write_text("import torch")
+    assert error in " ".join(dmt("init", *words, code=2).err.split())
