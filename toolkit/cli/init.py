@@ -15,6 +15,17 @@ from toolkit.text.terminal import tell
 # A file system's list of the shipped recipes; this module is imported for this verb only.
 _SIZES = tuple(shipped_sizes())
 
+_Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Another tool's configuration, from which the recipe is written; may be "
+        "repeated. MODEL and --task are then what the files do not state.",
+        show_default=False,
+    ),
+]
+
 
 def init(
     model: Annotated[
@@ -36,16 +47,7 @@ def init(
             show_default=False,
         ),
     ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="Another tool's configuration, from which the recipe is written; may be "
-            "repeated. MODEL and --task are then what the files do not state.",
-            show_default=False,
-        ),
-    ] = None,
+    files: _Files = None,
     task: Annotated[
         Task | None, typer.Option(help="What to train the model for; default: pretrain.")
     ] = None,
