@@ -1,16 +1,18 @@
 """LLaMA-Factory's and Axolotl's published configurations: read, planned and written again."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.dmt import Dmt
 from tests.processes import ROOT
 from tests.targets.conftest import TINY, Planned
 from toolkit.errors import DmtError, PlanError, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import against
 from toolkit.targets.base import (
@@ -18,7 +20,6 @@ from toolkit.targets.base import (
     TARGETS,
     Nearest,
     OneOf,
-    PerReplica,
     SettingSource,
     ShareOfSteps,
     Target,
@@ -27,7 +28,14 @@ from toolkit.targets.facts import DERIVED
 from toolkit.targets.files import recognised
 
 FOLDER = ROOT / "tests/targets/published"
-GPUS = 8
+MACHINE = "1x8xh100-80gb"
+MODELS = (
+    "meta-llama/Meta-Llama-3-8B-Instruct",
+    "NousResearch/Meta-Llama-3.1-8B",
+    "NousResearch/Llama-3.2-1B",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "mistralai/Mistral-7B-v0.1",
+)
 CHANGES_TRAINING = {
     "llama-factory/llama3_full_sft": "dataset max_samples template",
     "llama-factory/llama3_lora_dpo": "dataset max_samples template",
@@ -64,29 +72,31 @@ def carried(found: SettingSource) -> dict[str, Any]:
     }
 
 
-def recipe_of(target: Target, found: SettingSource, folder: Path) -> Recipe:
-    """The recipe that a file states, with the tool's defaults, on a machine of eight GPUs."""
-    cluster = {"nodes": 1, "gpus_per_node": GPUS, "gpu": "h100-80gb"}
-    data: dict[str, Any] = {"name": "imported", "cluster": cluster}
-    for key, value in {**target.defaults, **carried(found)}.items():
-        if isinstance(value, PerReplica):
-            value = value.sequences * GPUS
-        if isinstance(value, ShareOfSteps):
-            key, value = "schedule.warmup_ratio", value.share
-        *sections, name = key.split(".")
-        section = data
-        for step in sections:
-            section = section.setdefault(step, {})
-        name, _, index = name.partition("[")
-        if index:
-            section[name][int(index[0])] = value
-        else:
-            section[name] = [*value] if isinstance(value, list) else value
-    size = SHAPES.get(data["model"]["hub"], "llama-3.1-8b")
-    shape = next((ROOT / "recipes").glob(f"*/{size}-sft.yaml"))
-    data["model"]["config"] = load_recipe(shape).model.config
-    (folder / "recipe.yaml").write_text(dump(data, flow=False))
-    return load_recipe(folder / "recipe.yaml")
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files next to data of their kind, and a cache of the hub with the models' shapes."""
+    shutil.copytree(FOLDER, tmp_path / "published")
+    data = tmp_path / "published/llama-factory/data"
+    alpaca = json.dumps([{"instruction": "Who are you?", "output": "A model."}] * 20)
+    for name in ("identity.json", "alpaca_en_demo.json"):
+        (data / name).write_text(alpaca)
+    (data / "c4_demo.jsonl").write_text('{"text": "A document."}\n' * 20)
+    answer = [{"from": "gpt", "value": "A model."}]
+    asked = [{"from": "human", "value": "Who are you?"}]
+    pair = {"conversations": asked, "chosen": answer, "rejected": answer}
+    (data / "dpo_en_demo.json").write_text(json.dumps([pair] * 20))
+    for hub in MODELS:
+        size = SHAPES.get(hub, "llama-3.1-8b")
+        shape = next((ROOT / "recipes").glob(f"*/{size}-sft.yaml"))
+        repository = tmp_path / "hub" / f"models--{hub.replace('/', '--')}"
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(load_recipe(shape).model.config))
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "published"
 
 
 def written(target: Target, recipe: Recipe, path: Path) -> None:
@@ -102,8 +112,10 @@ def written(target: Target, recipe: Recipe, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES_TRAINING)
-def test_a_published_file_is_imported_planned_and_given_back(name: str, tmp_path: Path) -> None:
-    path = FOLDER / f"{name}.yaml"
+def test_a_published_file_is_imported_planned_and_given_back(
+    name: str, published: Path, tmp_path: Path, dmt: Dmt
+) -> None:
+    path = published / f"{name}.yaml"
     target, found = read(path)
     assert not found.unknown
     changing = {
@@ -117,9 +129,12 @@ def test_a_published_file_is_imported_planned_and_given_back(name: str, tmp_path
     parts = {"sample_packing", "train_on_inputs", "eval_strategy"}  # of other statements
     assert silent <= parts | {"finetuning_type"}  # full: no adapter
 
-    recipe = recipe_of(target, found, tmp_path)
-    plan = plan_recipe(recipe, explained=False)
-    conflicts = against(str(path), recipe, plan)[0].conflicts
+    made = tmp_path / "recipe.yaml"
+    printed = dmt("init", "--from", path, "--cluster", MACHINE, "--out", made).err
+    assert all(name in printed for name in changing)
+    dmt("check", made)
+    recipe = load_recipe(made)
+    conflicts = against(str(path), recipe, plan_recipe(recipe, explained=False))[0].conflicts
     nearest = {one.key for one in found.stated if isinstance(one.value, Nearest)}
     assert {row.key for row in conflicts} <= nearest
 

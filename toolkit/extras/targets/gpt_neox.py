@@ -202,10 +202,11 @@ class GptNeoxTarget(Target):
     }
 
     def score(self, values: Mapping[str, Any]) -> int:
-        """See `Target`."""
-        return sum(
+        """See `Target`; a single name may be another tool's as well (`num_nodes`)."""
+        found = sum(
             (name.replace("-", "_") in NAMES) + ("-" in name or name in _OWN) for name in values
         )
+        return found if found > 1 else 0
 
     def join(self, files: Sequence[JsonFile]) -> JsonFile:
         """Several files as one. Raises RecipeError for a setting in two: so does GPT-NeoX."""
