@@ -109,7 +109,7 @@ def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
             fix="name a folder on this machine (`hf download MODEL --local-dir FOLDER` makes "
             "one of a model on the hub)",
         )
-    iteration = _iteration_folder(src)
+    iteration = iteration_folder(src)
     if iteration is not None:
         path = config_file or _config_beside(src, iteration)
         config, notes = _load_config(path)
@@ -132,7 +132,7 @@ def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
     return ConvertibleModel(False, src, path, src, config, megatron_model(config), notes)
 
 
-def _iteration_folder(src: Path) -> Path | None:
+def iteration_folder(src: Path) -> Path | None:
     """The folder with the data of a Megatron checkpoint; None if `src` is not one."""
     folder, backend = src, _backend(src)
     if backend is None:

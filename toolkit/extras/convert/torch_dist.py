@@ -178,6 +178,10 @@ class Reader:
             raise CheckpointError(f"{self.folder}: parts of {key} are missing")
         return result
 
+    def stored_sizes(self, key: str) -> list[tuple[int, ...]]:
+        """The sizes of the rectangles in which the tensor is stored, in no fixed order."""
+        return [tuple(chunk.sizes) for chunk in self._chunks[key]]
+
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A stored rectangle; the last ones are kept."""
         name = key, tuple(chunk.offsets)
@@ -269,6 +273,8 @@ class _MetadataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return _path  # where it was saved, if that was named by a Path
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -313,6 +319,11 @@ def _may_be_built(instance: object, state: object) -> bool:
     if not isinstance(state, dict):
         return isinstance(instance, TensorProperties)
     return all(isinstance(name, str) and not name.startswith("__") for name in state)
+
+
+def _path(*parts: str) -> str:
+    """What a path becomes; `_is_plain` has looked at its parts."""
+    return "/".join(map(str, parts))
 
 
 def _member(enumeration: Any, name: str) -> Enum:

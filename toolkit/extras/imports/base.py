@@ -122,6 +122,9 @@ FOREIGN: Registry[ForeignCheckpoint] = Registry(
     {
         "gpt-neox": "toolkit.extras.imports.gpt_neox:GPT_NEOX",
         "deepspeed-zero": "toolkit.extras.imports.deepspeed:DEEPSPEED",
+        "megatron-dist": "toolkit.extras.imports.megatron_dist:MEGATRON",
+        "trainer": "toolkit.extras.imports.trainer:TRAINER",
+        "torch-dcp": "toolkit.extras.imports.dcp:DCP",
     },
 )
 """Every format by name; the first that matches reads."""

@@ -1,0 +1,177 @@
+"""torch.distributed.checkpoint folders of a transformers model, e.g. of FSDP2 or Accelerate.
+
+Tensors of a state dict are stored under the names of its nested keys, joined by dots. What
+`get_state_dict` returns has a parameter's moments at `state.NAME.exp_avg`; what precedes these
+names is up to the program that saved. torchtitan has names of its own for llama, whose rotary
+positions turn neighbouring rows of a head where transformers turns its halves.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from toolkit.checkpoint.shards import parameter_blocks
+from toolkit.errors import CheckpointError
+from toolkit.extras.convert.torch_dist import COMMON_FILE, METADATA, Reader
+from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.models.weights import TIED_HEAD
+from toolkit.optimizers.base import MOMENTS
+
+STEP = "step"
+_TORCHTITAN = {
+    "model.embed_tokens.": "tok_embeddings.",
+    "model.norm.": "norm.",
+    "lm_head.": "output.",
+    "model.layers.": "layers.",
+    "self_attn.q_proj.": "attention.wq.",
+    "self_attn.k_proj.": "attention.wk.",
+    "self_attn.v_proj.": "attention.wv.",
+    "self_attn.o_proj.": "attention.wo.",
+    "mlp.gate_proj.": "feed_forward.w1.",
+    "mlp.up_proj.": "feed_forward.w3.",
+    "mlp.down_proj.": "feed_forward.w2.",
+    "input_layernorm.": "attention_norm.",
+    "post_attention_layernorm.": "ffn_norm.",
+}
+"""Parts of transformers' names of llama, and torchtitan's."""
+_TURNED = {
+    "self_attn.q_proj.": "num_attention_heads",
+    "self_attn.k_proj.": "num_key_value_heads",
+}
+"""Weights whose rows it orders differently, and the key of the number of their heads."""
+Stored = Mapping[str, Reader]
+"""Every stored tensor's reader, by its key."""
+
+
+class DistributedCheckpoint:
+    """See `ForeignCheckpoint`."""
+
+    title = "torch.distributed.checkpoint"
+    files = ".metadata and *.distcp"
+
+    def matches(self, folder: Path) -> bool:
+        """Also megatron-core writes these files, and `common.pt` in addition."""
+        return (folder / METADATA).is_file() and not (folder / COMMON_FILE).exists()
+
+    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
+        """The state, whose step is the number of the optimizer's updates."""
+        shards, updates = read_shards([folder], model)
+        note = "its step is the number of its optimizer's updates: skipped steps are not stored"
+        return ForeignState(updates, updates, shards, notes=(note,))
+
+
+DCP = DistributedCheckpoint()
+
+
+def read_shards(folders: Sequence[Path], model: RecipeModel) -> tuple[list[LazyShard], int]:
+    """Every parameter, and the number of updates; its parts may be in several folders.
+
+    Raises CheckpointError for another model, or without the states of an optimizer.
+    """
+    readers = [Reader(folder) for folder in folders]
+    stored = {key: reader for reader in readers for key in reader.tensors}
+    where = folders[0]
+    names = _names(where, stored, model)
+    prefix = _prefix_of_weights(where, stored, next(iter(names.values())))
+    state = _prefix_of_states(where, stored, names.values())
+    _check_rest(where, stored, prefix, names.values())
+    updates = {
+        int(stored[key].read(key, (), ()))
+        for name in names.values()
+        if (key := f"{state}{name}.{STEP}") in stored
+    }
+    if len(updates) != 1:
+        raise CheckpointError(f"{where}: its parameters were updated {sorted(updates)} times")
+    shards = []
+    for name, shape in model.parameters.items():
+        reads = _reads(stored, names[name], shape, prefix, state)
+        heads = next((key for part, key in _TURNED.items() if part in name), None)
+        if names[name] != name and heads is not None:
+            number = getattr(model.config, heads)
+            reads = {one: partial(_halves, read, number) for one, read in reads.items()}
+        shards.append(LazyShard(parameter_blocks(name, shape), reads))
+    return shards, updates.pop()
+
+
+def _names(where: Path, stored: Stored, model: RecipeModel) -> dict[str, str]:
+    """The stored name of each parameter: transformers', or torchtitan's of llama."""
+    if not any(key.endswith("tok_embeddings.weight") for key in stored):
+        return {name: name for name in model.parameters}
+    if model.config.model_type != "llama":
+        raise CheckpointError(
+            f"{where} has torchtitan's names, and model_type {model.config.model_type}",
+            fix="of torchtitan's own models, llama is imported; its other ones can be exported "
+            "to Hugging Face files, without optimizer states",
+        )
+    names = {}
+    for name in model.parameters:
+        names[name] = name
+        for ours, theirs in _TORCHTITAN.items():
+            names[name] = names[name].replace(ours, theirs)
+    return names
+
+
+def _halves(read: Callable[[], Tensor], heads: int) -> Tensor:
+    """Rows in transformers' order: of each head the even ones, then the odd ones."""
+    values = read()
+    return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2)
+
+
+def _prefix_of_weights(where: Path, stored: Stored, name: str) -> str:
+    """What precedes the names of the parameters."""
+    found = {key.removesuffix(name) for key in stored if key.endswith(name)}
+    found = {one for one in found if one == "" or one.endswith(".")}
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{where} holds {len(found) or 'no'} tensors that end in {name}: "
+            f"{', '.join(sorted(found or stored)[:3])}, …",
+            fix="state its model in model.config; parameters are found by transformers' names",
+        )
+    return found.pop()
+
+
+def _prefix_of_states(where: Path, stored: Stored, names: Collection[str]) -> str:
+    """What precedes the names of the parameters in the keys of their moments."""
+    first, second = MOMENTS
+    for name in names:
+        end = f"{name}.{first}"
+        found = {
+            key.removesuffix(end)
+            for key in stored
+            if key.endswith(f".{end}") and f"{key.removesuffix(first)}{second}" in stored
+        }
+        if len(found) > 1:
+            raise CheckpointError(f"{where} holds the states of several optimizers: {found}")
+        if found:
+            return found.pop()
+    raise CheckpointError(
+        f"{where} holds no states of AdamW",
+        fix="save the optimizer, too: get_state_dict(model, optimizer) returns both; weights "
+        "alone are exported with torch's dcp_to_torch_save",
+    )
+
+
+def _check_rest(where: Path, stored: Stored, prefix: str, names: Collection[str]) -> None:
+    """Refuse weights next to those of the model that it does not have: it is another one."""
+    if not prefix:
+        return  # whatever else was saved cannot be told from weights
+    rest = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
+    rest -= {*names, TIED_HEAD}
+    if more := sorted(name for name in rest if name.endswith((".weight", ".bias"))):
+        raise CheckpointError(f"{where} has {', '.join(more[:3])}, the recipe's model does not")
+
+
+def _reads(
+    stored: Stored, name: str, shape: tuple[int, ...], prefix: str, state: str
+) -> dict[str, Callable[[], Tensor]]:
+    """What reads the weight, and the moments of a parameter that trains."""
+    keys = {"weight": f"{prefix}{name}"}
+    keys |= {one: key for one in MOMENTS if (key := f"{state}{name}.{one}") in stored}
+    for key in keys.values():
+        found = stored[key].tensors[key].size if key in stored else None
+        if found != shape:
+            raise CheckpointError(f"{key} has the shape {found}, the model needs {shape}")
+    origin = (0,) * len(shape)
+    return {one: partial(stored[key].read, key, origin, shape) for one, key in keys.items()}
