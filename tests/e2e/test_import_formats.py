@@ -39,10 +39,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def imported(project: Project, dmt: Dmt, source: Path, overrides: list[str]) -> Any:
     words = [word for one in overrides for word in ("--set", one)]
+    run = project.folder / f"run-{source.parent.name}-{source.name}"
     return dmt(
-        "checkpoint", "import", project.recipe, source,
-        "--run-dir", project.folder / f"run-{source.parent.name}-{source.name}", *words, "--json",
-    ).json  # fmt: skip
+        "checkpoint", "import", project.recipe, source, "--run-dir", run, *words, "--json"
+    ).json
 
 
 def check(
