@@ -3,7 +3,7 @@
 Under DeepSpeed a folder holds a checkpoint of DeepSpeed, which that format reads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -88,7 +88,9 @@ def _shards(
     moments = _moments(folder, model, optimizer)
     for name, shape in shapes.items():
         blocks = parameter_blocks(name, shape)
-        reads = {"weight": partial(weights.read, name, 0, prod(shape))}
+        reads: dict[str, Callable[[], Tensor]] = {
+            "weight": partial(weights.read, name, 0, prod(shape))
+        }
         for quantity, values in moments.get(name, {}).items():
             if tuple(values.shape) != shape:
                 raise CheckpointError(
