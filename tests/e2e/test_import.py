@@ -6,26 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM
 
 from tests.dmt import Dmt
 from tests.e2e.conftest import Project, write_project
-from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT, Saved, loss_of, save_all
+from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT, Saved, save_all
+from tests.e2e.importing import TOLERANCE, continued, whole
 from tests.e2e.product import curve
 from tests.forked import run_ranks
-from toolkit.accelerate.samples import TrainingSamples
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.verify import verify
 from toolkit.intake.load import load_recipe
 from toolkit.models.frozen import matching
-from toolkit.models.huggingface import build_config
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-5
 ODD = {"vocab_size": 323, "intermediate_size": 67}
 """Numbers of elements that no number of ranks divides: partitions are padded."""
 CASES = {
@@ -106,44 +100,6 @@ def test_the_state_is_deepspeeds_to_the_bit_and_goes_on_alike(
         assert continued(state, recipe, folder) == pytest.approx(
             foreign.losses[name], rel=TOLERANCE
         )
-
-
-def whole(state: SavedState, quantity: str, tensor: str) -> torch.Tensor:
-    block = whole_quantity(quantity, tensor, state.shapes[tensor])
-    return state.read(quantity, block).reshape(-1)
-
-
-def continued(state: SavedState, recipe: Any, folder: Path) -> list[float]:
-    """Losses of plain transformers and torch from the imported state on."""
-    samples, manifest = TrainingSamples(recipe), Manifest.read(folder)
-    model = AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
-    section = recipe.optimizer
-    trained = {n: p for n, p in model.named_parameters() if len(state.quantities(n)) > 1}
-    groups = [
-        {"params": [p], "weight_decay": section.weight_decay if p.dim() > 1 else 0.0}
-        for p in trained.values()
-    ]
-    adamw = torch.optim.AdamW(
-        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(whole(state, "weight", name).view_as(parameter))
-    for name, parameter in trained.items():
-        adamw.state[parameter] = {
-            "step": torch.tensor(float(manifest.optimizer_steps)),
-            **{m: whole(state, m, name).view_as(parameter) for m in ("exp_avg", "exp_avg_sq")},
-        }
-    losses = []
-    for step in range(FURTHER):
-        first = manifest.consumed_samples + step * 8
-        loss = loss_of(model, [samples[first + n] for n in range(8)])
-        model.zero_grad()
-        loss.backward()
-        clip_grad_norm_(trained.values(), section.clip_grad_norm)
-        adamw.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(

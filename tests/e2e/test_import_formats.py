@@ -12,8 +12,8 @@ from tests.e2e import foreign_savers
 from tests.e2e.conftest import Project, write_project
 from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT
 from tests.e2e.foreign_savers import MegatronCase
+from tests.e2e.importing import TOLERANCE, continued
 from tests.e2e.product import curve
-from tests.e2e.test_import import TOLERANCE, continued
 from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.verify import verify
