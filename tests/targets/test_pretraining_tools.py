@@ -1,17 +1,142 @@
-"""Mistakes in files of GPT-NeoX, torchtitan and Megatron-Bridge have a clear answer."""
+"""Published configurations of GPT-NeoX, torchtitan and Megatron-Bridge become recipes and come
+back; mistakes in them have a clear answer."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ROOT
 from toolkit.errors import RecipeError
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import plan_recipe
+from toolkit.starter.imported import import_files
 from toolkit.targets.base import SettingSource
+from toolkit.targets.compare import compare
+from toolkit.targets.facts import facts
 from toolkit.targets.files import recognised
 
 PUBLISHED = ROOT / "tests/targets/published"
+LOCAL = "gpt-neox/local_setup.yml"
+INITIAL = "output_layer_init_method"
+NORMS = "optimizer.weight_decay (default)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Files given together, and what changes training in them without a counterpart."""
+
+    files: Sequence[str]
+    cluster: str
+    changes: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return Path(self.files[-1]).stem if "sh" in self.files[-1] else Path(self.files[0]).stem
+
+
+CASES = [
+    Case(["gpt-neox/pythia-1.4b.yml"], "8x8xa100-40gb", frozenset({INITIAL})),
+    Case(["gpt-neox/20B.yml"], "12x8xa100-40gb", frozenset({INITIAL})),
+    Case(["gpt-neox/125M.yml", LOCAL], "8xa100-80gb", frozenset({INITIAL})),
+    Case(["gpt-neox/bf16_125M.yml", LOCAL], "8xa100-80gb"),
+    Case(
+        ["gpt-neox/llama-7B.yml", "gpt-neox/llama-train_config.yml", LOCAL],
+        "2x8xh100-80gb",
+        frozenset({INITIAL, "finetune"}),
+    ),
+    Case(["torchtitan/llama3_8b.toml"], "8x8xa100-80gb", frozenset({NORMS})),
+    Case(["torchtitan/llama3_70b.toml"], "8x8xa100-80gb", frozenset({NORMS})),
+    Case(["torchtitan/debug_model.toml"], "8xa100-80gb", frozenset({NORMS})),
+    Case(["torchtitan/qwen3_1.7b.toml"], "8xa100-80gb", frozenset({NORMS})),
+    Case(
+        ["torchtitan/llama3_8b.toml", "torchtitan/float8.sh"], "8xh100-80gb", frozenset({NORMS})
+    ),
+    Case(
+        ["megatron-bridge/llama3_8b_pretrain_override_example_megatron_fsdp.yaml"],
+        "8xh100-80gb",
+    ),
+    Case(["megatron-bridge/quick_start.sh"], "8xh100-80gb"),
+    Case(["megatron-bridge/train_llama32_1b.sh"], "8xh100-80gb"),
+    Case(["megatron-bridge/indexed_data.sh"], "8xh100-80gb"),
+    Case(["megatron-bridge/qwen3_moe_30b_a3b_pretrain_override_example.yaml"], "2x8xh100-80gb"),
+]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that no shipped recipe has, in the hub's cache."""
+    base = load_recipe(ROOT / "recipes/qwen/qwen3-30b-a3b-pretrain.yaml").model.config
+    repository = tmp_path / "hub/models--Qwen--Qwen3-30B-A3B"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(base))
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def imported(files: Sequence[Path], cluster: str, recipe: Path) -> set[str]:
+    """Write the recipe of the files; return the names of what it does not carry."""
+    made = import_files(files, None, cluster, None, None)
+    assert made.problem == ""
+    recipe.write_text(made.text)
+    return {one.name for one in made.uncarried}
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_published_configuration_becomes_a_recipe_and_comes_back(
+    case: Case, tmp_path: Path
+) -> None:
+    files = [PUBLISHED / name for name in case.files]
+    listed = imported(files, case.cluster, tmp_path / "recipe.yaml")
+    target, parsed = recognised(files[0], "--from")
+    if len(files) > 1:
+        parsed = target.join([recognised(file, "--from")[1] for file in files])
+    source = target.read(parsed, None)
+    changing = {one.at.name for one in source.leftovers if one.reason.startswith("changes ")}
+    assert (changing, source.unknown) == (case.changes, [])
+    assert listed >= {*source.only_there}
+
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    plan = plan_recipe(recipe, explained=False)
+    report = compare(target.read(parsed, recipe), facts(recipe, plan))
+    assert (report.conflicts, report.source.unknown) == ((), [])
+
+    adapted = target.adapt(recipe)
+    suffix = Path(case.files[0]).suffix if target.engine == "" else ".sh"
+    rendered = tmp_path / f"rendered{suffix}"
+    rendered.write_text(target.write(adapted, plan_recipe(adapted, explained=False))[0])
+    imported([rendered], case.cluster, tmp_path / "again.yaml")
+    first, second = facts(recipe, None), facts(load_recipe(tmp_path / "again.yaml"), None)
+    known = {one.key for one in source.stated} & first.keys()
+    lost = {
+        key: (first[key].value, second[key].value if key in second else None)
+        for key in known
+        if key not in second or second[key].value != first[key].value
+    }
+    assert lost == {}
+
+
 NEOX, TITAN = "gpt-neox/125M.yml", "torchtitan/llama3_8b.toml"
 BRIDGE = "megatron-bridge/train_llama32_1b.sh"
+
+
+def test_pythias_file_is_the_shipped_recipe(tmp_path: Path) -> None:
+    """Which was written from the paper and the hub's config, not from this file."""
+    imported([PUBLISHED / "gpt-neox/pythia-1.4b.yml"], "8x8xa100-40gb", tmp_path / "new.yaml")
+    first = facts(load_recipe(ROOT / "recipes/pythia/pythia-1.4b-pretrain.yaml"), None)
+    second = facts(load_recipe(tmp_path / "new.yaml"), None)
+    names = """training.steps training.sequence_length training.global_batch_size
+    optimizer.learning_rate optimizer.betas optimizer.eps optimizer.weight_decay
+    optimizer.clip_grad_norm schedule.name schedule.warmup_steps schedule.min_learning_rate"""
+    sizes = [key for key in first if key.startswith("model.config.")]
+    keys = [*names.split(), *sizes]
+    other = {key for key in keys if first[key].value != second.get(key, first[key]).value}
+    # The hub's config has transformers' own deviation, and gelu for its approximation by tanh.
+    assert other == {"model.config.initializer_range", "model.config.hidden_act"}
 
 
 def changed(name: str, old: str, new: str, folder: Path) -> SettingSource:
