@@ -448,12 +448,15 @@ WRITTEN = {
     "lora": ("llama/llama-3.1-8b",),
 }
 """By the ending of a shipped recipe's name, the models of which one is to be expressed."""
-DATA_OF_OTHERS = (
+DOCUMENTS = (
     "data.validation=null",
     "data.train={kind: megatron, prefix: /data/tokens}",
     "data.train={kind: hf, path: allenai/c4, name: en}",
+    "data.packing=best_fit",
 )
 """The recipe's own, and what some tools take alone."""
+CHATS = (DOCUMENTS[0], "data.train.format=messages")
+DATA_OF = {"pretrain": DOCUMENTS, "sft": CHATS, "lora": CHATS, "dpo": DOCUMENTS[:1]}
 
 
 def rendered() -> Iterator[str]:
@@ -480,7 +483,7 @@ def _unwritten(name: str, task: str, pair: Pair) -> str:
     target, reasons = TARGETS[name], []
     for model in WRITTEN[task]:
         plan = planned(f"{model}-{task}", pair)
-        for data in DATA_OF_OTHERS if task == "pretrain" else DATA_OF_OTHERS[:1]:
+        for data in DATA_OF[task]:
             try:
                 target.write(target.adapt(shipped(f"{model}-{task}", pair, data)), plan)
             except RecipeError as error:
@@ -497,7 +500,7 @@ def planned(name: str, pair: Pair) -> Plan:
     return plan_recipe(shipped(name, pair), explained=False)
 
 
-def shipped(name: str, pair: Pair, data: str = DATA_OF_OTHERS[0]) -> Recipe:
+def shipped(name: str, pair: Pair, data: str = DOCUMENTS[0]) -> Recipe:
     """A recipe of this repository on two GPUs."""
     changes = [
         "name=this", "cluster.nodes=1", "cluster.gpus_per_node=2", data,
