@@ -13,6 +13,7 @@ from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT, Saved, save_all
 from tests.e2e.importing import TOLERANCE, continued, whole
 from tests.e2e.product import curve
 from tests.forked import run_ranks
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.verify import verify
 from toolkit.intake.load import load_recipe
