@@ -195,26 +195,37 @@ class Reader:
         return self._cache[name]
 
     def _load(self, name: tuple[str, tuple[int, ...]], chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            raise CheckpointError(f"{self.folder}: no place is given for {name[0]}")
+        stored = io.BytesIO(self._stored(*name))
         try:
-            path = self.folder / place.relative_path
-            if not path.is_file():
-                raise FileNotFoundError(path)  # also for a FIFO, which would never end
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                stored = io.BytesIO(file.read(min(place.length, path.stat().st_size)))
             part = torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                f"{self.folder / place.relative_path}: {name[0]} cannot be read "
-                f"({type(error).__name__})"
+                f"{self.folder}: {name[0]} cannot be read ({type(error).__name__})"
             ) from error
         expected = torch.Size(chunk.sizes), self.tensors[name[0]].dtype
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != expected:
             raise CheckpointError(f"{self.folder}: {name[0]} is not what the index says")
         return part
+
+    def read_object(self, key: str) -> bytes:
+        """What torch.save wrote of an object, to be unpickled with care."""
+        return self._stored(key, ())
+
+    def _stored(self, key: str, offset: tuple[int, ...]) -> bytes:
+        place = self._places.get((key, offset))
+        if place is None:
+            raise CheckpointError(f"{self.folder}: no place is given for {key}")
+        path = self.folder / place.relative_path
+        try:
+            if not path.is_file():
+                raise FileNotFoundError(path)  # also for a FIFO, which would never end
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                return file.read(min(place.length, path.stat().st_size))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: {key} cannot be read ({type(error).__name__})"
+            ) from error
 
 
 # --- the index --------------------------------------------------------------------------

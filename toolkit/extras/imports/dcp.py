@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError
-from toolkit.extras.convert.torch_dist import COMMON_FILE, METADATA, Reader
+from toolkit.extras.convert.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
 from toolkit.models.weights import TIED_HEAD
 from toolkit.optimizers.base import MOMENTS
@@ -52,8 +52,8 @@ class DistributedCheckpoint:
     files = ".metadata and *.distcp"
 
     def matches(self, folder: Path) -> bool:
-        """Also megatron-core writes these files, and `common.pt` in addition."""
-        return (folder / METADATA).is_file() and not (folder / COMMON_FILE).exists()
+        """Also megatron-core writes these files, and one about the format in addition."""
+        return (folder / METADATA).is_file() and not (folder / FORMAT_FILE).exists()
 
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state, whose step is the number of the optimizer's updates."""

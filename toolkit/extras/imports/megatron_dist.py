@@ -9,14 +9,15 @@ names of the weights (`fully_reshardable`), as the other optimizers do, or as it
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 from torch import Tensor
 
 from toolkit.errors import CheckpointError
 from toolkit.extras.convert.checkpoint_keys import TensorLocation, found_place
 from toolkit.extras.convert.source import TRACKER, iteration_folder, whole_blocks
-from toolkit.extras.convert.torch_dist import COMMON_FILE, METADATA, Reader
+from toolkit.extras.convert.torch_dist import COMMON_FILE, FORMAT_FILE, METADATA, Reader
 from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
 from toolkit.extras.imports.megatron_buffers import Buffers
 from toolkit.extras.imports.pickles import load_pickle
@@ -24,6 +25,7 @@ from toolkit.models.families import FAMILIES, MegatronModel, mapped
 from toolkit.models.families.base import Instance
 from toolkit.optimizers.base import MOMENTS
 
+COMMON_OBJECT = "common_state/shard_0_1"
 MASTERS = ("param", "fp32_param")
 """Names of the fp32 weights among an optimizer's states; without them, the weights train."""
 CLASSES = (
@@ -43,20 +45,20 @@ class MegatronDist:
     """See `ForeignCheckpoint`."""
 
     title = "Megatron-LM torch_dist"
-    files = f"{TRACKER} above the iterations, or {METADATA} and {COMMON_FILE}"
+    files = f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}"
 
     def matches(self, folder: Path) -> bool:
-        inside = all((folder / name).is_file() for name in (METADATA, COMMON_FILE))
+        inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
         return inside or (folder / TRACKER).is_file()
 
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state, saved in any layout."""
         iteration = iteration_folder(folder)
         assert iteration is not None, "it matches"
-        common = load_pickle(iteration, COMMON_FILE, CLASSES)
+        reader, megatron = Reader(iteration), _map(model)
+        common = _common(iteration, reader)
         arguments = vars(common["args"]) if "args" in common else {}
         step = int(common["iteration"])
-        reader, megatron = Reader(iteration), _map(model)
         buffers = Buffers(reader, iteration, megatron)
         states = buffers if buffers.groups else States(reader, iteration, megatron)
         groups = _groups(common.get("optimizer", {}))
@@ -70,6 +72,16 @@ class MegatronDist:
 
 
 MEGATRON = MegatronDist()
+
+
+def _common(folder: Path, reader: Reader) -> Mapping[str, Any]:
+    """The state that all ranks share: a file, or an object among the data since 0.19."""
+    if (folder / COMMON_FILE).exists():
+        return cast(Mapping[str, Any], load_pickle(folder, COMMON_FILE, CLASSES))
+    with TemporaryDirectory() as copy:
+        (Path(copy) / COMMON_FILE).write_bytes(reader.read_object(COMMON_OBJECT))
+        (common,) = load_pickle(Path(copy), COMMON_FILE, CLASSES)
+        return cast(Mapping[str, Any], common)
 
 
 def _map(model: RecipeModel) -> MegatronModel:
