@@ -84,6 +84,26 @@ def test_two_files_and_the_tools_defaults(tmp_path: Path, dmt: Dmt) -> None:
     assert f"push_to_hub ({arguments}:7)" in printed.err
 
 
+def test_megatron_lms_script_describes_a_model(tmp_path: Path, dmt: Dmt) -> None:
+    """A shape in megatron-core's terms becomes a config."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 "
+        "--global-batch-size 16 --train-iters 50 --lr 1e-4 --fp16 --data-path $DATA "
+        "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--ffn-hidden-size 128 --untie-embeddings-and-output-weights --split 9,1,0\n"
+    )
+    printed = dmt("init", "--from", script, "--cluster", "1x8xh100-80gb")
+    (tmp_path / "recipe.yaml").write_text(printed.out)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert recipe.model.config is not None and recipe.model.config["model_type"] == "llama"
+    assert recipe.model.config["num_hidden_layers"] == 2
+    assert (recipe.optimizer.betas, recipe.schedule.name) == ((0.9, 0.999), "linear")
+    assert "only the shell knows $DATA" in printed.err
+    assert "changes training: data.validation_fraction" in printed.err
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

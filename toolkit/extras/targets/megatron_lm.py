@@ -20,6 +20,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
     ACCUMULATION,
     ForeignSetting,
+    NotCarried,
     OneOf,
     Row,
     Rule,
@@ -195,6 +196,8 @@ _ONLY_READ: Mapping[str, Row] = {
     "--fp16": _says("training.precision", "fp16"),
     "--fp8-format": _says("training.precision", "fp8"),
     "--tensorboard-dir": _says("logging.tensorboard", True),
+    "--init-method-std": NotCarried("changes training: model.config.initializer_range"),
+    "--split": NotCarried("changes training: data.validation_fraction holds out a share"),
 }
 
 
