@@ -6,31 +6,31 @@ of core/builders/base.py. `type: alpaca` and the like are prompts of its own, no
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.extras.targets import axolotl_file, trainer
 from toolkit.extras.targets.finetuning import (
-    CHANGES,
     COMMON,
     TEMPLATE,
     FinetuningTarget,
-    chosen,
     held_out,
-    is_on,
     model_of,
     only_with,
     stated_sources,
-    without,
 )
-from toolkit.extras.targets.values import unless_off
+from toolkit.extras.targets.values import (
+    Chosen,
+    changes,
+    is_on,
+    read_options,
+    together,
+    unless_off,
+)
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ColumnName, Recipe
 from toolkit.targets import accelerate
 from toolkit.targets.base import (
-    REPLICAS,
-    SHARDS,
     ForeignSetting,
     NotCarried,
     Result,
@@ -55,9 +55,9 @@ _ADAPTERS = ("lora", "qlora")
 _DOCUMENTS = ("completion", "pretrain")
 _READ = ("roles", "ds_type", "message_property_mappings", "trust_remote_code", "train_on_eos")
 """Keys of a data set whose usual values mean what DMT does."""
-_SAME = "without effect on the result"
+_SAME = NotCarried("without effect on the result")
 
-_NOT_CARRIED = without(Path(__file__).with_name("axolotl_not_carried.txt"))
+OPTIONS = read_options("axolotl")
 
 
 class AxolotlTarget(FinetuningTarget):
@@ -71,11 +71,6 @@ class AxolotlTarget(FinetuningTarget):
          "micro_batch_size", "num_epochs", "lora_r", "val_set_size", "rl")
     )  # fmt: skip
     expressed = frozenset(("kernels.mlp",))
-    who = (
-        "DMT does not read this file (`dmt render --to axolotl` writes one): the recipe takes "
-        "precedence",
-        "axolotl reads only this file: there it takes precedence",
-    )
     defaults: ClassVar[Mapping[str, object]] = {
         "model.init": "pretrained",
         "training.precision": "bf16",
@@ -99,9 +94,11 @@ class AxolotlTarget(FinetuningTarget):
 
     def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
         """See `FinetuningTarget`."""
-        return {**COMMON, **_NOT_CARRIED, **_KEYS}
+        return {**COMMON, **OPTIONS.rows, **_KEYS}
 
-    def add_engine(self, found: SettingSource, file: JsonFile, settings: Settings) -> None:
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
         """See `FinetuningTarget`; FSDP's settings have Accelerate's names."""
         trainer.add_engine(found, file, settings.get("deepspeed"), None, None)
         at = settings.get("fsdp_config") or settings.get("fsdp")
@@ -119,7 +116,7 @@ class AxolotlTarget(FinetuningTarget):
         named["distributed_type"] = ForeignSetting(at.name, "FSDP", at.place, shown(at.value))
         found.add(accelerate.collect(named, file.path))
 
-    def values(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
         """See `FinetuningTarget`."""
         return axolotl_file.values(self, recipe, plan)
 
@@ -133,7 +130,7 @@ def _sources(key: str, setting: ForeignSetting, settings: Settings) -> Iterator[
     made = [_source(dict(one), settings) for one in listed if isinstance(one, Mapping)]
     for source, unread in made:
         for reason in unread:
-            yield NotCarried(f"{CHANGES}{source['path']}: {reason}")
+            yield changes(f"{source['path']}: {reason}")
     sources = [source for source, _ in made]
     yield from stated_sources(key, sources, setting)
     kinds = {str(source["kind"]) for source in sources}
@@ -145,7 +142,7 @@ def _sources(key: str, setting: ForeignSetting, settings: Settings) -> Iterator[
         if kinds == {"hf"}:
             yield Stated("data.isolate_documents", True, setting)
     elif kinds == {"hf"}:
-        yield NotCarried(f"{CHANGES}documents are concatenated; there each is a padded row")
+        yield changes("documents are concatenated; there each is a padded row")
 
 
 def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object], list[str]]:
@@ -153,7 +150,7 @@ def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object
     unread = []
     form, _, _ = str(given.pop("type", "chat_template")).partition(".")
     files = given.pop("data_files", None)
-    source: dict[str, object] = {"path": given.pop("path", "")}
+    source: dict[str, object] = {"path": given.pop("path")}
     source |= {
         name: given.pop(name) for name in ("name", "split", "revision") if given.get(name)
     }
@@ -200,7 +197,7 @@ def _excess(settings: Settings) -> object:
 
 def _rl(setting: ForeignSetting, _: Settings) -> list[Result]:
     if str(setting.value) not in axolotl_file.RL:
-        return [NotCarried(f"{CHANGES}objectives on pairs are dpo and orpo")]
+        return [changes("objectives on pairs are dpo and orpo")]
     objective, loss = axolotl_file.RL[str(setting.value)]
     found: list[Result] = [Stated("training.objective", objective, setting)]
     return found + ([Stated("dpo.loss", loss, setting)] if loss else [])
@@ -219,7 +216,7 @@ def _is_lora(settings: Settings) -> bool:
 
 def _adapter(setting: ForeignSetting, settings: Settings) -> list[Result]:
     if setting.value not in _ADAPTERS:
-        return [NotCarried(f"{CHANGES}every weight trains: the only adapter is lora")]
+        return [changes("every weight trains: the only adapter is lora")]
     found: list[Result] = [Stated("adapter.name", "lora", setting)]
     if is_on(settings, "lora_target_linear"):
         found.append(Stated("adapter.targets", "all-linear", settings["lora_target_linear"]))
@@ -268,14 +265,13 @@ def _lowest_rate(setting: ForeignSetting, settings: Settings) -> list[Result]:
     peak = number(settings["learning_rate"].value) if "learning_rate" in settings else None
     share = number(setting.value)
     if peak is None or share is None:
-        return [NotCarried(f"{CHANGES}no learning rate that it is a share of")]
+        return [changes("no learning rate that it is a share of")]
     return [Stated("schedule.min_learning_rate", peak * share, setting)]
 
 
 _KEYS: Mapping[str, Row] = {
     "base_model": model_of(),
     "revision_of_model": model_of(revision=True),
-    "tokenizer_config": "data.tokenizer",
     "datasets": partial(_sources, "data.train"),
     "pretraining_dataset": partial(_sources, "data.train"),
     "test_datasets": partial(_sources, "data.validation"),
@@ -288,26 +284,21 @@ _KEYS: Mapping[str, Row] = {
             "fsdp_version",
             "excess_length_strategy",
         ),
-        lambda _, __: [],
+        together,
     ),
-    "chat_template": chosen(
+    "chat_template": Chosen(
         "data.chat_template", {"chatml": "chatml", "tokenizer_default": None}, TEMPLATE
     ),
-    "chat_template_jinja": "data.chat_template",
-    "sequence_len": "training.sequence_length",
     "rl": _rl,
     **dict.fromkeys(("rl_beta", "dpo_beta", "orpo_alpha"), _beta),
-    "dpo_label_smoothing": "dpo.label_smoothing",
     "adapter": _adapter,
     **{name: only_with(_is_lora, TargetKey(f"adapter.{ours}")) for name, ours in _LORA.items()},
     "lora_target_modules": _targets,
-    "peft_init_lora_weights": chosen(
+    "peft_init_lora_weights": Chosen(
         "adapter.init",
         {True: "kaiming", "gaussian": "gaussian"},
-        f"{CHANGES}no such start of A",
+        changes("no such start of A"),
     ),
-    "micro_batch_size": "training.micro_batch_size",
-    "batch_size": "training.global_batch_size",
     "num_epochs": COMMON["num_train_epochs"],
     "optimizer": COMMON["optim"],
     "lr_scheduler": COMMON["lr_scheduler_type"],
@@ -315,25 +306,12 @@ _KEYS: Mapping[str, Row] = {
     "warmup_steps": _warmup,
     "bf16": _precision,
     "fp16": _precision,
-    "tf32": unless_off(NotCarried(f"{CHANGES}products of fp32 are exact")),
-    "fp8": unless_off(NotCarried(f"{CHANGES}write the section fp8")),
+    "tf32": unless_off(changes("products of fp32 are exact")),
+    "fp8": unless_off(changes("write the section fp8")),
     "gradient_checkpointing": _recompute,
     "activation_offloading": TargetKey("parallel.offload_activations", bool),
-    **dict.fromkeys(axolotl_file.LIGER, chosen("kernels.fused", {True: "liger"}, "")),
-    "liger_fused_linear_cross_entropy": chosen("kernels.loss", {True: "liger"}, ""),
-    "tiled_mlp": chosen("kernels.mlp", {True: "tiled"}, ""),
-    "context_parallel_size": "parallel.context",
-    "sequence_parallel_degree": "parallel.context",
-    "ring_attn_func": chosen("kernels.context", axolotl_file.RINGS, _SAME),
-    "tensor_parallel_size": "parallel.tensor",
-    "expert_parallel_size": "parallel.expert",
-    "dp_shard_size": SHARDS,
-    "dp_replicate_size": REPLICAS,
-    "wandb_project": "logging.wandb.project",
-    "wandb_entity": "logging.wandb.entity",
-    "wandb_mode": "logging.wandb.mode",
-    "wandb_name": "name",
-    "use_tensorboard": "logging.tensorboard",
-    "mlflow_experiment_name": "logging.mlflow.experiment",
-    "mlflow_tracking_uri": "logging.mlflow.tracking_uri",
+    **dict.fromkeys(axolotl_file.LIGER, Chosen("kernels.fused", {True: "liger"})),
+    "liger_fused_linear_cross_entropy": Chosen("kernels.loss", {True: "liger"}),
+    "tiled_mlp": Chosen("kernels.mlp", {True: "tiled"}),
+    "ring_attn_func": Chosen("kernels.context", axolotl_file.RINGS, _SAME),
 }

@@ -11,7 +11,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.extras.targets.values import unless_off
+from toolkit.extras.targets.values import Chosen, TableTarget, changes, is_on, together
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
@@ -29,51 +29,16 @@ from toolkit.targets.base import (
     SettingSource,
     ShareOfSteps,
     Stated,
-    Target,
     TargetKey,
     Unknown,
-    global_batch,
     number,
-    read_settings,
     shown,
     unknown,
 )
 from toolkit.targets.facts import values_of
 from toolkit.targets.training_arguments import KEYS
 
-CHANGES = "changes training: "
-"""Begins the reason of what no recipe has, and without which a run learns something else."""
-QUANTIZED = f"{CHANGES}frozen weights are quantized there, and in the training precision here"
-TEMPLATE = f"{CHANGES}here the tokenizer's own template; data.chat_template names another"
-
-
-def without(file: Path) -> dict[str, Row]:
-    """Rows of settings that no recipe has. `file`: a line with the reason, and below it, with
-    four spaces before them, their names."""
-    rows: dict[str, Row] = {}
-    why = ""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("    "):
-            rows |= dict.fromkeys(line.split(), unless_off(NotCarried(why)))
-        else:
-            why = line
-    return rows
-
-
-def is_on(settings: Settings, name: str) -> bool:
-    """Whether a switch is stated, and on."""
-    return name in settings and bool(settings[name].value)
-
-
-def chosen(ours: str, words: Mapping[Any, object], otherwise: str) -> Rule:
-    """A row whose values are words; any other is not carried, for the reason `otherwise`."""
-
-    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
-        if isinstance(setting.value, str | bool) and setting.value in words:
-            return [Stated(ours, words[setting.value], setting)]
-        return list(unless_off(NotCarried(otherwise))(setting, settings) or ())
-
-    return rule
+TEMPLATE = changes("here the tokenizer's own template; data.chat_template names another")
 
 
 def model_of(revision: bool = False) -> Rule:
@@ -123,7 +88,7 @@ def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
     word = str(setting.value).lower()
     found = (name for name, kind in OPTIMIZERS.items() if word in (name, *kind.aliases))
     if (name := next(found, None)) is None:
-        return [NotCarried(f"{CHANGES}optimizers are {', '.join(OPTIMIZERS.names)}")]
+        return [changes(f"optimizers are {', '.join(OPTIMIZERS.names)}")]
     kind = OPTIMIZERS[name]
     if not kind.no_adapter or not {"adapter", "lora_rank"} & settings.keys():
         return [Stated("optimizer.name", name, setting)]
@@ -135,9 +100,7 @@ def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
 def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
     """The row of a share of the data, or of a number of rows."""
     if (number(setting.value) or 0) >= 1:
-        return [
-            NotCarried(f"{CHANGES}that is a number of rows; data.validation_fraction, a share")
-        ]
+        return [changes("that is a number of rows; data.validation_fraction, a share")]
     return [Stated("data.validation_fraction", setting.value, setting)]
 
 
@@ -145,7 +108,7 @@ def lowest_rate(setting: ForeignSetting, _: Settings) -> list[Result]:
     """The row of the options of a schedule, of which there is one."""
     options = setting.value if isinstance(setting.value, Mapping) else {}
     if options.keys() != {"min_lr"}:
-        return [NotCarried(f"{CHANGES}of these options, min_lr is schedule.min_learning_rate")]
+        return [changes("of these options, min_lr is schedule.min_learning_rate")]
     return [Stated("schedule.min_learning_rate", options["min_lr"], setting)]
 
 
@@ -169,19 +132,19 @@ _SCHEDULES = {
 COMMON: Mapping[str, Row] = {
     **{name: KEYS[name] for name in KEYS if name not in ("max_seq_length", "data_seed")},
     **trainer.DEPENDENT,
+    **dict.fromkeys(trainer.BLOCKS, together),
     **dict.fromkeys(("warmup_ratio", "warmup_steps"), _warmup),
     "num_train_epochs": _epochs,
     "optim": _optimizer,
-    "lr_scheduler_type": chosen("schedule.name", _SCHEDULES, f"{CHANGES}no such schedule"),
+    "lr_scheduler_type": Chosen("schedule.name", _SCHEDULES, changes("no such schedule")),
     "lr_scheduler_kwargs": lowest_rate,
 }
 """Rows of TrainingArguments, whose names both tools have."""
 
 
-class FinetuningTarget(Target):
+class FinetuningTarget(TableTarget):
     """A YAML file whose settings are the rows of one table, and parts of one engine."""
 
-    rendered = True
     known = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
     """Every name that the tool knows, as far as its table does not have it."""
     expressed: ClassVar[frozenset[str]] = frozenset()
@@ -192,37 +155,28 @@ class FinetuningTarget(Target):
         own = super().score(values)
         return own and 2 * own + len(self.known & values.keys())
 
-    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
-        """The rows for the settings of a file."""
-        raise NotImplementedError
-
     def implied(self, values: Mapping[str, Any]) -> Mapping[str, object]:
         """Defaults of the tool on which the meaning of other settings depends."""
         raise NotImplementedError
 
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`. A key without a value states nothing."""
-        stated = {key: value for key, value in file.values.items() if value is not None}
-        settings = {
-            key: ForeignSetting(key, value, str(file.path), f"{shown(value)}, by default")
-            for key, value in self.implied(stated).items()
-        } | {key: ForeignSetting(key, value, file.place(key)) for key, value in stated.items()}
-        table = self.table(file, settings)
-        found = SettingSource(str(file.path), self.kind, self.who)
-        known = table.keys() | self.known
-        found.add(
-            read_settings(
-                {key: one for key, one in settings.items() if key not in trainer.BLOCKS},
-                table,
-                lambda one: None if one.name in known else unknown(one, known),
-            )
-        )
-        found.stated += global_batch(found.stated)
-        self.add_engine(found, file, settings)
-        return found
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """See `TableTarget`; and what the tool implies."""
+        stated = super().settings(file, recipe)
+        implied = self.implied({name: setting.value for name, setting in stated.items()})
+        return {
+            name: ForeignSetting(name, value, str(file.path), f"{shown(value)}, by default")
+            for name, value in implied.items()
+        } | stated
 
-    def add_engine(self, found: SettingSource, file: JsonFile, settings: Settings) -> None:
-        """DeepSpeed's or FSDP's settings, in the file or in one that it names."""
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`."""
+        known = self.table(JsonFile(Path(), {}, {}), {}).keys() | self.known
+        return None if setting.name in known else unknown(setting, known)
+
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
+        """Add DeepSpeed's or FSDP's settings, in the file or in one that it names."""
         trainer.add_engine(found, file, *(settings.get(name) for name in trainer.BLOCKS))
 
     def adapt(self, recipe: Recipe) -> Recipe:
@@ -232,11 +186,11 @@ class FinetuningTarget(Target):
 
     def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
         """See `Target`."""
-        self._refuse(recipe)
-        values, notes = self.values(recipe, plan)
+        self._refuse(recipe, plan, {})
+        values, notes = self.file(recipe, plan)
         return dump(values, flow=False), notes
 
-    def values(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
         """The file as plain data, and notes."""
         raise NotImplementedError
 
@@ -245,7 +199,7 @@ class FinetuningTarget(Target):
         fix = f"--set {instead}; or train with `dmt launch`"
         return PlanError(f"{recipe.name} has {what}, which {self.tool} cannot express", fix=fix)
 
-    def _refuse(self, recipe: Recipe) -> None:
+    def _refuse(self, recipe: Recipe, plan: Plan, table: Mapping[str, Row]) -> None:
         """Raise PlanError where training depends on what neither tool has."""
         plain = {
             "model.freeze": (), "model.balance": None, "model.resize_embeddings": None,

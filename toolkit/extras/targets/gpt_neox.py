@@ -4,8 +4,7 @@ Names and defaults are those of its configs/neox_arguments.md; a name may have -
 that it hands to DeepSpeed have the rows of DeepSpeed's table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
@@ -13,67 +12,48 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets import gpt_neox_model
 from toolkit.extras.targets.values import (
     ONLY_MEMORY,
+    Chosen,
     Implied,
     JoinedFiles,
+    TableTarget,
     changes,
-    chunk_problems,
+    indexed,
     leaves,
     malformed,
-    path_stated,
-    read_each,
+    nested,
+    per_replica,
     read_options,
-    refuse_what_is_not_expressed,
-    together,
     value_in,
-    without_chunks,
-    without_words,
-    written_rows,
 )
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import MegatronSource, Recipe
 from toolkit.targets import deepspeed
 from toolkit.targets.base import (
-    ACCUMULATION,
     ForeignSetting,
     NotCarried,
-    PerReplica,
+    Result,
     Row,
     Rule,
     Settings,
     SettingSource,
     ShareOfSteps,
     Stated,
-    Target,
     TargetKey,
     Unknown,
     as_yaml,
-    global_batch,
     none_if_zero,
     number,
     precisions,
     unknown,
 )
 
-NAMES, _NOT_CARRIED = read_options(Path(__file__).with_name("gpt_neox_options.txt"))
+OPTIONS = read_options("gpt_neox")
+NAMES = OPTIONS.names
 _ZERO = "zero_optimization"
 _SECTIONS = ("optimizer", _ZERO, "fp16", "bf16")
 _OWN = frozenset(("pos_emb", "gpt_j_residual", "num_attention_heads", "train_iters", "warmup"))
 """Names by which it is recognised, as by every name with -."""
-
-
-_ADAMS = dict.fromkeys(("Adam", "AdamW", "adam", "cpu_adam"), "adamw")
-"""FusedAdam, of Apex and DeepSpeed, decouples the weight decay."""
-
-
-def _optimizer(value: object, _: Settings) -> object:
-    return _ADAMS.get(str(value)) or changes(f"no {value}: adamw is taken")
-
-
-def _style(value: object, _: Settings) -> object:
-    if value in ("linear", "cosine", "constant"):
-        return value
-    return changes(f"no {value} decay: linear is taken; cosine, constant and wsd exist")
 
 
 def _decay_steps(value: object, settings: Settings) -> NotCarried:
@@ -98,20 +78,16 @@ def _held_out(value: object, settings: Settings) -> object:
     return round(1 - (shares[0] or 0) / total, 12)
 
 
-def _sources(key: str, weights: str) -> Rule:
-    def rule(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+def _sources(key: str, weights: str = "") -> Rule:
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
         paths = setting.value if isinstance(setting.value, list) else [setting.value]
-        if len(paths) == 1:
-            return [path_stated(f"{key}.prefix", paths[0], setting)]
-        shares = value_in(settings, weights) or [1] * len(paths)
-        sources = [
-            {"kind": "megatron", "prefix": path, "weight": float(share)}
-            for path, share in zip(paths, shares, strict=False)
-        ]
-        advice = "compare the sources one by one"
-        return [Stated(key, sources, setting, certain=False, advice=advice)]
+        return indexed(key, setting, paths, value_in(settings, weights) or ())
 
     return rule
+
+
+def _precision(stated: Stated) -> Rule:
+    return lambda _, __: [stated]
 
 
 def _tracked(value: object, settings: Settings) -> object:
@@ -119,76 +95,57 @@ def _tracked(value: object, settings: Settings) -> object:
 
 
 KEYS: Mapping[str, Row] = {
-    **dict.fromkeys(NAMES & {*gpt_neox_model.NAMES}, together),
-    **_NOT_CARRIED,
-    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-    "batch_size": TargetKey("training.micro_batch_size", write=None),
-    "train_batch_size": "training.global_batch_size",
-    "gradient_accumulation_steps": ACCUMULATION,
-    "gas": TargetKey(ACCUMULATION, write=None),
-    "seq_length": "training.sequence_length",
-    "train_iters": "training.steps",
-    "train_epochs": TargetKey("training.epochs", write=None),
-    "seed": "training.seed",
-    "optimizer.type": Implied("optimizer.name", _optimizer),
-    "optimizer.params.lr": "optimizer.learning_rate",
-    "optimizer.params.betas": "optimizer.betas",
-    "optimizer.params.eps": "optimizer.eps",
-    "optimizer.params.weight_decay": TargetKey("optimizer.weight_decay", write=None),
-    "weight_decay": "optimizer.weight_decay",
+    **OPTIONS.rows,
+    "optimizer.type": Chosen(  # FusedAdam, of Apex and DeepSpeed, decouples the weight decay
+        "optimizer.name",
+        dict.fromkeys(("Adam", "AdamW", "adam", "cpu_adam"), "adamw"),
+        changes("no {}: adamw is taken"),
+    ),
     "gradient_clipping": TargetKey(
         "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
     ),
     "clip_grad": TargetKey("optimizer.clip_grad_norm", none_if_zero, None),
-    "min_lr": "schedule.min_learning_rate",
     "warmup": Implied("schedule.warmup_steps", lambda share, _: ShareOfSteps(share)),
-    "lr_decay_style": Implied("schedule.name", _style),
+    "lr_decay_style": Chosen(
+        "schedule.name",
+        {name: name for name in ("linear", "cosine", "constant")},
+        changes("no {} decay: linear is taken; cosine, constant and wsd exist"),
+    ),
     "lr_decay_iters": Implied("", _decay_steps),
     "precision": TargetKey(
         "training.precision",
         lambda name: {"bfloat16": "bf16"}.get(name, name),
         lambda name: {"bf16": "bfloat16"}.get(name, name),
     ),
-    f"{_ZERO}.stage": "parallel.zero.stage",
-    "zero_stage": TargetKey("parallel.zero.stage", write=None),
-    "model_parallel_size": "parallel.tensor",
     "pipe_parallel_size": TargetKey("parallel.pipeline", lambda stages: max(1, stages)),
-    "sequence_parallel": "parallel.sequence",
     "checkpoint_activations": TargetKey(
         "parallel.recompute",
         lambda on: "full" if on else "none",
-        lambda way: way != "none",
+        lambda recompute: recompute != "none",
     ),
-    "checkpoint_factor": Implied("checkpoint.every_steps", _every),
-    "keep_last_n_checkpoints": "checkpoint.keep",
-    "eval_interval": "evaluation.every_steps",
-    "eval_iters": "evaluation.batches",
-    "log_interval": "logging.every_steps",
-    "num_nodes": TargetKey("cluster.nodes", write=None),
-    "num_gpus": TargetKey("cluster.gpus_per_node", write=None),
-    "data_path": _sources("data.train", ""),
+    "checkpoint_factor": Implied("checkpoint.every_steps", _every, lambda steps: steps),
+    "data_path": _sources("data.train"),
     "train_data_paths": _sources("data.train", "train_data_weights"),
     "valid_data_paths": _sources("data.validation", "valid_data_weights"),
-    **dict.fromkeys(("train_data_weights", "valid_data_weights", "checkpoint_scale"), together),
     "split": Implied("data.validation_fraction", _held_out, is_number=False),
-    "use_wandb": TargetKey("logging.wandb", write=None),
     "wandb_project": Implied("logging.wandb.project", _tracked),
     "wandb_team": Implied("logging.wandb.entity", _tracked),
     "tensorboard_dir": TargetKey("logging.tensorboard", bool, None),
 }
 
 
-class GptNeoxTarget(Target):
+class GptNeoxTarget(TableTarget):
     """One file, or several that state each setting once."""
 
     kind = "GPT-NeoX config"
     form = "a GPT-NeoX config (YAML)"
     tool = "GPT-NeoX"
-    rendered = True
-    who = (
-        "DMT does not read this file (`dmt render --to gpt-neox` writes one): the recipe takes "
-        "precedence",
-        "GPT-NeoX's deepy.py reads only its files: there they take precedence",
+    numbers = gpt_neox_model.NUMBERS
+    limits: ClassVar[Mapping[str, Iterable[str]]] = {"model.init": ("random",)}
+    notes = (
+        "initial weights, data order and held-out documents are GPT-NeoX's own draw",
+        "its warm-up begins at 0: each of its steps has the rate of DMT's step before",
+        "set vocab_file (and merge_file) to the tokenizer's files on your machines",
     )
     defaults: ClassVar[Mapping[str, object]] = {
         "schedule.name": "linear",
@@ -222,72 +179,99 @@ class GptNeoxTarget(Target):
                 )
         return JoinedFiles.of(plain)
 
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`."""
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """See `TableTarget`; those inside of DeepSpeed's sections by dotted names."""
         file = file if isinstance(file, JoinedFiles) else _underscored(file)
-        found = SettingSource(str(file.path), self.kind, self.who)
         inside = {key: section for key, section in file.values.items() if key in _SECTIONS}
-        flat = dict(leaves(inside)) | {
-            key: value for key, value in file.values.items() if key not in _SECTIONS
+        whole = {key: value for key, value in file.values.items() if key not in _SECTIONS}
+        flat = JsonFile(file.path, dict(leaves(inside)) | whole, file.lines)
+        return {
+            name: ForeignSetting(name, one.value, file.place(name))
+            for name, one in super().settings(flat, recipe).items()
         }
-        settings = {
-            name: ForeignSetting(name, value, file.place(name))
-            for name, value in flat.items()
-            if value is not None
-        }
-        settings, found.unknown = without_words(settings, KEYS, gpt_neox_model.NUMBERS)
+
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """See `TableTarget`; DeepSpeed's sections have the rows of its own table."""
         switches = {
-            kind: settings.pop(name)
+            kind: settings[name]
             for kind in ("fp16", "bf16")
             if (name := f"{kind}.enabled") in settings
         }
-        found.add(read_each(settings, {**_of_deepspeed(settings), **KEYS}, _judge))
-        found.stated += precisions(switches)
+        rows = {
+            f"{kind}.enabled": _precision(stated)
+            for kind, stated in zip(switches, precisions(switches), strict=True)
+        }
+        scale = NotCarried("fp16 has a dynamic loss scale of DMT's own")
+        return {
+            **{
+                name: deepspeed.KEYS.get(name, ONLY_MEMORY if name.startswith(_ZERO) else scale)
+                for name in settings
+                if name.partition(".")[0] in (_ZERO, "fp16", "bf16")
+            },
+            **rows,
+            **KEYS,
+        }
+
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`."""
+        section, dot, _ = setting.name.partition(".")
+        return None if dot or section in NAMES else unknown(setting, NAMES)
+
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
+        """Add the model, the share of data that is held out, and the global batch."""
+        file = file if isinstance(file, JoinedFiles) else _underscored(file)
         with malformed(found, "num_layers", file.place("num_layers")):
             gpt_neox_model.add_model(found, settings, file, recipe)
         if recipe is None and "data_path" in settings and "split" not in settings:
             at = ForeignSetting("split (default)", "969, 30, 1", str(file.path))
             found.stated.append(Stated("data.validation_fraction", 0.031, at))
-        found.stated += global_batch(found.stated) or _batch(settings)
-        return found
+        micro = settings.get("train_micro_batch_size_per_gpu")
+        stated = {"train_batch_size", "gradient_accumulation_steps", "gas"} & settings.keys()
+        if micro is not None and not stated:
+            found.stated.append(per_replica(micro))
 
-    def adapt(self, recipe: Recipe) -> Recipe:
-        """See `Target`."""
-        return without_chunks(recipe)
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+        """See `TableTarget`."""
+        yield from gpt_neox_model.problems(recipe)
+        if not all(isinstance(source, MegatronSource) for source in recipe.data.sources):
+            fix = "write the data in Megatron's indexed format"
+            yield Problem("data.train.kind", recipe.data.kind, "in GPT-NeoX, megatron", fix)
+        if plan.layout.cp > 1:
+            yield Problem("parallel.context", str(plan.layout.cp), "in GPT-NeoX, 1")
 
-    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
-        """See `Target`."""
-        limits = {
-            "optimizer.name": ("adamw",),
-            "schedule.name": ("cosine", "linear", "constant"),
-            "model.init": ("random",),
-        }
-        more = [*gpt_neox_model.problems(recipe), *_problems(recipe, plan)]
-        refuse_what_is_not_expressed("GPT-NeoX", recipe, KEYS, limits, more)
-        flat = dict(written_rows(KEYS, recipe, plan)) | dict(_run(recipe))
-        values: dict[str, Any] = {key: value for key, value in flat.items() if "." not in key}
-        values["optimizer"] = {
-            "type": "Adam",
-            "params": {
-                name: flat[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps")
-            },
-        }
-        layout = plan.layout
-        values[_ZERO] = {"stage": layout.zero_stage}
+    def values(self, recipe: Recipe, plan: Plan) -> Iterator[tuple[str, object]]:
+        """See `TableTarget`."""
+        steps, data, layout = recipe.total_steps(), recipe.data, plan.layout
+        assert steps is not None, "refused"
+        yield "lr_decay_iters", steps
+        yield "warmup", recipe.schedule.warmup(steps) / steps
         if layout.offload_optimizer == "none":
-            values[_ZERO]["cpu_offload"] = False
-        for name, device in (
-            ("optimizer", layout.offload_optimizer),
-            ("param", layout.offload_parameters),
-        ):
-            if device != "none":
-                values[_ZERO][f"offload_{name}"] = {"device": device}
-        notes = (
-            "initial weights, data order and held-out documents are GPT-NeoX's own draw",
-            "its warm-up begins at 0: each of its steps has the rate of DMT's step before",
-            "set vocab_file (and merge_file) to the tokenizer's files on your machines",
-        )
-        return dump(values | gpt_neox_model.written(recipe, plan.layout.tp), flow=False), notes
+            yield f"{_ZERO}.cpu_offload", False
+        else:
+            yield f"{_ZERO}.offload_optimizer.device", layout.offload_optimizer
+        if layout.offload_parameters != "none":
+            yield f"{_ZERO}.offload_param.device", layout.offload_parameters
+        if recipe.logging.tensorboard:
+            yield "tensorboard_dir", f"runs/{recipe.name}/tensorboard"
+        if (wandb := recipe.logging.wandb) is not None:
+            yield "use_wandb", wandb.mode != "disabled"
+            yield "wandb_project", wandb.project
+        yield from gpt_neox_model.written(recipe, layout.tp).items()
+        if not data.validation_sources and len(data.sources) == 1:
+            yield "data_path", data.sources[0].place
+            share = data.validation_fraction
+            yield "split", f"{1 - share:.12g},{share:.12g},0"
+            return
+        for name, sources in (("train", data.sources), ("valid", data.validation_sources)):
+            yield f"{name}_data_paths", [source.place for source in sources]
+            if len(sources) > 1:
+                yield f"{name}_data_weights", [source.weight for source in sources]
+
+    def text(self, recipe: Recipe, values: dict[str, Any]) -> str:
+        """See `TableTarget`."""
+        return dump(nested(values), flow=False)
 
 
 TARGET = GptNeoxTarget()
@@ -300,62 +284,3 @@ def _underscored(file: JsonFile) -> JsonFile:
         lines[name.replace("-", "_") + dot + rest] = line
     values = {key.replace("-", "_"): value for key, value in file.values.items()}
     return JsonFile(file.path, values, lines)
-
-
-def _judge(setting: ForeignSetting) -> Unknown | None:
-    section, dot, _ = setting.name.partition(".")
-    return None if dot or section in NAMES else unknown(setting, NAMES)
-
-
-def _of_deepspeed(settings: Settings) -> dict[str, Row]:
-    """Rows of the settings in DeepSpeed's sections."""
-    scale = NotCarried("fp16 has a dynamic loss scale of DMT's own")
-    return {
-        name: deepspeed.KEYS.get(name, ONLY_MEMORY if name.startswith(_ZERO) else scale)
-        for name in settings
-        if name.partition(".")[0] in (_ZERO, "fp16", "bf16")
-    }
-
-
-def _batch(settings: Settings) -> list[Stated]:
-    """Without accumulation and a global batch, that is one micro batch per replica."""
-    micro = settings.get("train_micro_batch_size_per_gpu")
-    if micro is None or "train_batch_size" in settings:
-        return []
-    text = f"{micro.written} · dp"
-    at = ForeignSetting(f"{micro.name} · dp", micro.value, micro.place, text)
-    return [Stated("training.global_batch_size", PerReplica(micro.value), at)]
-
-
-def _problems(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
-    if not all(isinstance(source, MegatronSource) for source in recipe.data.sources):
-        fix = "write the data in Megatron's indexed format"
-        yield Problem("data.train.kind", recipe.data.kind, "in GPT-NeoX, megatron", fix)
-    yield from chunk_problems("GPT-NeoX", plan)
-    if plan.layout.cp > 1:
-        yield Problem("parallel.context", str(plan.layout.cp), "in GPT-NeoX, 1", "set it to 1")
-
-
-def _run(recipe: Recipe) -> Iterator[tuple[str, object]]:
-    """Settings that are not one value of the recipe."""
-    steps, data = recipe.total_steps(), recipe.data
-    assert steps is not None, "refused"
-    yield "lr_decay_style", recipe.schedule.name
-    yield "lr_decay_iters", steps
-    yield "warmup", recipe.schedule.warmup(steps) / steps
-    if recipe.checkpoint.every_steps is not None:
-        yield "checkpoint_factor", recipe.checkpoint.every_steps
-    if recipe.logging.tensorboard:
-        yield "tensorboard_dir", f"runs/{recipe.name}/tensorboard"
-    if (wandb := recipe.logging.wandb) is not None:
-        yield "use_wandb", wandb.mode != "disabled"
-        yield "wandb_project", wandb.project
-    if not data.validation_sources and len(data.sources) == 1:
-        yield "data_path", data.sources[0].place
-        share = data.validation_fraction
-        yield "split", f"{1 - share:.12g},{share:.12g},0"
-        return
-    for name, sources in (("train", data.sources), ("valid", data.validation_sources)):
-        yield f"{name}_data_paths", [source.place for source in sources]
-        if len(sources) > 1:
-            yield f"{name}_data_weights", [source.weight for source in sources]

@@ -41,15 +41,7 @@ _SIZES = """
     hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by
     mlp_multiple_of
 """
-_KINDS = """
-    norm pos_emb no_weight_tying gpt_j_residual gpt_j_tied activation mlp_type
-    use_bias_in_attn_linear use_bias_in_norms use_bias_in_mlp tokenizer_type vocab_file
-    merge_file init_method bias_gelu_fusion expansion_factor attention_config
-    moe_num_experts num_experts
-"""
 NUMBERS = tuple(_SIZES.split())
-NAMES = (*NUMBERS, *_KINDS.split())
-"""Settings that make the model together."""
 
 
 class _Refused(Exception):

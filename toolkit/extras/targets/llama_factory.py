@@ -13,17 +13,20 @@ from typing import Any, ClassVar
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.extras.targets import llama_factory_file as words
 from toolkit.extras.targets.finetuning import (
-    CHANGES,
     COMMON,
     TEMPLATE,
     FinetuningTarget,
-    chosen,
     held_out,
-    is_on,
     model_of,
     only_with,
     stated_sources,
-    without,
+)
+from toolkit.extras.targets.values import (
+    Chosen,
+    changes,
+    is_on,
+    read_options,
+    together,
 )
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
@@ -42,7 +45,7 @@ from toolkit.targets.base import (
 
 _UNREAD = ("history", "images", "videos", "audios", "kto_tag")
 
-_NOT_CARRIED = without(Path(__file__).with_name("llama_factory_not_carried.txt"))
+OPTIONS = read_options("llama_factory")
 
 
 class LlamaFactoryTarget(FinetuningTarget):
@@ -55,11 +58,6 @@ class LlamaFactoryTarget(FinetuningTarget):
         ("stage", "finetuning_type", "template", "dataset", "cutoff_len", "lora_rank",
          "lora_target", "dataset_dir", "pref_loss", "flash_attn")
     )  # fmt: skip
-    who = (
-        "DMT does not read this file (`dmt render --to llama-factory` writes one): the recipe "
-        "takes precedence",
-        "llamafactory-cli reads only this file: there it takes precedence",
-    )
     defaults: ClassVar[Mapping[str, object]] = {
         "model.init": "pretrained",
         "training.sequence_length": 2048,
@@ -90,9 +88,9 @@ class LlamaFactoryTarget(FinetuningTarget):
         """See `FinetuningTarget`."""
         data = {"dataset": "data.train", "eval_dataset": "data.validation"}
         rows = {name: partial(_datasets, key, file) for name, key in data.items()}
-        return {**COMMON, **_NOT_CARRIED, **_KEYS, **rows}
+        return {**COMMON, **OPTIONS.rows, **_KEYS, **rows}
 
-    def values(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
         """See `FinetuningTarget`."""
         return words.values(self, recipe, plan)
 
@@ -108,16 +106,14 @@ def _objective(settings: Settings) -> str | None:
 
 def _stage(setting: ForeignSetting, settings: Settings) -> list[Result]:
     if (objective := _objective(settings)) is None:
-        return [NotCarried(f"{CHANGES}sft instead; stages are pt, sft and dpo"),
+        return [changes("sft instead; stages are pt, sft and dpo"),
                 Stated("training.objective", "sft", setting)]  # fmt: skip
     return [Stated("training.objective", objective, setting)]
 
 
 def _method(setting: ForeignSetting, _: Settings) -> list[Result]:
     if setting.value not in ("lora", "full"):
-        return [
-            NotCarried(f"{CHANGES}every weight trains; model.freeze names those that do not")
-        ]
+        return [changes("every weight trains; model.freeze names those that do not")]
     return [Stated("adapter.name", "lora", setting)] if setting.value == "lora" else []
 
 
@@ -129,7 +125,7 @@ def _of_pairs(name: str) -> Rule:
         if objective not in ("dpo", "orpo") or (objective == "orpo" and name != "pref_beta"):
             return [] if name == "pref_loss" else [NotCarried("not in effect in this stage")]
         if name == "pref_loss" and setting.value not in ("sigmoid", "ipo", "hinge"):
-            return [NotCarried(f"{CHANGES}no such loss; sigmoid instead")]
+            return [changes("no such loss; sigmoid instead")]
         return [Stated(f"{objective}.{words.PAIRS[name]}", setting.value, setting)]
 
     return rule
@@ -148,16 +144,15 @@ def _packing(setting: ForeignSetting, settings: Settings) -> list[Result]:
     if setting.value is (_objective(settings) == "pretrain") or is_on(settings, "neat_packing"):
         return []
     if setting.value:
-        return [NotCarried(f"{CHANGES}no row attends to another here: data.packing: greedy")]
-    return [NotCarried(f"{CHANGES}documents are concatenated, and cut at equal lengths")]
+        return [changes("no row attends to another here: data.packing: greedy")]
+    return [changes("documents are concatenated, and cut at equal lengths")]
 
 
 _KEYS: Mapping[str, Row] = {
     "model_name_or_path": model_of(),
     "model_revision": model_of(revision=True),
     "train_from_scratch": TargetKey("model.init", lambda on: "random" if on else "pretrained"),
-    "adapter_name_or_path": "adapter.folder",
-    "enable_liger_kernel": chosen("kernels.fused", {True: "liger"}, ""),
+    "enable_liger_kernel": Chosen("kernels.fused", {True: "liger"}),
     "disable_gradient_checkpointing": TargetKey(
         "parallel.recompute", lambda off: "none" if off else "full"
     ),
@@ -169,12 +164,11 @@ _KEYS: Mapping[str, Row] = {
     "use_rslora": only_with(_is_lora, TargetKey("adapter.rslora")),
     "lora_target": only_with(_is_lora, TargetKey("adapter.targets", _targets)),
     **{name: _of_pairs(name) for name in words.PAIRS},
-    "cutoff_len": "training.sequence_length",
-    "template": chosen("data.chat_template", {"chatml": "chatml"}, TEMPLATE),
+    "template": Chosen("data.chat_template", {"chatml": "chatml"}, TEMPLATE),
     "val_size": held_out,
     "packing": _packing,
-    "neat_packing": chosen("data.packing", {True: "greedy"}, ""),
-    **dict.fromkeys((*words.LOSS_ON, "dataset_dir"), lambda _, __: []),
+    "neat_packing": Chosen("data.packing", {True: "greedy"}),
+    **dict.fromkeys((*words.LOSS_ON, "dataset_dir"), together),
 }
 
 
@@ -194,11 +188,11 @@ def _datasets(
             info = {"hf_hub_url": name} if folder == "ONLINE" else {}
             if not info:
                 what = f"complete {key}: no {path.name} in {path.parent} says what {name} is"
-                yield NotCarried(f"{CHANGES}{what}")
+                yield changes(f"{what}")
         source, unread = _source(name, info, path.parent.absolute(), settings)
         sources.append(source)
         if unread:
-            yield NotCarried(f"{CHANGES}{name}: {unread}")
+            yield changes(f"{name}: {unread}")
     yield from stated_sources(key, sources, setting)
 
 

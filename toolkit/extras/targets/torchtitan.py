@@ -7,7 +7,7 @@ Python code, which is not run: they are refused.
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,21 +16,17 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets.shell_flags import read_flags
 from toolkit.extras.targets.values import (
+    Chosen,
     Implied,
     JoinedFiles,
+    TableTarget,
     changes,
-    chunk_problems,
     leaves,
     malformed,
     path_stated,
-    read_each,
+    per_replica,
     read_options,
-    refuse_what_is_not_expressed,
-    together,
     value_in,
-    without_chunks,
-    without_words,
-    written_rows,
 )
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
@@ -45,7 +41,6 @@ from toolkit.targets.base import (
     Settings,
     SettingSource,
     Stated,
-    Target,
     TargetKey,
     Unknown,
     as_yaml,
@@ -54,60 +49,27 @@ from toolkit.targets.base import (
     unknown,
 )
 
-NAMES, _NOT_CARRIED = read_options(Path(__file__).with_name("torchtitan_options.txt"))
+OPTIONS = read_options("torchtitan")
+NAMES = OPTIONS.names
 _SECTIONS = frozenset(name.partition(".")[0] for name in NAMES)
-_RENAMED = {
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "validation.enabled": "validation.enable",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "model.tokenizer_path": "model.hf_assets_path",
-    **{
-        f"{section}.{name}": f"parallelism.{name}"
-        for section in ("training", "experimental")
-        for name in (
-            "data_parallel_replicate_degree", "data_parallel_shard_degree",
-            "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree",
-            "pipeline_parallel_schedule", "enable_async_tensor_parallel",
-        )
-    },
-}  # fmt: skip
-"""Names of earlier versions → later ones."""
 _CONFIG_FILE = re.compile(r"\bCONFIG_FILE=(?:\"([^\"]+)\"|'([^']+)'|(\S+))")
 _PYTHON = re.compile(r"(?:^|\s)--module[\s=]|\bMODULE=\S+")
 
-_LLAMA_DEBUG = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768,
-    "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-}  # fmt: skip
-FLAVORS: Mapping[tuple[str, str], str | Mapping[str, object]] = {
-    **{("llama3", size): f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")},
-    **{
-        ("qwen3", size): f"Qwen/Qwen3-{size}"
-        for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
-    },
-    ("deepseek_v3", "671B"): "deepseek-ai/DeepSeek-V3-Base",
-    ("llama3", "debugmodel"): _LLAMA_DEBUG,
-}
+MODELS: Mapping[str, str | Mapping[str, object]] = json.loads(
+    Path(__file__).with_name("torchtitan_models.json").read_text(encoding="utf-8")
+)
 """`model.name` and `model.flavor` → the same model on the hub, or its config."""
-_KNOWN = ", ".join(" ".join(pair) for pair in FLAVORS)
 _DATASETS = {
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
     "c4_test": ("tests/assets/c4_test", None, "train"),
 }
 _DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
-_NUMBERS = (
-    "lr_scheduler.decay_ratio",
-    "lr_scheduler.min_lr_factor",
-    "training.global_batch_size",
-)
 _SHARDED = NotCarried(
     "with tensor, pipeline or expert parallel, the plan decides what data-parallel ranks shard"
+)
+_KEPT = NotCarried(
+    "memory and speed only: which products are kept; parallel.recompute is left to the plan"
 )
 _NORMS = changes("torchtitan decays the weights of norms, too; a recipe never does")
 
@@ -115,9 +77,10 @@ _NORMS = changes("torchtitan decays the weights of norms, too; a recipe never do
 def _model(setting: ForeignSetting, settings: Settings) -> list[Result]:
     name = value_in(settings, "model.name", "llama3")
     flavor = value_in(settings, "model.flavor", "debugmodel")
-    model = FLAVORS.get((name, flavor))
+    model = MODELS.get(f"{name} {flavor}")
     if model is None:
-        return [Unknown(setting.name, setting.place, f"{name} {flavor} is none of {_KNOWN}")]
+        hint = f"{name} {flavor} is none of {', '.join(MODELS)}"
+        return [Unknown(setting.name, setting.place, hint)]
     stated: list[Result] = []
     if isinstance(model, str):
         stated.append(Stated("model.hub", model, setting))
@@ -134,8 +97,8 @@ def _model(setting: ForeignSetting, settings: Settings) -> list[Result]:
 
 def _tokenizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
     """The folder's name is that of the model on the hub, where a script downloaded it."""
-    pair = value_in(settings, "model.name", ""), value_in(settings, "model.flavor", "")
-    model = FLAVORS.get(pair)
+    name, flavor = (value_in(settings, f"model.{key}", "") for key in ("name", "flavor"))
+    model = MODELS.get(f"{name} {flavor}")
     if isinstance(model, str):
         return [Stated("data.tokenizer", model, setting)]
     return [path_stated("data.tokenizer", setting.value, setting)]
@@ -192,13 +155,6 @@ def _replicas(value: object, settings: Settings) -> object:
     return None if shards == 1 or _is_parallel(settings) else value
 
 
-def _recompute(value: object, _: Settings) -> object:
-    if value in ("none", "full"):
-        return value
-    return NotCarried("memory and speed only: which products are kept; parallel.recompute is "
-                      "left to the plan")  # fmt: skip
-
-
 def _converters(setting: ForeignSetting, settings: Settings) -> list[Result]:
     words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     results: list[Result] = []
@@ -210,12 +166,6 @@ def _converters(setting: ForeignSetting, settings: Settings) -> list[Result]:
         else:
             results.append(changes(f"no converter {word}: products are in 16 bits"))
     return results
-
-
-def _optimizer(value: object, _: Settings) -> object:
-    if value == "AdamW":
-        return "adamw"
-    return changes("optimizer.name has other settings for it; adamw is taken")
 
 
 def _checkpoints(value: object, settings: Settings) -> object:
@@ -258,89 +208,69 @@ def _schedule(settings: Settings) -> Iterator[Stated]:
     yield Stated("schedule.decay_steps", decay, at)
 
 
-def _batch(settings: Settings) -> Iterator[Stated]:
-    """Without a global batch, it is one micro batch per replica."""
-    whole, micro = (settings.get(f"training.{name}_batch_size") for name in ("global", "local"))
-    if whole is not None and whole.value != -1:
-        yield Stated("training.global_batch_size", whole.value, whole)
-    elif micro is not None:
-        at = ForeignSetting(
-            f"{micro.name} · dp", micro.value, micro.place, f"{micro.written} · dp"
-        )
-        yield Stated("training.global_batch_size", PerReplica(micro.value), at)
-
-
-_READ_WITH_OTHERS = """
-    model.name float8.recipe_name quantize.linear.float8.recipe_name training.dataset_path
-    lr_scheduler.decay_ratio lr_scheduler.decay_type lr_scheduler.min_lr_factor
-    training.global_batch_size checkpoint.enable checkpoint.initial_load_in_hf
-    validation.enable validation.dataset_path
-"""
 KEYS: Mapping[str, Row] = {
-    **_NOT_CARRIED,
-    **dict.fromkeys(_READ_WITH_OTHERS.split(), together),
+    **OPTIONS.rows,
     "model.flavor": _model,
     "model.hf_assets_path": _tokenizer,
     "model.converters": _converters,
-    "optimizer.name": Implied("optimizer.name", _optimizer),
-    "optimizer.lr": "optimizer.learning_rate",
-    "optimizer.beta1": "optimizer.betas[0]",
-    "optimizer.beta2": "optimizer.betas[1]",
-    "optimizer.eps": "optimizer.eps",
-    "optimizer.weight_decay": "optimizer.weight_decay",
-    "lr_scheduler.warmup_steps": "schedule.warmup_steps",
+    "optimizer.name": Chosen(
+        "optimizer.name",
+        {"AdamW": "adamw"},
+        changes("optimizer.name has other settings for it; adamw is taken"),
+    ),
     "training.dataset": _dataset("data.train"),
-    "training.local_batch_size": "training.micro_batch_size",
-    "training.seq_len": "training.sequence_length",
     "training.max_norm": TargetKey(
         "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
     ),
-    "training.steps": "training.steps",
-    "training.mixed_precision_param": TargetKey(
+    "training.mixed_precision_param": Chosen(
         "training.precision",
-        lambda name: {"bfloat16": "bf16", "float32": "fp32"}.get(name, name),
-        {"bf16": "bfloat16", "fp32": "float32"}.get,
+        {"bfloat16": "bf16", "float32": "fp32"},
+        changes("no {}: training.precision is taken"),
     ),
     "training.enable_cpu_offload": Implied(
         "parallel.zero.offload_optimizer", lambda on, _: "cpu" if on else "none"
     ),
-    "debug.seed": "training.seed",
-    "debug.deterministic": "training.deterministic",
     "parallelism.data_parallel_shard_degree": _shards,
     "parallelism.data_parallel_replicate_degree": Implied("parallel.replicate", _replicas),
-    "parallelism.tensor_parallel_degree": "parallel.tensor",
-    "parallelism.pipeline_parallel_degree": "parallel.pipeline",
-    "parallelism.context_parallel_degree": "parallel.context",
-    "parallelism.expert_parallel_degree": "parallel.expert",
-    "activation_checkpoint.mode": Implied("parallel.recompute", _recompute),
-    "compile.enable": Implied("kernels.compile", lambda on, _: "layers" if on else "none"),
-    "checkpoint.interval": Implied("checkpoint.every_steps", _checkpoints),
-    "checkpoint.async_mode": Implied(
-        "checkpoint.asynchronous", lambda mode, _: mode != "disabled"
+    "activation_checkpoint.mode": Implied(
+        "parallel.recompute", lambda mode, _: mode if mode in ("none", "full") else _KEPT
     ),
-    "checkpoint.keep_latest_k": Implied("checkpoint.keep", _kept),
+    "compile.enable": Implied(
+        "kernels.compile", lambda on, _: "layers" if on else "none", lambda it: it == "layers"
+    ),
+    "checkpoint.interval": Implied("checkpoint.every_steps", _checkpoints, lambda it: it),
+    "checkpoint.async_mode": Implied(
+        "checkpoint.asynchronous",
+        lambda mode, _: mode != "disabled",
+        lambda on: "async" if on else "disabled",
+    ),
+    "checkpoint.keep_latest_k": Implied("checkpoint.keep", _kept, lambda it: it),
     "checkpoint.initial_load_path": Implied("model.init", _initial),
-    "metrics.log_freq": "logging.every_steps",
-    "metrics.enable_tensorboard": "logging.tensorboard",
-    "metrics.enable_wandb": "logging.wandb",
     "validation.dataset": _dataset("data.validation", "validation.enable"),
     "validation.freq": Implied("evaluation.every_steps", _evaluation),
     "validation.steps": Implied("evaluation.batches", _evaluation),
-}  # fmt: skip
+}
 
 
-class TorchtitanTarget(Target):
+class TorchtitanTarget(TableTarget):
     """TOML files and overrides, which are read as one; overrides take precedence."""
 
     kind = "torchtitan config"
     form = "a torchtitan config (TOML, or `--section.key value`)"
     tool = "torchtitan"
-    rendered = True
-    who = (
-        "DMT does not read this file (`dmt render --to torchtitan` writes one): the recipe "
-        "takes precedence",
-        "torchtitan's train.py reads only it and its own command line: there they take "
-        "precedence",
+    numbers = (
+        "lr_scheduler.decay_ratio",
+        "lr_scheduler.min_lr_factor",
+        "training.global_batch_size",
+    )
+    limits: ClassVar[Mapping[str, Iterable[str]]] = {
+        "schedule.name": ("cosine", "linear", "wsd"),
+        "model.init": ("random", "pretrained"),
+    }
+    notes = (
+        "initial weights and data order are torchtitan's own, not DMT's",
+        "torchtitan decays the weights of norms, too; DMT never does",
+        "set model.hf_assets_path to the tokenizer's folder on your machines",
     )
     defaults: ClassVar[Mapping[str, object]] = {
         "optimizer.learning_rate": 8e-4,
@@ -388,52 +318,100 @@ class TorchtitanTarget(Target):
         is_whole = joined.path.suffix == ".toml"
         return replace(joined, values=values if is_whole else joined.values)
 
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`."""
-        found = SettingSource(str(file.path), self.kind, self.who)
-        settings = {
-            _RENAMED.get(name, name): ForeignSetting(name, value, file.place(name))
-            for name, value in file.values.items()
-            if value is not None
-        }
-        settings, found.unknown = without_words(settings, KEYS, _NUMBERS)
-        found.add(read_each(settings, KEYS, _judge))
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """See `TableTarget`; by their later names."""
+        stated = super().settings(file, recipe)
+        return {OPTIONS.old.get(name, name): setting for name, setting in stated.items()}
+
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """See `TableTarget`."""
+        return KEYS
+
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`."""
+        name = OPTIONS.old.get(setting.name, setting.name)
+        if name in NAMES or name.startswith("quantize."):
+            return None
+        section = name.rpartition(".")[0]
+        near = {known.rpartition(".")[2] for known in NAMES if known.startswith(f"{section}.")}
+        return unknown(setting, near)
+
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
+        """Add the learning rate, the global batch and the decay of norms."""
         with malformed(found, "lr_scheduler", str(file.path)):
-            found.stated += [*_schedule(settings), *_batch(settings)]
-        if (decay := settings.get("optimizer.weight_decay")) is None or decay.value:
-            at = decay or ForeignSetting(
-                "optimizer.weight_decay (default)", 0.1, str(file.path)
-            )
-            found.leftovers.append(Leftover(at, _NORMS.reason))
-        return found
-
-    def adapt(self, recipe: Recipe) -> Recipe:
-        """See `Target`."""
-        return without_chunks(recipe)
-
-    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
-        """See `Target`."""
-        limits = {
-            "optimizer.name": ("adamw",),
-            "schedule.name": ("cosine", "linear", "wsd"),
-            "training.precision": ("bf16", "fp32"),
-            "model.init": ("random", "pretrained"),
-        }
-        refuse_what_is_not_expressed(
-            "torchtitan", recipe, KEYS, limits, _problems(recipe, plan)
+            found.stated += _schedule(settings)
+        whole, micro = (
+            settings.get(f"training.{name}_batch_size") for name in ("global", "local")
         )
-        values = dict(written_rows(KEYS, recipe, plan)) | dict(_run(recipe, plan))
+        if whole is not None and whole.value != -1:
+            found.stated.append(Stated("training.global_batch_size", whole.value, whole))
+        elif micro is not None:
+            found.stated.append(per_replica(micro))
+        if (decay := settings.get("optimizer.weight_decay")) is None or decay.value:
+            name = "optimizer.weight_decay (default)"
+            at = decay or ForeignSetting(name, 0.1, str(file.path))
+            found.leftovers.append(Leftover(at, _NORMS.reason))
+
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+        """See `TableTarget`."""
+        if _flavor(recipe) is None:
+            model = str(recipe.model.hub or (recipe.model.config or {}).get("model_type"))
+            yield Problem("model", model, f"in torchtitan, one of {', '.join(MODELS)}")
+        if _dataset_of(recipe.data.train) is None:
+            known = ", ".join(path for path, *_ in _DATASETS.values())
+            yield Problem("data.train", recipe.data.kind, f"in torchtitan, one of {known}")
+
+    def values(self, recipe: Recipe, plan: Plan) -> Iterator[tuple[str, object]]:
+        """See `TableTarget`."""
+        layout, schedule, steps = plan.layout, recipe.schedule, recipe.total_steps()
+        name, _, flavor = (_flavor(recipe) or "").partition(" ")
+        assert steps is not None and flavor, "refused by `problems`"
+        yield "model.name", name
+        yield "model.flavor", flavor
+        model = recipe.data.tokenizer
+        is_hub = model == recipe.model.hub
+        yield "model.hf_assets_path", f"./assets/hf/{Path(model).name}" if is_hub else model
+        yield "training.global_batch_size", recipe.training.global_batch_size
+        yield "training.dataset", _dataset_of(recipe.data.train)
+        least = schedule.min_learning_rate / recipe.optimizer.learning_rate
+        yield "lr_scheduler.min_lr_factor", float(f"{least:.12g}")
+        if schedule.name == "wsd":
+            theirs = {ours: name for name, ours in _DECAYS.items()}
+            yield "lr_scheduler.decay_type", theirs[schedule.decay]
+            yield "lr_scheduler.decay_ratio", (schedule.decay_steps or 0) / steps
+        else:
+            yield "lr_scheduler.decay_type", schedule.name
+        replicas = layout.dp if layout.zero_stage == 0 else layout.replicate
+        prefix = "parallelism"
+        yield f"{prefix}.data_parallel_replicate_degree", replicas
+        yield f"{prefix}.data_parallel_shard_degree", -1 if layout.zero_stage else 1
+        if layout.zero_stage in (1, 2):
+            yield f"{prefix}.fsdp_reshard_after_forward", "never"
+        mode = layout.recompute
+        yield "activation_checkpoint.mode", mode if mode in ("none", "full") else "selective"
+        yield "checkpoint.enable", recipe.checkpoint.every_steps is not None
+        if recipe.model.init == "pretrained":
+            yield "checkpoint.initial_load_path", recipe.model.hub
+            yield "checkpoint.initial_load_in_hf", True
+        if (fp8 := recipe.features.get("fp8")) is not None:
+            yield "model.converters", ["float8"]
+            yield "float8.recipe_name", str(fp8)
+        if recipe.evaluation.every_steps and recipe.data.validation is not None:
+            yield "validation.enable", True
+            yield "validation.freq", recipe.evaluation.every_steps
+            yield "validation.steps", recipe.evaluation.batches
+            yield "validation.dataset", _dataset_of(recipe.data.validation)
+
+    def text(self, recipe: Recipe, values: dict[str, Any]) -> str:
+        """See `TableTarget`."""
         by_section: dict[str, list[str]] = {}
         for name, value in values.items():
             section, _, key = name.rpartition(".")
             by_section.setdefault(section, []).append(f"{key} = {json.dumps(value)}")
-        text = "\n\n".join("\n".join((f"[{name}]", *rows)) for name, rows in by_section.items())
-        notes = (
-            "initial weights and data order are torchtitan's own, not DMT's",
-            "torchtitan decays the weights of norms, too; DMT never does",
-            "set model.hf_assets_path to the tokenizer's folder on your machines",
-        )
-        return text + "\n", notes
+        parts = ("\n".join((f"[{name}]", *rows)) for name, rows in by_section.items())
+        return "\n\n".join(parts) + "\n"
 
 
 TARGET = TorchtitanTarget()
@@ -471,18 +449,9 @@ def _below(overrides: JsonFile, config: str) -> JsonFile:
     return TARGET.join((below, overrides))
 
 
-def _judge(setting: ForeignSetting) -> Unknown | None:
-    name = _RENAMED.get(setting.name, setting.name)
-    if name in NAMES or name.startswith("quantize."):
-        return None
-    section = name.rpartition(".")[0]
-    near = {known.rpartition(".")[2] for known in NAMES if known.startswith(f"{section}.")}
-    return unknown(setting, near)
-
-
-def _flavor(recipe: Recipe) -> tuple[str, str] | None:
+def _flavor(recipe: Recipe) -> str | None:
     config = recipe.model.config or {}
-    for pair, model in FLAVORS.items():
+    for pair, model in MODELS.items():
         if model == recipe.model.hub or (
             isinstance(model, Mapping) and all(config.get(k) == v for k, v in model.items())
         ):
@@ -490,69 +459,8 @@ def _flavor(recipe: Recipe) -> tuple[str, str] | None:
     return None
 
 
-def _problems(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
-    if _flavor(recipe) is None:
-        found = str(recipe.model.hub or (recipe.model.config or {}).get("model_type"))
-        yield Problem("model", found, f"in torchtitan, one of {_KNOWN}")
-    if _dataset_of(recipe.data.train) is None:
-        known = ", ".join(path for path, *_ in _DATASETS.values())
-        yield Problem("data.train", recipe.data.kind, f"in torchtitan, one of {known}")
-    yield from chunk_problems("torchtitan", plan)
-
-
 def _dataset_of(source: object) -> str | None:
     if not isinstance(source, HfSource):
         return None
     stated = source.path, source.name, source.split
     return next((name for name, row in _DATASETS.items() if row == stated), None)
-
-
-def _run(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, object]]:
-    """Settings that are not one value of the recipe."""
-    layout, schedule, steps = plan.layout, recipe.schedule, recipe.total_steps()
-    pair = _flavor(recipe)
-    assert steps is not None and pair is not None, "refused by `_problems`"
-    yield "model.name", pair[0]
-    yield "model.flavor", pair[1]
-    model = recipe.data.tokenizer
-    is_hub = model == recipe.model.hub
-    yield "model.hf_assets_path", f"./assets/hf/{Path(model).name}" if is_hub else model
-    yield "optimizer.name", "AdamW"
-    yield "training.global_batch_size", recipe.training.global_batch_size
-    yield "training.dataset", _dataset_of(recipe.data.train)
-    yield (
-        "lr_scheduler.min_lr_factor",
-        float(f"{schedule.min_learning_rate / recipe.optimizer.learning_rate:.12g}"),
-    )
-    if schedule.name == "wsd":
-        theirs = {ours: name for name, ours in _DECAYS.items()}
-        yield "lr_scheduler.decay_type", theirs[schedule.decay]
-        yield "lr_scheduler.decay_ratio", (schedule.decay_steps or 0) / steps
-    else:
-        yield "lr_scheduler.decay_type", schedule.name
-    replicas = layout.dp if layout.zero_stage == 0 else layout.replicate
-    prefix = "parallelism"
-    yield f"{prefix}.data_parallel_replicate_degree", replicas
-    yield f"{prefix}.data_parallel_shard_degree", -1 if layout.zero_stage else 1
-    if layout.zero_stage in (1, 2):
-        yield f"{prefix}.fsdp_reshard_after_forward", "never"
-    mode = layout.recompute
-    yield "activation_checkpoint.mode", mode if mode in ("none", "full") else "selective"
-    yield "compile.enable", recipe.kernels.compile == "layers"
-    yield "checkpoint.enable", recipe.checkpoint.every_steps is not None
-    if recipe.checkpoint.every_steps is not None:
-        yield "checkpoint.interval", recipe.checkpoint.every_steps
-        yield "checkpoint.keep_latest_k", recipe.checkpoint.keep
-    is_async = recipe.checkpoint.asynchronous
-    yield "checkpoint.async_mode", "async" if is_async else "disabled"
-    if recipe.model.init == "pretrained":
-        yield "checkpoint.initial_load_path", recipe.model.hub
-        yield "checkpoint.initial_load_in_hf", True
-    if (fp8 := recipe.features.get("fp8")) is not None:
-        yield "model.converters", ["float8"]
-        yield "float8.recipe_name", str(fp8)
-    if recipe.evaluation.every_steps and recipe.data.validation is not None:
-        yield "validation.enable", True
-        yield "validation.freq", recipe.evaluation.every_steps
-        yield "validation.steps", recipe.evaluation.batches
-        yield "validation.dataset", _dataset_of(recipe.data.validation)

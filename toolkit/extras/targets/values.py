@@ -1,11 +1,11 @@
-"""What GPT-NeoX, torchtitan and Megatron-Bridge share: tables in text files, and what a writer
-must refuse."""
+"""What the tools whose files are one table of settings have in common: their rows, the files
+that list them (`TOOL_options.txt`), and a `Target` that reads and writes by both."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
@@ -15,14 +15,17 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
     ForeignSetting,
     NotCarried,
+    PerReplica,
     Result,
     Row,
     Rule,
     Settings,
     SettingSource,
     Stated,
+    Target,
     TargetKey,
     Unknown,
+    global_batch,
     number,
     read_settings,
     shown,
@@ -30,6 +33,7 @@ from toolkit.targets.base import (
 from toolkit.targets.facts import values_of
 
 ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
+_NO_SUCH = NotCarried("no such value")
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "float32", "normal", "packed")
 """Values by which a setting does nothing that no recipe does."""
 _BESIDES = """
@@ -64,19 +68,18 @@ def path_stated(key: str, path: object, setting: ForeignSetting) -> Stated:
     return Stated(key, path, setting, certain=is_certain, advice=advice)
 
 
-def without_chunks(recipe: Recipe) -> Recipe:
-    """The recipe to plan for a tool without an interleaved pipeline schedule."""
-    if recipe.parallel.virtual_pipeline != "auto":
-        return recipe
-    parallel = recipe.parallel.model_copy(update={"virtual_pipeline": 1})
-    return recipe.model_copy(update={"parallel": parallel})
-
-
-def chunk_problems(tool: str, plan: Plan) -> Iterator[Problem]:
-    """A plan with several model chunks per pipeline stage."""
-    if plan.layout.vpp > 1:
-        found = str(plan.layout.vpp)
-        yield Problem("parallel.virtual_pipeline", found, f"in {tool}, 1", "set it to 1")
+def indexed(
+    key: str, setting: ForeignSetting, paths: Sequence[object], shares: Sequence[float] = ()
+) -> list[Result]:
+    """One or several sources of Megatron's indexed format."""
+    if len(paths) == 1:
+        return [path_stated(f"{key}.prefix", paths[0], setting)]
+    sources = [
+        {"kind": "megatron", "prefix": path, "weight": float(share)}
+        for path, share in zip(paths, shares or [1] * len(paths), strict=False)
+    ]
+    return [Stated(key, sources, setting, certain=False,
+                   advice="compare the sources one by one")]  # fmt: skip
 
 
 def together(*_: object) -> list[Result]:
@@ -91,6 +94,8 @@ class Implied:
     ours: str
     meaning: Callable[[Any, Settings], object]
     """Its value, or what to say of the setting; None for nothing."""
+    write: Callable[[Any], object] | None = None
+    """See `TargetKey`."""
     is_number: bool = True
     """Whether the setting is a number where the recipe's is."""
 
@@ -101,32 +106,82 @@ class Implied:
         return [] if value is None else [Stated(self.ours, value, setting)]
 
 
-def read_options(file: Path) -> tuple[frozenset[str], dict[str, Row]]:
-    """Every name of a tool, and why some of them are not carried.
+@dataclass(frozen=True)
+class Chosen:
+    """A row whose values are words; any other is not carried, for the reason `otherwise`."""
 
-    Names stand in lines, after `SECTION:` without it. Those below a line `= REASON` are not
-    carried for that reason; those below `! REASON` change training unless they are off; `=`
-    alone ends that.
+    ours: str
+    words: Mapping[Any, object]
+    """Theirs → the recipe's; of several for one of the recipe's, the first is written."""
+    otherwise: NotCarried = _NO_SUCH
+    """`{}` in it stands for the value."""
+
+    def __call__(self, setting: ForeignSetting, settings: Settings) -> Iterable[Result]:
+        if isinstance(setting.value, str | bool) and setting.value in self.words:
+            return [Stated(self.ours, self.words[setting.value], setting)]
+        reason = self.otherwise.reason.replace("{}", setting.written)
+        return unless_off(NotCarried(reason))(setting, settings) or ()
+
+    def write(self, value: object) -> object:
+        """The tool's word."""
+        return next((word for word, ours in self.words.items() if ours == value), None)
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """A tool's settings, as far as they need no code."""
+
+    names: frozenset[str]
+    """Every name that the tool knows."""
+    rows: Mapping[str, Row]
+    old: Mapping[str, str]
+    """Other names of a setting → the one that has a row."""
+
+
+def read_options(tool: str) -> ToolOptions:
+    """The options file of a tool: groups of names, each below a line that says what they are.
+
+    `= REASON`: no recipe has them. `! REASON`: so, and they change training unless they are
+    off. `&`: part of what another row states. `> read and written` and `> read only`: a name
+    and the recipe's setting with the same values on each line. `<`: another name of a setting,
+    and the one with a row. Before them stand those that have rows elsewhere or none, after
+    `SECTION:` without it.
     """
     names: set[str] = set()
     rows: dict[str, Row] = {}
-    row: Row = ""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith(("=", "!")):
-            reason = line[1:].strip()
-            row = NotCarried(reason) if line[0] == "=" else unless_off(changes(reason))
-            row = row if reason else ""
-        elif not line.startswith("#"):
+    old: dict[str, str] = {}
+    group, reason = "", ""
+    text = Path(__file__).with_name(f"{tool}_options.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line[0] in "=!&><":
+            group, reason = line[0], line[2:]
+        elif group == "<":
+            theirs, now = line.split()
+            old[theirs] = now
+        elif group == ">":
+            theirs, ours = line.split()
+            rows[theirs] = ours if reason == "read and written" else TargetKey(ours, write=None)
+        elif line[0] != "#":
             section, colon, rest = line.rpartition(":")
-            found = [f"{section}.{name}" if colon else name for name in rest.split()]
-            names |= {*found}
-            rows |= dict.fromkeys(found, row) if row else {}
-    return frozenset(names), rows
+            listed = [f"{section}.{name}" if colon else name for name in rest.split()]
+            names |= {*listed}
+            row: dict[str, Row] = {
+                "=": NotCarried(reason),
+                "!": unless_off(changes(reason)),
+                "&": together,
+            }
+            rows |= dict.fromkeys(listed, row[group]) if group else {}
+    return ToolOptions(frozenset(names), rows, old)
 
 
 def value_in(settings: Settings, name: str, default: Any = None) -> Any:
     """The value of a setting, or what the tool takes without it."""
     return settings[name].value if name in settings else default
+
+
+def is_on(settings: Settings, name: str) -> bool:
+    """Whether a switch is stated, and on."""
+    return bool(value_in(settings, name))
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -138,38 +193,23 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def without_words(
-    settings: Settings, table: Mapping[str, Row], more: Iterable[str] = ()
-) -> tuple[dict[str, ForeignSetting], list[Unknown]]:
-    """The settings without words where the recipe has a number, and these."""
-    kept, wrong = {}, []
-    for name, setting in settings.items():
-        row = table.get(name, "")
-        key = row.ours if isinstance(row, TargetKey | Implied) else row
-        known = recipe_settings().get(key) if isinstance(key, str) else None
-        needs = known is not None and known.allowed.startswith(("a number", "an integer"))
-        if isinstance(row, Implied):
-            needs = needs and row.is_number
-        is_open = setting.value is None or "$" in setting.written
-        if (needs or name in more) and not is_open and number(setting.value) is None:
-            hint = f"{setting.written} is not a number"
-            wrong.append(Unknown(setting.name, setting.place, hint))
-        else:
-            kept[name] = setting
-    return kept, wrong
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as sections."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inside = made
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return made
 
 
-def read_each(
-    settings: Settings,
-    table: Mapping[str, Row],
-    other: Callable[[ForeignSetting], Unknown | None],
-) -> SettingSource:
-    """`read_settings`, where a value of another type than the tool takes is named as such."""
-    found = SettingSource()
-    for name, setting in settings.items():
-        with malformed(found, setting.name, setting.place):
-            found.add(read_settings(settings, table, other, (name,)))
-    return found
+def per_replica(micro: ForeignSetting) -> Stated:
+    """The global batch where a file states none: one micro batch per replica."""
+    text = f"{micro.written} · dp"
+    at = ForeignSetting(f"{micro.name} · dp", micro.value, micro.place, text)
+    return Stated("training.global_batch_size", PerReplica(micro.value), at)
 
 
 @contextmanager
@@ -201,6 +241,134 @@ class JoinedFiles(JsonFile):
         return stating[-1].place(key) if stating else str(self.path)
 
 
+class TableTarget(Target):
+    """A tool that reads nothing but its own files, by the rows of one table."""
+
+    rendered = True
+    numbers: ClassVar[Iterable[str]] = ()
+    """Settings that are numbers, and whose rows do not say so."""
+    limits: ClassVar[Mapping[str, Iterable[str]]] = {}
+    """Words of the recipe that it has, where the table does not say so."""
+    interleaves: ClassVar[bool] = False
+    """Whether it has a pipeline schedule with several model chunks per stage."""
+    notes: ClassVar[tuple[str, ...]] = ()
+    """What a written file leaves to the user."""
+
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """What stands in a file, by the names of the table. A key without a value states
+        nothing."""
+        return {
+            name: ForeignSetting(name, value, file.place(name))
+            for name, value in file.values.items()
+            if value is not None
+        }
+
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """The rows for the settings of a file."""
+        raise NotImplementedError
+
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """Whether the tool knows a setting without a row."""
+        raise NotImplementedError
+
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
+        """Add what several settings state together."""
+
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
+        """See `Target`. A value of another type than the tool takes is named as such."""
+        to = self.tool.lower()
+        who = (
+            f"DMT does not read this file (`dmt render --to {to}` writes one): the recipe "
+            "takes precedence",
+            f"{self.tool} reads only its own settings: there they take precedence",
+        )
+        found = SettingSource(str(file.path), self.kind, who)
+        settings = self.settings(file, recipe)
+        table = self.table(file, settings)
+        for name in [*settings]:
+            if self._is_a_word(settings[name], table.get(name, ""), name):
+                wrong = settings.pop(name)
+                hint = f"{wrong.written} is not a number"
+                found.unknown.append(Unknown(wrong.name, wrong.place, hint))
+        for name, setting in settings.items():
+            with malformed(found, setting.name, setting.place):
+                found.add(read_settings(settings, table, self.judge, (name,)))
+        found.stated += global_batch(found.stated)
+        self.add(found, settings, file, recipe)
+        return found
+
+    def _is_a_word(self, setting: ForeignSetting, row: Row, name: str) -> bool:
+        """Whether it has no number where the recipe has one."""
+        key = row.ours if isinstance(row, TargetKey | Implied) else row
+        known = recipe_settings().get(key) if isinstance(key, str) else None
+        needs = known is not None and known.allowed.startswith(("a number", "an integer"))
+        needs = needs and not (isinstance(row, Implied) and not row.is_number)
+        is_open = "$" in setting.written
+        return (needs or name in self.numbers) and not is_open and number(setting.value) is None
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """See `Target`."""
+        if self.interleaves or recipe.parallel.virtual_pipeline != "auto":
+            return recipe
+        return recipe.with_values({"parallel.virtual_pipeline": 1})
+
+    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
+        """See `Target`: what the rows say, and what `values` adds."""
+        table = self.table(JsonFile(Path(), {}, {}), {})
+        self._refuse(recipe, plan, table)
+        rows = dict(written_rows(table, recipe, plan))
+        return self.text(recipe, rows | dict(self.values(recipe, plan))), self.notes
+
+    def values(self, recipe: Recipe, plan: Plan) -> Iterable[tuple[str, object]]:
+        """Settings that are not one value of the recipe."""
+        raise NotImplementedError
+
+    def text(self, recipe: Recipe, values: dict[str, Any]) -> str:
+        """The file with these settings."""
+        raise NotImplementedError
+
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterable[Problem]:
+        """What it cannot express, apart from settings without a row."""
+        return ()
+
+    def _refuse(self, recipe: Recipe, plan: Plan, table: Mapping[str, Row]) -> None:
+        """Raise RecipeError with what it cannot express of what the run learns."""
+        keys = [row.ours if isinstance(row, TargetKey) else row for row in table.values()]
+        known = {key.partition("[")[0] for key in keys if isinstance(key, str)}
+        known |= {*_BESIDES.split()}
+        chosen = [row for row in table.values() if isinstance(row, Chosen)]
+        limits = {
+            **{row.ours: [*dict.fromkeys(row.words.values())] for row in chosen},
+            **self.limits,
+        }
+        problems = [*self.problems(recipe, plan)]
+        here = f"in {self.tool}, "
+        if plan.layout.vpp > 1 and not self.interleaves:
+            chunks = str(plan.layout.vpp)
+            problems.append(Problem("parallel.virtual_pipeline", chunks, f"{here}1"))
+        if recipe.total_steps() is None:
+            epochs = f"{recipe.training.epochs:g}"
+            problems.append(Problem("training.epochs", epochs, f"{here}a number of steps"))
+        for key, value in leaves(recipe.model_dump(exclude={"model": {"config"}})):
+            setting = recipe_settings().get(key)
+            default = setting.info.get_default() if setting else value
+            allowed = "no such setting" if default is None else shown(default)
+            if key in limits:
+                is_right, allowed = value in limits[key], " or ".join(map(str, limits[key]))
+            elif setting is None or setting.info.is_required():
+                continue
+            else:
+                has_row = any(key == name or key.startswith(f"{name}.") for name in known)
+                is_right = has_row or value in (None, (), default)
+            if not is_right:
+                fix = f"change {key}, or train it with `dmt launch`"
+                problems.append(Problem(key, shown(value), here + allowed, fix))
+        if problems:
+            raise RecipeError(problems)
+
+
 def written_rows(
     table: Mapping[str, Row], recipe: Recipe, plan: Plan
 ) -> Iterator[tuple[str, object]]:
@@ -208,48 +376,7 @@ def written_rows(
     values = values_of(recipe, plan)
     for name, row in table.items():
         key = TargetKey(row) if isinstance(row, str) and row else row
-        if not isinstance(key, TargetKey) or key.write is None or key.ours not in values:
+        if not isinstance(key, TargetKey | Implied | Chosen) or key.write is None:
             continue
-        value = key.write(values[key.ours])
-        if value is not None:
+        if key.ours in values and (value := key.write(values[key.ours])) is not None:
             yield name, value
-
-
-def refuse_what_is_not_expressed(
-    tool: str,
-    recipe: Recipe,
-    table: Mapping[str, Row],
-    limits: Mapping[str, Iterable[str]],
-    more: Iterable[Problem] = (),
-) -> None:
-    """Raise RecipeError with what the tool cannot express of what the run learns.
-
-    `limits` are the words that it has for some settings.
-    """
-    rows = [row.ours if isinstance(row, TargetKey) else row for row in table.values()]
-    known = {row.partition("[")[0] for row in rows if isinstance(row, str)} | {
-        *_BESIDES.split()
-    }
-    problems = [*more]
-    if recipe.total_steps() is None:
-        found = f"{recipe.training.epochs:g}"
-        problems.append(Problem("training.epochs", found, f"in {tool}, a number of steps"))
-    for key, value in leaves(recipe.model_dump(exclude={"model": {"config"}})):
-        fix = f"change {key}, or train it with `dmt launch`"
-        if key in limits:
-            words = (*limits[key],)
-            if value not in words:
-                allowed = f"in {tool}, {' or '.join(words)}"
-                problems.append(Problem(key, shown(value), allowed, fix))
-            continue
-        if any(key == name or key.startswith(f"{name}.") for name in known):
-            continue
-        setting = recipe_settings().get(key)
-        default = setting.info.get_default() if setting else value
-        if value not in (None, (), default) and not (setting and setting.info.is_required()):
-            allowed = f"in {tool}, " + (
-                "no such setting" if default is None else shown(default)
-            )
-            problems.append(Problem(key, shown(value), allowed, fix))
-    if problems:
-        raise RecipeError(problems)
