@@ -25,7 +25,7 @@ def test_training_arguments() -> None:
     expect("transformers", "training_arguments", public, TRAINING_ARGUMENTS, FILE)
     assert not TRAINING_ARGUMENTS & OLD_TRAINING_ARGUMENTS
     of_scripts_and_trl = {"model_name_or_path", "max_seq_length", "max_length"}
-    read = {*training_arguments.KEYS, *trainer._DEPENDENT, *trainer._BLOCKS}
+    read = {*training_arguments.KEYS, *trainer.DEPENDENT, *trainer.BLOCKS}
     assert read - of_scripts_and_trl - {trainer._MIN_LR} <= (
         TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
     )

@@ -23,7 +23,6 @@ from toolkit.extras.targets.values import (
     Chosen,
     changes,
     is_on,
-    read_options,
     together,
     unless_off,
 )
@@ -56,8 +55,6 @@ _DOCUMENTS = ("completion", "pretrain")
 _READ = ("roles", "ds_type", "message_property_mappings", "trust_remote_code", "train_on_eos")
 """Keys of a data set whose usual values mean what DMT does."""
 _SAME = NotCarried("without effect on the result")
-
-OPTIONS = read_options("axolotl")
 
 
 class AxolotlTarget(FinetuningTarget):
@@ -94,7 +91,7 @@ class AxolotlTarget(FinetuningTarget):
 
     def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
         """See `FinetuningTarget`."""
-        return {**COMMON, **OPTIONS.rows, **_KEYS}
+        return {**COMMON, **axolotl_file.OPTIONS.rows, **_KEYS}
 
     def add(
         self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.extras.targets.finetuning import FinetuningTarget, stated_values
+from toolkit.extras.targets.finetuning import FinetuningTarget
+from toolkit.extras.targets.values import read_options, written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     ChatSource,
@@ -15,6 +16,7 @@ from toolkit.recipe.schema import (
     PreferenceSource,
     Recipe,
 )
+from toolkit.targets.base import Row
 
 RL = {"dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "orpo": ("orpo", None)}
 """`rl`: our objective and its loss."""
@@ -27,21 +29,17 @@ FIELDS: Mapping[str, ColumnName] = {
 }
 """Of preferences: our columns."""
 
-_KEYS = {
+OPTIONS = read_options("axolotl")
+_KEYS: Mapping[str, Row] = {
+    **OPTIONS.rows,
     "base_model": "model.hub",
     "revision_of_model": "model.revision",
-    "tokenizer_config": "data.tokenizer",
-    "sequence_len": "training.sequence_length",
     "val_set_size": "data.validation_fraction",
     "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "lora_model_dir": "adapter.folder",
     "peft_use_rslora": "adapter.rslora",
-    "wandb_project": "logging.wandb.project",
-    "wandb_entity": "logging.wandb.entity",
-    "wandb_mode": "logging.wandb.mode",
-    "use_tensorboard": "logging.tensorboard",
 }
 _NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -78,7 +76,7 @@ def values(
     if trainer.pop("fsdp", None):
         trainer |= {"fsdp_version": 2, "fsdp_config": _fsdp(trainer["fsdp_config"])}
     found: dict[str, object] = {
-        **stated_values(recipe, plan, _KEYS),
+        **dict(written_rows(_KEYS, recipe, plan)),
         **{_NAMES.get(name, name): value for name, value in trainer.items()},
         **{name: listed for name, listed in datasets.items() if listed},
         **_adapter(recipe),

@@ -11,14 +11,20 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.extras.targets.values import Chosen, TableTarget, changes, is_on, together
+from toolkit.extras.targets.values import (
+    Chosen,
+    TableTarget,
+    changes,
+    is_on,
+    together,
+    written_rows,
+)
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts
 from toolkit.targets.base import (
-    ACCUMULATION,
     ForeignSetting,
     Nearest,
     NotCarried,
@@ -35,7 +41,6 @@ from toolkit.targets.base import (
     shown,
     unknown,
 )
-from toolkit.targets.facts import values_of
 from toolkit.targets.training_arguments import KEYS
 
 TEMPLATE = changes("here the tokenizer's own template; data.chat_template names another")
@@ -236,9 +241,8 @@ class FinetuningTarget(TableTarget):
         config = BACKENDS[plan.engine].render(recipe, plan.layout)
         ratio, steps = schedule.warmup_ratio, recipe.total_steps()
         return {
-            **stated_values(recipe, plan, _TRAINER),
+            **dict(written_rows(_TRAINER, recipe, plan)),
             "optim": kind.elsewhere[self.tool],
-            "max_grad_norm": recipe.optimizer.clip_grad_norm or 0.0,
             **({"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}),
             "lr_scheduler_type": _WRITTEN_SCHEDULES.get(schedule.name, schedule.name),
             **({"warmup_ratio": ratio} if ratio else {"warmup_steps": schedule.warmup_steps}),
@@ -251,26 +255,9 @@ class FinetuningTarget(TableTarget):
         }
 
 
-def stated_values(recipe: Recipe, plan: Plan, keys: Mapping[str, str]) -> dict[str, object]:
-    """The run's values by the tool's names of our keys, without those that are null."""
-    values = values_of(recipe, plan)
-    return {
-        theirs: values[ours]
-        for theirs, ours in keys.items()
-        if values.get(ours) not in (None, "auto")
-    }
-
-
 _WRITTEN_SCHEDULES = {"constant": "constant_with_warmup"}
-_TRAINER = {
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "gradient_accumulation_steps": ACCUMULATION,
-    "learning_rate": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.betas[0]",
-    "adam_beta2": "optimizer.betas[1]",
-    "adam_epsilon": "optimizer.eps",
-    "seed": "training.seed",
+_TRAINER: Mapping[str, Row] = {
+    **{name: row for name, row in KEYS.items() if name != "optim"},
     "logging_steps": "logging.every_steps",
     "save_steps": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep",

@@ -25,7 +25,6 @@ from toolkit.extras.targets.values import (
     Chosen,
     changes,
     is_on,
-    read_options,
     together,
 )
 from toolkit.plan.plan import Plan
@@ -44,8 +43,6 @@ from toolkit.targets.base import (
 )
 
 _UNREAD = ("history", "images", "videos", "audios", "kto_tag")
-
-OPTIONS = read_options("llama_factory")
 
 
 class LlamaFactoryTarget(FinetuningTarget):
@@ -88,7 +85,7 @@ class LlamaFactoryTarget(FinetuningTarget):
         """See `FinetuningTarget`."""
         data = {"dataset": "data.train", "eval_dataset": "data.validation"}
         rows = {name: partial(_datasets, key, file) for name, key in data.items()}
-        return {**COMMON, **OPTIONS.rows, **_KEYS, **rows}
+        return {**COMMON, **words.OPTIONS.rows, **_KEYS, **rows}
 
     def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
         """See `FinetuningTarget`."""

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.extras.targets.finetuning import FinetuningTarget, stated_values
+from toolkit.extras.targets.finetuning import FinetuningTarget
+from toolkit.extras.targets.values import read_options, written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     ChatSource,
@@ -15,6 +16,7 @@ from toolkit.recipe.schema import (
     PreferenceSource,
     Recipe,
 )
+from toolkit.targets.base import Row
 
 INFO = "dataset_info.json"
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo"}
@@ -42,15 +44,15 @@ OPENAI = {
 }
 """How it says that the messages of the format sharegpt are OpenAI's."""
 
-_KEYS = {
+OPTIONS = read_options("llama_factory")
+_KEYS: Mapping[str, Row] = {
+    **OPTIONS.rows,
     "model_name_or_path": "model.hub",
     "model_revision": "model.revision",
     "lora_rank": "adapter.rank",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "use_rslora": "adapter.rslora",
-    "adapter_name_or_path": "adapter.folder",
-    "cutoff_len": "training.sequence_length",
     "val_size": "data.validation_fraction",
 }
 _SPLITS = {"dataset": "data.train", "eval_dataset": "data.validation"}
@@ -84,7 +86,7 @@ def values(
         for key, source in data.named_sources
     }
     found: dict[str, object] = {
-        **stated_values(recipe, plan, _KEYS),
+        **dict(written_rows(_KEYS, recipe, plan)),
         **_method(recipe),
         **target.trainer(recipe, plan),
         "dataset_dir": "data",
