@@ -1,8 +1,8 @@
-"""Published configurations of GPT-NeoX, torchtitan and Megatron-Bridge become recipes and come
-back; mistakes in them have a clear answer."""
+"""Published configurations of tools for pretraining become recipes and come back; mistakes in
+them have a clear answer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from tests.processes import ROOT
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.schema import HfSource
+from toolkit.starter.from_files import joined
 from toolkit.starter.imported import import_files
-from toolkit.targets.base import SettingSource
+from toolkit.targets.base import Nearest, SettingSource
 from toolkit.targets.compare import compare
 from toolkit.targets.facts import facts
 from toolkit.targets.files import recognised
@@ -22,6 +24,15 @@ PUBLISHED = ROOT / "tests/targets/published"
 LOCAL = "gpt-neox/local_setup.yml"
 INITIAL = "output_layer_init_method"
 NORMS = "optimizer.weight_decay (default)"
+ARGUMENTS = "accelerate/training/arguments.json"
+LLAMA = "llama-3.1-8b"
+MEGATRON = frozenset({"--init-method-std", "--split"})
+FP8 = frozenset(
+    ("--apply-layernorm-1p", "--decoupled-lr", "--decoupled-min-lr", "--fp8-amax-compute-algo",
+     "--fp8-amax-history-len", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
+)  # fmt: skip
+DECAY = "--lr-decay-iters"
+BALANCE = {"megatron.moe_router_load_balancing_type", "megatron.moe_aux_loss_coeff"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,12 @@ class Case:
     files: Sequence[str]
     cluster: str
     changes: frozenset[str] = frozenset()
+    model: str | None = None
+    """What the user states, where the files name none."""
+    unknown: tuple[str, ...] = ()
+    """Arguments of a script of its own."""
+    differs: Collection[str] = ()
+    """What the closest model has otherwise."""
 
     def __str__(self) -> str:
         return Path(self.files[-1]).stem if "sh" in self.files[-1] else Path(self.files[0]).stem
@@ -61,6 +78,25 @@ CASES = [
     Case(["megatron-bridge/train_llama32_1b.sh"], "8xh100-80gb"),
     Case(["megatron-bridge/indexed_data.sh"], "8xh100-80gb"),
     Case(["megatron-bridge/qwen3_moe_30b_a3b_pretrain_override_example.yaml"], "2x8xh100-80gb"),
+    Case(
+        ["megatron-lm/gpt3_175b.sh"],
+        "16x8xa100-80gb",
+        MEGATRON | {DECAY, "--rampup-batch-size"},
+    ),
+    Case(["megatron-lm/mixtral_8x7b.sh"], "4x8xh100-80gb", MEGATRON | {DECAY}, differs=BALANCE),
+    Case(["megatron-lm/llama3_8b_fp8.sh"], "8xh100-80gb", MEGATRON | FP8),
+    Case(["megatron-lm/gpt_345m.sh"], "1xa100-80gb", frozenset({"--split", DECAY})),
+    Case(["megatron-lm/gpt_345m_tp2_pp2.sh"], "8xa100-80gb", frozenset({"--split", DECAY})),
+    Case(["accelerate/fsdp.yaml", ARGUMENTS], "2xh100-80gb"),
+    Case(["accelerate/fsdp2.yaml", ARGUMENTS], "8xh100-80gb"),
+    Case(["accelerate/cp.yaml", ARGUMENTS], "8xh100-80gb"),
+    Case(["accelerate/deepspeed_zero2.yaml", ARGUMENTS], "8xh100-80gb"),
+    Case(["accelerate/deepspeed_zero3.yaml", ARGUMENTS], "1xh100-80gb"),
+    Case(["trainer/run_clm.json"], "8xh100-80gb"),
+    Case(["trainer/trainer_guide.json"], "8xh100-80gb", model=LLAMA),
+    Case(["trainer/fsdp_guide.json"], "8xh100-80gb", model=LLAMA),
+    Case(["trainer/vicuna_7b.json"], "8xh100-80gb", model=LLAMA, unknown=("lazy_preprocess",)),
+    Case(["trainer/alpaca_deepspeed.json"], "8xh100-80gb", model=LLAMA),
 ]
 
 
@@ -77,9 +113,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def imported(files: Sequence[Path], cluster: str, recipe: Path) -> set[str]:
+def imported(
+    files: Sequence[Path], cluster: str, recipe: Path, model: str | None = None
+) -> set[str]:
     """Write the recipe of the files; return the names of what it does not carry."""
-    made = import_files(files, None, cluster, None, None)
+    made = import_files(files, model, cluster, None, None)
     assert made.problem == ""
     recipe.write_text(made.text)
     return {one.name for one in made.uncarried}
@@ -91,26 +129,31 @@ def test_a_published_configuration_becomes_a_recipe_and_comes_back(
     case: Case, tmp_path: Path
 ) -> None:
     files = [PUBLISHED / name for name in case.files]
-    listed = imported(files, case.cluster, tmp_path / "recipe.yaml")
-    target, parsed = recognised(files[0], "--from")
-    if len(files) > 1:
-        parsed = target.join([recognised(file, "--from")[1] for file in files])
-    source = target.read(parsed, None)
-    changing = {one.at.name for one in source.leftovers if one.reason.startswith("changes ")}
-    assert (changing, source.unknown) == (case.changes, [])
-    assert listed >= {*source.only_there}
+    listed = imported(files, case.cluster, tmp_path / "recipe.yaml", case.model)
+    read = [(target, parsed, target.read(parsed, None)) for target, parsed in joined(files)]
+    leftovers = [one for _, _, source in read for one in source.leftovers]
+    changing = {one.at.name for one in leftovers if one.reason.startswith("changes ")}
+    unknown = tuple(one.name for _, _, source in read for one in source.unknown)
+    assert (changing, unknown) == (case.changes, case.unknown)
+    assert listed >= {one.at.name for one in leftovers}
 
     recipe = load_recipe(tmp_path / "recipe.yaml")
     plan = plan_recipe(recipe, explained=False)
-    report = compare(target.read(parsed, recipe), facts(recipe, plan))
-    assert (report.conflicts, report.source.unknown) == ((), [])
+    for target, parsed, source in read:
+        nearest = {one.key for one in source.stated if isinstance(one.value, Nearest)}
+        nearest |= {*case.differs}
+        report = compare(target.read(parsed, recipe), facts(recipe, plan))
+        assert {row.key for row in report.conflicts} <= nearest, report.conflicts
 
+    target, _, source = read[0]
     adapted = target.adapt(recipe)
     suffix = Path(case.files[0]).suffix if target.engine == "" else ".sh"
     rendered = tmp_path / f"rendered{suffix}"
     rendered.write_text(target.write(adapted, plan_recipe(adapted, explained=False))[0])
-    imported([rendered], case.cluster, tmp_path / "again.yaml")
-    first, second = facts(recipe, None), facts(load_recipe(tmp_path / "again.yaml"), None)
+    again = [rendered, *files[1:]] if len(read) > 1 else [rendered]
+    imported(again, case.cluster, tmp_path / "again.yaml", case.model)
+    first, written = facts(recipe, None), load_recipe(tmp_path / "again.yaml")
+    second = facts(written, plan_recipe(written, explained=False)) | facts(written, None)
     known = {one.key for one in source.stated} & first.keys()
     lost = {
         key: (first[key].value, second[key].value if key in second else None)
@@ -118,6 +161,50 @@ def test_a_published_configuration_becomes_a_recipe_and_comes_back(
         if key not in second or second[key].value != first[key].value
     }
     assert lost == {}
+
+
+def test_every_setting_of_the_validation_data_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "llama3_8b.toml"
+    validation = 'enable = true\ndataset = "c4_validation"\nfreq = 50\nsteps = 4\n'
+    published = (PUBLISHED / "torchtitan/llama3_8b.toml").read_text()
+    file.write_text(f"{published}\n[validation]\n{validation}")
+    imported([file], "8x8xa100-80gb", tmp_path / "recipe.yaml")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    source = recipe.data.validation
+    assert isinstance(source, HfSource)
+    assert (source.path, source.name, source.split) == ("allenai/c4", "en", "validation")
+    assert (recipe.evaluation.every_steps, recipe.evaluation.batches) == (50, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        ('"max_steps": 9, "num_train_epochs": 3', "num_train_epochs", "not in effect next to"),
+        ('"save_strategy": "epoch", "save_steps": 5', "save_steps", "not in effect: save_str"),
+        ('"save_strategy": "epoch"', "save_strategy", "checkpoint.every_steps is a number"),
+        ('"max_steps": -1', "max_steps", "has no effect"),
+        ('"report_to": ["comet_ml"]', "report_to", "no comet_ml"),
+        ('"neftune_noise_alpha": 5', "neftune_noise_alpha", "changes training: no noise"),
+        ('"group_by_length": true', "group_by_length", "changes training: the seed decides"),
+        ('"label_smoothing_factor": 0.0', "label_smoothing_factor", "has no effect"),
+        ('"label_smoothing_factor": 0.1', "label_smoothing_factor", "changes training: the l"),
+        ('"optim_args": "x=1"', "optim_args", "changes training: an optimizer"),
+        ('"dataloader_num_workers": 4', "dataloader_num_workers", "memory or speed only"),
+        ('"deepspeed": {"zero_optimization": {"overlap_comm": true}}',
+         "deepspeed.zero_optimization.overlap_comm", "memory or speed only"),
+        ('"deepspeed": {"prescale_gradients": true}', "deepspeed.prescale_gradients",
+         "changes training: gradients are"),
+        ('"deepspeed": {"optimizer": {"params": {"eps": "auto"}}}',
+         "deepspeed.optimizer.params.eps", "no file states optimizer.eps"),
+    ],
+)  # fmt: skip
+def test_nothing_of_the_trainers_is_dropped_in_silence(
+    text: str, name: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "args.json").write_text(f'{{"learning_rate": 1e-5, {text}}}')
+    made = import_files([tmp_path / "args.json"], LLAMA, "8xh100-80gb", None, None)
+    (found,) = [one.reason for one in made.uncarried if one.name == name]
+    assert found.startswith(reason)
 
 
 NEOX, TITAN = "gpt-neox/125M.yml", "torchtitan/llama3_8b.toml"

@@ -57,8 +57,8 @@ def render(
     version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
     be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what you have to add is printed as
     comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
-    takes. llama-factory, axolotl: the YAML that they train from. skypilot, dstack: a task of
-    theirs that runs the recipe on a cloud. slurm, kubernetes: the job that `dmt launch` with
+    takes. llama-factory, axolotl: the YAML that they train from. trainer: TrainingArguments as
+    JSON. skypilot, dstack: a task of theirs that runs the recipe on a cloud. slurm, kubernetes: the job that `dmt launch` with
     that launcher would submit.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3

@@ -96,7 +96,7 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
     """
     found = Statements()
     stated: list[Stated] = []
-    for target, file in _joined(paths):
+    for target, file in joined(paths):
         source = target.read(file, None)
         found.targets += (target,)
         stated += source.stated
@@ -113,6 +113,9 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
     _add_defaults(found, defaults)
     _add_choices(found, choices)
     _add_shape(found, chosen)
+    for one in stated:
+        if one.value == AUTO and one.key not in found.values and one.key not in chosen:
+            found.drop(one.at, f"no file states {one.key}: the recipe's value or the plan's")
     return found
 
 
@@ -127,7 +130,7 @@ def _defaults(targets: Sequence[Target]) -> dict[str, Any]:
     return stated
 
 
-def _joined(paths: Sequence[Path]) -> Iterator[tuple[Target, JsonFile]]:
+def joined(paths: Sequence[Path]) -> Iterator[tuple[Target, JsonFile]]:
     """The files, those that their tool reads together as one."""
     groups: dict[str, tuple[Target, list[JsonFile]]] = {}
     for path in paths:
@@ -300,8 +303,10 @@ def _add_defaults(found: Statements, defaults: Mapping[str, Any]) -> None:
     for key, value in defaults.items():
         if isinstance(value, ShareOfSteps):
             key, value = "schedule.warmup_ratio", value.share
-        taken = (key in LENGTH_SETTINGS and lengths) or (
-            key.startswith("schedule.warm") and warmup
+        taken = (
+            (key in LENGTH_SETTINGS and lengths)
+            or (key.startswith("schedule.warm") and warmup)
+            or (key == "model.init" and "model.hub" not in found.values)
         )
         if not taken and not isinstance(value, PerReplica):
             found.put(key, value, f"{tool}'s default")

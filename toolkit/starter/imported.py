@@ -180,11 +180,7 @@ def _add_required(found: Statements, base: Recipe, task: Task, data: Path | None
 
 def _add_data(found: Statements, task: Task, data: Path | None) -> None:
     """The data: `--data`, the files', or a placeholder."""
-    inside = {
-        key.removeprefix("data.train."): (found.values.pop(key), found.origins.pop(key))
-        for key in [*found.values]
-        if key.startswith("data.train.")
-    }
+    inside = _inside(found, "data.train.")
     if data is not None:
         old = [(found.values.pop("data.train", None), found.origins.pop("data.train", ""))]
         for value, place in [*old, *inside.values()]:
@@ -193,20 +189,34 @@ def _add_data(found: Statements, task: Task, data: Path | None) -> None:
                 found.uncarried.append(Uncarried("data.train", str(value), place, reason))
         found.put("data.train", source_of(data, task), f"--data {data}")
     elif inside:
-        source = {key: value for key, (value, _) in inside.items()}
-        kind = "megatron" if "prefix" in source else _KINDS[task]
-        source = {"kind": source.pop("kind", kind), **source}
-        if not {"path", "prefix", "files"} & source.keys():
-            source["path"] = PLACEHOLDER
-        found.put("data.train", source, ", ".join({place: 0 for _, place in inside.values()}))
+        _put_source(found, "data.train", inside, task)
     found.put(
         "data.train", {"kind": _KINDS[task], "path": PLACEHOLDER},
         "TO DO: the files name no data set (docs/data.md)",
     )  # fmt: skip
-    for key in [key for key in found.values if key.startswith("data.validation.")]:
-        value, origin = found.values.pop(key), found.origins.pop(key)
-        kind = "megatron" if key.endswith("prefix") else _KINDS[task]
-        found.put("data.validation", {"kind": kind, key.rpartition(".")[2]: value}, origin)
+    if validation := _inside(found, "data.validation."):
+        _put_source(found, "data.validation", validation, task)
+
+
+def _inside(found: Statements, prefix: str) -> dict[str, tuple[Any, str]]:
+    """Values and origins of settings in one section, which are taken out."""
+    return {
+        key.removeprefix(prefix): (found.values.pop(key), found.origins.pop(key))
+        for key in [*found.values]
+        if key.startswith(prefix)
+    }
+
+
+def _put_source(
+    found: Statements, key: str, inside: Mapping[str, tuple[Any, str]], task: Task
+) -> None:
+    """One source of data, of settings that the files state one by one."""
+    source = {name: value for name, (value, _) in inside.items()}
+    kind = "megatron" if "prefix" in source else _KINDS[task]
+    source = {"kind": source.pop("kind", kind), **source}
+    if not {"path", "prefix", "files"} & source.keys():
+        source["path"] = PLACEHOLDER
+    found.put(key, source, ", ".join({place: 0 for _, place in inside.values()}))
 
 
 def _add_validation(found: Statements) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 from toolkit.engines.deepspeed.config import same
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
 
-_NOT_OF_A_CONFIG = frozenset(("kv_channels", "max_sequence_length", "bias_activation_fusion"))
+_NOT_OF_A_CONFIG = frozenset(
+    (
+        "kv_channels",
+        "max_sequence_length",
+        "bias_activation_fusion",
+        "moe_token_dispatcher_type",
+    )
+)
 """Fields that follow from others, or from the lengths of a run."""
 VOCABULARY = 50304
 """GPT-2's tokens, padded as Megatron-LM does: where the arguments leave it to the tokenizer."""

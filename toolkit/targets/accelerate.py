@@ -237,7 +237,7 @@ def _wrong(
     if argument not in known:
         return unknown(setting, known)
     is_map = isinstance(setting.value, Mapping)
-    if setting.value is None or is_map == belongs_map:
+    if setting.value in (None, []) or is_map == belongs_map:  # `tpu_env: []` is usual
         return None
     hint = "a map, where one value belongs" if is_map else "not a map"
     return Unknown(setting.name, setting.place, hint)

@@ -164,6 +164,8 @@ what another row states."""
 Row = str | TargetKey | Rule | NotCarried
 """Of a table; a string is a setting of the recipe with the same values."""
 
+ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
+NO_EFFECT = NotCarried("has no effect with this value")
 NO_SETTING = "a recipe has no such setting"
 """Why what has no row is not carried, unless `intake/foreign.py` knows better."""
 
@@ -252,7 +254,7 @@ TARGETS: Registry[Target] = Registry(
     {
         "deepspeed": "toolkit.targets.deepspeed:TARGET",
         "accelerate": "toolkit.targets.accelerate:TARGET",
-        "trainer": "toolkit.extras.targets.trainer:TARGET",
+        "trainer": "toolkit.extras.targets.trainer_file:TARGET",
         "gpt-neox": "toolkit.extras.targets.gpt_neox:TARGET",
         # Both read texts with `--flags`, too: they come before Megatron-LM, which takes any.
         "torchtitan": "toolkit.extras.targets.torchtitan:TARGET",
@@ -270,13 +272,13 @@ TARGETS: Registry[Target] = Registry(
 def read_settings(
     settings: Settings,
     keys: Mapping[str, Row],
-    other: Callable[[ForeignSetting], Unknown | None] = lambda _: None,
+    other: Callable[[ForeignSetting], Unknown | NotCarried | None] = lambda _: None,
     names: Iterable[str] | None = None,
 ) -> SettingSource:
     """What `settings` state, by a table.
 
-    `other` judges a name without a row: None where it is right, but no recipe has it. `names`
-    are those that are read, if not all.
+    `other` judges a name without a row: None where it is right, but no recipe has it and it has
+    no reason of its own. `names` are those that are read, if not all.
     """
     found = SettingSource()
     for theirs in settings if names is None else names:
@@ -295,7 +297,7 @@ def _results(
     setting: ForeignSetting,
     row: Row,
     settings: Settings,
-    other: Callable[[ForeignSetting], Unknown | None],
+    other: Callable[[ForeignSetting], Unknown | NotCarried | None],
 ) -> Iterable[Result]:
     """What one setting states by its row."""
     if isinstance(row, NotCarried):

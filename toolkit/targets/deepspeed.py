@@ -19,7 +19,10 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
     ACCUMULATION,
     AUTO,
+    NO_EFFECT,
+    ONLY_MEMORY,
     ForeignSetting,
+    NotCarried,
     OverContext,
     Row,
     SettingSource,
@@ -81,6 +84,29 @@ KEYS: Mapping[str, Row] = {
     },
 }
 
+_WHY = {
+    NotCarried("only what is printed or measured"): """
+        comet comms_logger csv_monitor dump_state flops_profiler log_level memory_breakdown
+        steps_per_print tensorboard timers wall_clock_breakdown wandb""",
+    NotCarried("changes training: the loss scale of every engine moves in the same way"): """
+        fp16""",
+    NotCarried("changes training: schedule.name decides the shape of warm-up and decay"): """
+        scheduler""",
+    NotCarried("changes training: gradients are reduced as fp32 means, in one way"): """
+        communication_data_type data_types gradient_predivide_factor prescale_gradients
+        seq_parallel_communication_data_type""",
+    NotCarried("changes training: no engine of DMT's does it"): """
+        data_efficiency dataloader_drop_last expert_parallel hybrid_engine weight_quantization
+        zero_optimization.zenflow zero_optimization.zero_quantized_nontrainable_weights
+        zero_optimization.offload_optimizer.super_offload""",
+    ONLY_MEMORY: """
+        activation_checkpointing aio autotuning bf16 checkpoint compile datastates_ckpt
+        disable_allgather disable_python_gc managed_gradient_accumulation optimizer pipeline
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""",
+}
+_REASONS = {name: why for why, names in _WHY.items() for name in names.split()}
+"""Why settings without a row are not carried, by name or by the block that they are in."""
+
 _DROPPING = frozenset(("", "aio", "data_types", "optimizer"))
 """Blocks whose unknown keys DeepSpeed drops; the others are pydantic models that forbid them,
 or, as `optimizer.params`, arguments of a class."""
@@ -134,7 +160,9 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     }
     in_order = [key for key in settings if key in _PRECISIONS]
     switches = {_PRECISIONS[key]: settings.pop(key) for key in in_order}
-    found = read_settings(settings, KEYS)
+    found = read_settings(
+        settings, KEYS, lambda one: _reason(one.name.removeprefix(prefix), one.value)
+    )
     found.unknown += [
         Unknown(prefix + key, file.place(key), _hint(problem))
         for key, problem in misspelt.items()
@@ -142,6 +170,13 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     found.stated += global_batch(found.stated)
     found.stated += precisions(switches)
     return found
+
+
+def _reason(name: str, value: object) -> NotCarried | None:
+    block = name.partition(".")[0]
+    why = _REASONS.get(name) or _REASONS.get(block)
+    is_off = value in (None, False, 0, "", AUTO) and why is not None
+    return NO_EFFECT if is_off and why.reason.startswith("changes") else why
 
 
 def _hint(problem: Problem) -> str:

@@ -152,6 +152,8 @@ class FinetuningTarget(TableTarget):
 
     known = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
     """Every name that the tool knows, as far as its table does not have it."""
+    elsewhere: ClassVar[str] = ""
+    """Whose words `OptimizerKind.elsewhere` has for it, if not the tool's."""
     expressed: ClassVar[frozenset[str]] = frozenset()
     """Settings that only one of the tools can express."""
 
@@ -232,7 +234,7 @@ class FinetuningTarget(TableTarget):
         Raises PlanError naming what a Trainer cannot do.
         """
         kind, schedule = recipe.optimizer.kind, recipe.schedule
-        if self.tool not in kind.elsewhere:
+        if (name := self.elsewhere or self.tool) not in kind.elsewhere:
             raise self.refuse(recipe, f"the optimizer {kind.title}", "optimizer.name=adamw")
         if schedule.min_learning_rate and schedule.name != "cosine":
             raise self.refuse(recipe, "a lowest rate", "schedule.min_learning_rate=0")
@@ -242,7 +244,7 @@ class FinetuningTarget(TableTarget):
         ratio, steps = schedule.warmup_ratio, recipe.total_steps()
         return {
             **dict(written_rows(_TRAINER, recipe, plan)),
-            "optim": kind.elsewhere[self.tool],
+            "optim": kind.elsewhere[name],
             **({"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}),
             "lr_scheduler_type": _WRITTEN_SCHEDULES.get(schedule.name, schedule.name),
             **({"warmup_ratio": ratio} if ratio else {"warmup_steps": schedule.warmup_steps}),

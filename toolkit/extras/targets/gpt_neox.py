@@ -11,7 +11,6 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets import gpt_neox_model
 from toolkit.extras.targets.values import (
-    ONLY_MEMORY,
     Chosen,
     Implied,
     JoinedFiles,
@@ -30,6 +29,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import MegatronSource, Recipe
 from toolkit.targets import deepspeed
 from toolkit.targets.base import (
+    ONLY_MEMORY,
     ForeignSetting,
     NotCarried,
     Result,

@@ -174,7 +174,16 @@ _ONLY_READ: Mapping[str, Row] = {
         "--context-parallel-size --expert-model-parallel-size --log-interval --wandb-project "
         "--wandb-entity --nnodes --nproc-per-node"
     ),
-    "--lr-decay-iters": "training.steps",
+    "--lr-decay-iters": lambda setting, flags: [
+        Stated("training.steps", setting.value, setting)
+        if _number(flags, "--train-iters") in (None, setting.value)
+        else NotCarried("changes training: every decay ends with the run")
+    ],
+    "--sequence-parallel": lambda setting, flags: [
+        Stated("parallel.sequence", True, setting)
+        if (_number(flags, "--tensor-model-parallel-size") or 1) > 1
+        else NotCarried("not in effect without tensor parallel")
+    ],
     "--min-lr": "schedule.min_learning_rate",
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
     "--cp-comm-type": TargetKey("kernels.context", translated("kernels.context")),
@@ -189,15 +198,33 @@ _ONLY_READ: Mapping[str, Row] = {
     # Megatron-LM's adam decouples the weight decay unless an argument says not to.
     "--optimizer": TargetKey("optimizer.name", translated("optimizer.name")),
     "--clip-grad": TargetKey("optimizer.clip_grad_norm", none_if_zero),
-    "--sequence-parallel": _says("parallel.sequence", True),
     "--use-distributed-optimizer": _says("parallel.zero.stage", 1),
     "--recompute-activations": _says("parallel.recompute", "selective"),
     "--bf16": _says("training.precision", "bf16"),
     "--fp16": _says("training.precision", "fp16"),
-    "--fp8-format": _says("training.precision", "fp8"),
     "--tensorboard-dir": _says("logging.tensorboard", True),
     "--init-method-std": NotCarried("changes training: model.config.initializer_range"),
     "--split": NotCarried("changes training: data.validation_fraction holds out a share"),
+    "--vocab-size": lambda setting, flags: (
+        NotCarried("--padded-vocab-size decides")
+        if "--padded-vocab-size" in flags
+        else Stated("megatron.vocab_size", setting.value, setting),
+    ),
+    "--lr-decay-samples": NotCarried("a decay ends with the run"),
+    "--rampup-batch-size": NotCarried("changes training: the global batch has one size"),
+    **dict.fromkeys(
+        ("--decoupled-lr", "--decoupled-min-lr"),
+        NotCarried("changes training: write optimizer.groups for the embeddings and the head"),
+    ),
+    "--apply-layernorm-1p": NotCarried("changes training: weights of norms start at 1"),
+    "--grad-reduce-in-bf16": NotCarried("changes training: gradients are reduced in fp32"),
+    **dict.fromkeys(
+        (
+            f"--fp8-{name}"
+            for name in ("format", "amax-history-len", "amax-compute-algo", "param-gather")
+        ),
+        NotCarried("changes training: products are in FP8; write the section fp8"),
+    ),
 }
 
 
@@ -226,6 +253,12 @@ def _number(flags: Settings, name: str) -> float | None:
 
 def _steps(flags: Settings) -> object:
     samples, batch = _number(flags, "--train-samples"), _number(flags, "--global-batch-size")
+    return math.ceil(samples / batch) if samples and batch else _NOTHING
+
+
+def _warmup_of_samples(flags: Settings) -> object:
+    batch = _number(flags, "--global-batch-size")
+    samples = _number(flags, "--lr-warmup-samples")
     return math.ceil(samples / batch) if samples and batch else _NOTHING
 
 
@@ -285,6 +318,7 @@ def _chunks_of_layout(flags: Settings) -> object:
 _DEPENDENT: Mapping[str, Row] = {
     "--train-samples": _rule("training.steps", _steps),
     "--lr-warmup-iters": _rule("schedule.warmup_steps", _warmup),
+    "--lr-warmup-samples": _rule("schedule.warmup_steps", _warmup_of_samples),
     "--lr-warmup-fraction": _rule("schedule.warmup_steps", _warmup_share),
     "--lr-decay-style": _rule("schedule.name", _style),
     "--lr-wsd-decay-style": _rule("schedule.decay", _wsd_decay),

@@ -1,6 +1,7 @@
 """Hugging Face `TrainingArguments`, as `to_json_string` writes them or a script reads them."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
@@ -9,13 +10,16 @@ from toolkit.extras.targets.known_keys import (
     TRAINER_FSDP,
     TRAINING_ARGUMENTS,
 )
+from toolkit.extras.targets.values import read_options
 from toolkit.intake.foreign import foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.targets import accelerate, deepspeed
 from toolkit.targets.base import (
     ACCUMULATION,
+    NO_EFFECT,
     ForeignSetting,
     Leftover,
+    NotCarried,
     OneOf,
     Result,
     Row,
@@ -43,6 +47,7 @@ _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybri
 _FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
 _FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
 """Where Accelerate's names are not transformers' with `fsdp_` before them."""
+_RENAMED = {"evaluation_strategy": "eval_strategy"}
 _MIN_LR = "lr_scheduler_kwargs.min_lr"
 _REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
 
@@ -64,6 +69,10 @@ class TrainerTarget(Target):
         "optimizer.betas": [0.9, 0.999],
         "optimizer.weight_decay": 0.0,
         "schedule.name": "linear",
+        "model.init": "pretrained",
+        "parallel.tensor": 1,
+        "parallel.pipeline": 1,
+        "parallel.context": 1,
         "checkpoint.every_steps": 500,
         "logging.every_steps": 500,
     }
@@ -75,7 +84,7 @@ class TrainerTarget(Target):
     def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`. Rows are in the order of the tables, whatever that of the file."""
         settings = {
-            key: ForeignSetting(key, value, file.place(key))
+            _RENAMED.get(key, key): ForeignSetting(key, value, file.place(key))
             for key, value in file.values.items()
             if value not in (None, [], {}, "")  # transformers writes every default out
         }
@@ -90,11 +99,24 @@ class TrainerTarget(Target):
             found.stated += global_batch(found.stated) if table is KEYS else ()
         add_engine(found, file, *(settings.get(key) for key in BLOCKS))
         rest = [key for key in settings if key not in {*KEYS, *DEPENDENT, *BLOCKS}]
-        found.add(read_settings(settings, {}, _judge, rest))
+        found.add(read_settings(settings, _without_row(), _judge, rest))
         return found
 
 
-TARGET = TrainerTarget()
+@cache
+def _without_row() -> Mapping[str, Row]:
+    """What no recipe has, and names of transformers' script for language models."""
+    return {
+        **read_options("trainer").rows,
+        "config_name": lambda setting, _: [
+            Stated("model.hub", setting.value, setting),
+            Stated("model.init", "random", setting),
+        ],
+        "tokenizer_name": "data.tokenizer",
+        "dataset_name": "data.train.path",
+        "dataset_config_name": "data.train.name",
+        **dict.fromkeys(("block_size", "model_max_length"), "training.sequence_length"),
+    }
 
 
 def _judge(setting: ForeignSetting) -> Unknown | None:
@@ -129,14 +151,15 @@ def _tf32(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
 
 
 @_numeric
-def _steps(setting: ForeignSetting, _: Settings) -> list[Stated]:
-    return [Stated("training.steps", setting.value, setting)] if setting.value > 0 else []
+def _steps(setting: ForeignSetting, _: Settings) -> list[Result]:
+    is_on = setting.value > 0
+    return [Stated("training.steps", setting.value, setting) if is_on else NO_EFFECT]
 
 
 @_numeric
-def _epochs(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+def _epochs(setting: ForeignSetting, settings: Settings) -> list[Result]:
     if _total_steps(settings) > 0:
-        return []
+        return [NotCarried("not in effect next to max_steps")]
     advice = "the recipe gives the length in steps or tokens: compare what the runs did"
     return [Stated("training.epochs", setting.value, setting, advice=advice)]
 
@@ -146,12 +169,12 @@ def _total_steps(settings: Settings) -> float:
 
 
 @_numeric
-def _warmup(setting: ForeignSetting, settings: Settings) -> list[Stated]:
+def _warmup(setting: ForeignSetting, settings: Settings) -> list[Result]:
     """A share of all steps where below 1: `warmup_steps` takes one, too."""
     key, value = "schedule.warmup_steps", setting.value
     ratio = settings.get("warmup_ratio")
     if value == 0 and ratio and (setting is ratio or ratio.value):
-        return []
+        return [NO_EFFECT]
     if not 0 < value < 1:
         return [Stated(key, int(value), setting)]
     if (steps := _total_steps(settings)) > 0:
@@ -162,28 +185,37 @@ def _warmup(setting: ForeignSetting, settings: Settings) -> list[Stated]:
 def _interval(name: str, ours: str) -> dict[str, Row]:
     strategy = f"{name}_strategy"
 
-    def by_strategy(setting: ForeignSetting, _: Settings) -> list[Stated] | None:
+    def by_strategy(setting: ForeignSetting, settings: Settings) -> list[Result]:
         if setting.value == "no" and ours != "logging.every_steps":
             return [Stated(ours, None, setting)]
-        return [] if setting.value == "steps" else None
+        if setting.value == "steps" and name == "eval" and "eval_steps" not in settings:
+            every = settings.get("logging_steps")  # which is then that of evaluations
+            return [Stated(ours, every.value if every else 500, setting)]
+        return [] if setting.value == "steps" else [NotCarried(f"{ours} is a number of steps")]
 
     @_numeric
-    def by_steps(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
+    def by_steps(setting: ForeignSetting, settings: Settings) -> list[Result] | None:
         counts = strategy not in settings or settings[strategy].value == "steps"
         every = setting.value
-        if not counts or every <= 0:
-            return []
+        if not counts:
+            return [NotCarried(f"not in effect: {strategy} is not steps")]
+        if every <= 0:
+            return [NO_EFFECT]
         return [Stated(ours, int(every), setting)] if every >= 1 else None  # a share of all
 
     return {strategy: by_strategy, f"{name}_steps": by_steps}
 
 
-def _reports(setting: ForeignSetting, _: Settings) -> list[Stated]:
+def _reports(setting: ForeignSetting, _: Settings) -> list[Result]:
     tools = setting.value if isinstance(setting.value, list) else [setting.value]
-    return [
+    known: list[Result] = [
         Stated(f"logging.{tool}", True, setting)
         for tool in _REPORTS
         if tool in tools or "all" in tools
+    ]
+    other = [str(tool) for tool in tools if tool not in (*_REPORTS, "all", "none")]
+    return known + [
+        NotCarried(f"no {tool}; logging has {', '.join(_REPORTS)}") for tool in other
     ]
 
 
@@ -207,7 +239,9 @@ DEPENDENT: Mapping[str, Row] = {
     **_interval("save", "checkpoint.every_steps"),
     "gradient_checkpointing": _RECOMPUTE,
     "activation_checkpointing": _RECOMPUTE,
-    "use_cpu": lambda setting, _: [Stated("cluster.gpu", "cpu", setting)] * bool(setting.value),
+    "use_cpu": lambda setting, _: [
+        Stated("cluster.gpu", "cpu", setting) if setting.value else NO_EFFECT
+    ],
     "report_to": _reports,
 }
 """Settings whose meaning depends on others."""

@@ -13,6 +13,7 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.describe import settings as recipe_settings
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
+    NO_EFFECT,
     ForeignSetting,
     NotCarried,
     PerReplica,
@@ -32,7 +33,6 @@ from toolkit.targets.base import (
 )
 from toolkit.targets.facts import values_of
 
-ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
 _NO_SUCH = NotCarried("no such value")
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "float32", "normal", "packed")
 """Values by which a setting does nothing that no recipe does."""
@@ -56,7 +56,7 @@ def unless_off(row: NotCarried, *off: object) -> Rule:
 
     def rule(setting: ForeignSetting, _: Settings) -> list[Result]:
         is_off = any(setting.value == value for value in off or _OFF)
-        return [NotCarried("has no effect with this value") if is_off else row]
+        return [NO_EFFECT if is_off else row]
 
     return rule
 
