@@ -22,7 +22,7 @@ RUNS = 150
 def try_any_value(
     made: Callable[[random.Random], dict[str, Any]], suffix: str, tiny: Planned, folder: Path
 ) -> None:
-    """In YAML, only values that its reader takes, in blocks; another test has the others."""
+    """In YAML, only values that its reader takes, in blocks."""
     chance = random.Random(6)
     compared = 0
     for _ in range(RUNS):

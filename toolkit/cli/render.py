@@ -58,8 +58,8 @@ def render(
     be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what you have to add is printed as
     comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
     takes. llama-factory, axolotl: the YAML that they train from. trainer: TrainingArguments as
-    JSON. skypilot, dstack: a task of theirs that runs the recipe on a cloud. slurm, kubernetes: the job that `dmt launch` with
-    that launcher would submit.
+    JSON. skypilot, dstack: a task of theirs that runs the recipe on a cloud. slurm, kubernetes:
+    the job that `dmt launch` with that launcher would submit.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
 

@@ -88,7 +88,7 @@ _WHY = {
     NotCarried("only what is printed or measured"): """
         comet comms_logger csv_monitor dump_state flops_profiler log_level memory_breakdown
         steps_per_print tensorboard timers wall_clock_breakdown wandb""",
-    NotCarried("changes training: the loss scale of every engine moves in the same way"): """
+    NotCarried("under fp16, the loss is scaled alike on every engine"): """
         fp16""",
     NotCarried("changes training: schedule.name decides the shape of warm-up and decay"): """
         scheduler""",
