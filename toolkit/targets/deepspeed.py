@@ -175,8 +175,8 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
 def _reason(name: str, value: object) -> NotCarried | None:
     block = name.partition(".")[0]
     why = _REASONS.get(name) or _REASONS.get(block)
-    is_off = value in (None, False, 0, "", AUTO) and why is not None
-    return NO_EFFECT if is_off and why.reason.startswith("changes") else why
+    is_off = value in (None, False, 0, "", AUTO)
+    return NO_EFFECT if is_off and why and why.reason.startswith("changes") else why
 
 
 def _hint(problem: Problem) -> str:

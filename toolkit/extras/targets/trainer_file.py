@@ -50,7 +50,6 @@ class TrainerFile(TrainerTarget, FinetuningTarget):
         if least := recipe.schedule.min_learning_rate:
             found["lr_scheduler_type"] = "cosine_with_min_lr"
             found["lr_scheduler_kwargs"] = {"min_lr": least}
-        found["tf32"] = recipe.training.precision == "tf32"
         tools = ("wandb", "tensorboard", "mlflow", "trackio")
         found["report_to"] = [name for name in tools if getattr(recipe.logging, name)]
         source = recipe.data.train
