@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.extras.targets.finetuning import FinetuningTarget, stated_values
+from toolkit.extras.targets.finetuning import FinetuningTarget
 from toolkit.extras.targets.trainer import TrainerTarget
+from toolkit.extras.targets.values import written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
 from toolkit.targets.base import Target
@@ -41,7 +42,7 @@ class TrainerFile(TrainerTarget, FinetuningTarget):
                 raise self.refuse(recipe, f"the section {key}", f"{key}=null")
         if plan.layout.cp > 1:
             raise self.refuse(recipe, "context parallel", "parallel.context=1")
-        found = stated_values(recipe, plan, _KEYS) | self.trainer(recipe, plan)
+        found = dict(written_rows(_KEYS, recipe, plan)) | self.trainer(recipe, plan)
         found["config_name" if recipe.model.init == "random" else "model_name_or_path"] = (
             recipe.model.hub
         )
