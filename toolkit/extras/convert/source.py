@@ -13,7 +13,7 @@ from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
-from toolkit.system.untrusted import read_json
+from toolkit.system.untrusted import read_bytes, read_json, regular_inside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -139,7 +139,10 @@ def iteration_folder(src: Path) -> Path | None:
         tracker = src / TRACKER
         if not tracker.is_file():
             return None
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            text = read_bytes(regular_inside(src, TRACKER), 100).decode().strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{tracker} cannot be read: {error}") from error
         if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
             raise CheckpointError(f"{tracker} says {text[:40]!r}, neither a step nor {RELEASE}")
         folder = src / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")

@@ -76,13 +76,15 @@ def read_shards(folders: Sequence[Path], model: RecipeModel) -> tuple[list[LazyS
     names = _names(where, stored, model)
     prefix = _prefix_of_weights(where, stored, next(iter(names.values())))
     state = _prefix_of_states(where, stored, names.values())
-    _check_rest(where, stored, prefix, names.values())
+    _check_rest(where, stored, prefix, state, names.values())
     updates = {
         int(stored[key].read(key, (), ()))
         for name in names.values()
         if (key := f"{state}{name}.{STEP}") in stored
     }
-    if len(updates) != 1:
+    if not updates:
+        raise CheckpointError(f"{where} does not state how often its parameters were updated")
+    if len(updates) > 1:
         raise CheckpointError(f"{where}: its parameters were updated {sorted(updates)} times")
     shards = []
     for name, shape in model.parameters.items():
@@ -153,14 +155,38 @@ def _prefix_of_states(where: Path, stored: Stored, names: Collection[str]) -> st
     )
 
 
-def _check_rest(where: Path, stored: Stored, prefix: str, names: Collection[str]) -> None:
-    """Refuse weights next to those of the model that it does not have: it is another one."""
-    if not prefix:
-        return  # whatever else was saved cannot be told from weights
-    rest = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
+def _check_rest(
+    where: Path, stored: Stored, prefix: str, state: str, names: Collection[str]
+) -> None:
+    """Refuse weights and states that the model does not have: it is another one, or another
+    optimizer."""
+    states = {key.removeprefix(state) for key in stored if key.startswith(state)}
+    for key in sorted(states):
+        name, _, quantity = key.rpartition(".")
+        if name in names and quantity not in (*MOMENTS, STEP):
+            raise CheckpointError(
+                f"{where} has {quantity} of {name}, which AdamW does not keep",
+                fix="AdamW's checkpoints can be continued; another optimizer's weights are a "
+                "start, with model.init: pretrained",
+            )
+        if name not in names and quantity in MOMENTS:
+            raise CheckpointError(
+                f"{where} has {quantity} of {name}, the recipe's model has no such parameter",
+                fix="state its model in model.config",
+            )
+    # Without a prefix, what else was saved is told from weights by the first part of its name.
+    parts = {prefix} if prefix else {f"{name.partition('.')[0]}." for name in names}
+    rest = {
+        key.removeprefix(prefix)
+        for key in stored
+        if key.startswith((*parts,)) and not key.startswith(state)
+    }
     rest -= {*names, TIED_HEAD}
     if more := sorted(name for name in rest if name.endswith((".weight", ".bias"))):
-        raise CheckpointError(f"{where} has {', '.join(more[:3])}, the recipe's model does not")
+        raise CheckpointError(
+            f"{where} has {', '.join(more[:3])}, the recipe's model does not",
+            fix="state its model in model.config",
+        )
 
 
 def _reads(
@@ -170,7 +196,12 @@ def _reads(
     keys = {"weight": f"{prefix}{name}"}
     keys |= {one: key for one in MOMENTS if (key := f"{state}{name}.{one}") in stored}
     for key in keys.values():
-        found = stored[key].tensors[key].size if key in stored else None
+        if key not in stored:
+            raise CheckpointError(
+                f"it has no {key}, which the recipe's model needs",
+                fix="state its model in model.config",
+            )
+        found = stored[key].tensors[key].size
         if found != shape:
             raise CheckpointError(f"{key} has the shape {found}, the model needs {shape}")
     origin = (0,) * len(shape)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from toolkit.errors import CheckpointError
 from toolkit.extras.convert.checkpoint_keys import found_place
+from toolkit.extras.convert.source import whole_blocks
 from toolkit.extras.convert.torch_dist import Reader
 from toolkit.extras.imports.base import LazyShard
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.base import Instance
-from toolkit.models.families.tensors import blocks
+from toolkit.models.families.tensors import Block, blocks, overlaps
 from toolkit.optimizers.base import MOMENTS
 
 _BUCKET = re.compile(
@@ -185,6 +186,8 @@ class Buffers:
         if place.numel != expected.numel():
             return False
         master = self._read(place, "param")
+        if master.dtype != torch.float32:
+            raise self._unknown(f"weights in {master.dtype}")
         return torch.equal(master.to(expected.dtype), expected.reshape(-1))
 
     def _read(self, place: Place, quantity: str) -> Tensor:
@@ -199,15 +202,31 @@ class Buffers:
             if (instance, rank) in seen:
                 continue  # another rank's copy
             seen.add((instance, rank))
-            held = blocks(
-                instance.tensor, rank, self.tensor, layer=instance.layer, expert=instance.expert
-            )
+            held = self._blocks(instance, rank)
+            if not held:
+                continue  # padding alone
             elements = sum(len(one.row_numbers) * len(one.column_numbers) for one in held)
             reads = {
                 quantity: partial(self._first, place, stored, elements)
                 for quantity, stored in (("weight", "param"), *((one, one) for one in MOMENTS))
             }
             yield LazyShard(held, reads)
+
+    def _blocks(self, instance: Instance, rank: int) -> list[Block]:
+        """A rank's rectangles. Of the vocabulary, it has an equal part of the padded rows."""
+        tensor = instance.tensor
+        if not tensor.padded:
+            return blocks(
+                tensor, rank, self.tensor, layer=instance.layer, expert=instance.expert
+            )
+        rows = self.reader.tensors[self.weights[instance].key].size[0] // self.tensor
+        inside = overlaps(
+            whole_blocks(instance),
+            lambda one: len(one.row_numbers),
+            rank * rows,
+            (rank + 1) * rows,
+        )
+        return [block.between(first, last) for block, first, last in inside]
 
     def _first(self, place: Place, quantity: str, elements: int) -> Tensor:
         """Without the padding of the vocabulary."""

@@ -6,12 +6,14 @@ names of the weights (`fully_reshardable`), as the other optimizers do, or as it
 (`dp_reshardable`, see `megatron_buffers.py`).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError
@@ -28,6 +30,11 @@ from toolkit.optimizers.base import MOMENTS
 COMMON_OBJECT = "common_state/shard_0_1"
 MASTERS = ("param", "fp32_param")
 """Names of the fp32 weights among an optimizer's states; without them, the weights train."""
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+?)\.(.+)|distributed\..*\.([^.]+))"
+)
+"""Keys of an optimizer's states: of a named weight, or of a flat buffer."""
+_MODEL = "state its model in model.config"
 CLASSES = (
     "megatron.core.enums.Fp8Recipe",
     "megatron.core.enums.Fp4Recipe",
@@ -59,6 +66,7 @@ class MegatronDist:
         common = _common(iteration, reader)
         arguments = vars(common["args"]) if "args" in common else {}
         step = int(common["iteration"])
+        require_same_tensors(reader, megatron, arguments)
         buffers = Buffers(reader, iteration, megatron)
         states = buffers if buffers.groups else States(reader, iteration, megatron)
         groups = _groups(common.get("optimizer", {}))
@@ -138,19 +146,25 @@ class States:
         self.reader, self.folder, self.model = reader, folder, model
 
     def shards(self) -> Iterator[LazyShard]:
-        """Every tensor of the model. Raises CheckpointError for another one, and for states
-        that are stored in no form that is known."""
+        """Every tensor of the model. Raises CheckpointError for states of another shape, and
+        for those that are stored in no form that is known."""
         for instance in self.model.instances(buffers=True):
             place = found_place(self.model, instance, self.reader.tensors)
-            if place is None:
-                raise CheckpointError(
-                    f"{self.folder} has no {instance.tensor.name}",
-                    fix="state its model in model.config",
-                )
+            assert place is not None, "require_same_tensors has found it"
             keys = self._keys(place.key)
-            reads = {one: partial(self._read, instance, place, keys[one]) for one in keys}
+            weight = self.reader.tensors[place.key]
             for key in keys.values():
-                self._check(instance, place, key)
+                if self.reader.tensors[key].size != weight.size:
+                    raise CheckpointError(
+                        f"{self.folder}: {key} has another shape than {place.key}"
+                    )
+            trains = len(keys) > 1
+            if trains and self.reader.tensors[keys["weight"]].dtype != torch.float32:
+                raise CheckpointError(
+                    f"{self.folder} has no fp32 weights of {place.key}, only {weight.dtype}",
+                    fix="continue a checkpoint of an optimizer that keeps fp32 weights",
+                )
+            reads = {one: partial(self._read, instance, place, keys[one]) for one in keys}
             yield LazyShard(whole_blocks(instance), reads)
 
     def _keys(self, weight: str) -> dict[str, str]:
@@ -166,18 +180,6 @@ class States:
                         found["weight"] = master
         return found
 
-    def _check(self, instance: Instance, place: TensorLocation, key: str) -> None:
-        """Refuse a tensor of another shape; the vocabulary may be padded."""
-        tensor, size = instance.tensor, self.reader.tensors[key].size
-        columns = () if tensor.columns is None else (tensor.columns,)
-        expected = (*place.sizes, tensor.rows, *columns)
-        padded = tensor.padded and size[1:] == expected[1:] and size[0] > expected[0]
-        if size != expected and not padded:
-            raise CheckpointError(
-                f"{self.folder}: {key} has the shape {size}, the recipe's model {expected}",
-                fix="state its model in model.config",
-            )
-
     def _read(self, instance: Instance, place: TensorLocation, key: str) -> Tensor:
         """A whole Megatron tensor without padding, flattened."""
         tensor = instance.tensor
@@ -185,3 +187,45 @@ class States:
         offset = (*place.index, *(0,) * (1 + len(columns)))
         size = (*(1,) * len(place.index), tensor.rows, *columns)
         return self.reader.read(key, offset, size)
+
+
+def require_same_tensors(
+    reader: Reader, model: MegatronModel, arguments: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError unless the checkpoint has the tensors of the model, and no more."""
+    names = set()
+    for instance in model.instances(buffers=True):
+        place = found_place(model, instance, reader.tensors)
+        if place is None:
+            raise CheckpointError(f"{reader.folder} has no {instance.tensor.name}", fix=_MODEL)
+        names.add(place.key)
+        _require_shape(reader, instance, place, arguments)
+    for key in reader.tensors:
+        state = _STATE.fullmatch(key)
+        name = state[2] if state else key
+        if state and (state[1] or state[3]) not in (*MOMENTS, *MASTERS, "step"):
+            raise CheckpointError(f"{reader.folder} has {key}, which AdamW does not keep")
+        if name is not None and name not in names and "_extra_state" not in name:
+            raise CheckpointError(
+                f"{reader.folder} has {key}, the recipe's model does not", fix=_MODEL
+            )
+
+
+def _require_shape(
+    reader: Reader, instance: Instance, place: TensorLocation, arguments: Mapping[str, Any]
+) -> None:
+    """The vocabulary may be padded, to a multiple that TP divides."""
+    tensor, size = instance.tensor, reader.tensors[place.key].size
+    columns = () if tensor.columns is None else (tensor.columns,)
+    expected = (*place.sizes, tensor.rows, *columns)
+    if tensor.padded and size[1:] == expected[1:]:
+        # A rank's part is a rectangle of its own.
+        ranks = size[0] // max(1, min(rows for rows, *_ in reader.stored_sizes(place.key)))
+        multiple = arguments.get("make_vocab_size_divisible_by", 128) * ranks
+        if 0 <= size[0] - expected[0] < multiple:
+            return
+    if size != expected:
+        raise CheckpointError(
+            f"{reader.folder}: {place.key} has the shape {size}, the recipe's model {expected}",
+            fix=_MODEL,
+        )
