@@ -219,15 +219,18 @@ class _Values:
         """One block's values on the host."""
         flat = self._shard.get(self._quantity) if self._kept is None else self._kept
         assert flat.dtype == dtype_of(self._quantity), "master weights and moments are fp32"
-        return [_finite(stored_values(block, offset, flat)).cpu()]
+        name = f"{self._quantity} of {block.tensor}"
+        return [_finite(stored_values(block, offset, flat), name).cpu()]
 
 
-def _finite(values: Tensor) -> Tensor:
+def _finite(values: Tensor, name: str) -> Tensor:
     """The same values. Raises CheckpointError for a state that cannot be trained on."""
     # A sum is several times faster than a check of each; it may also overflow for finite
     # values.
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-        raise CheckpointError("weights or moments are not finite, this is not saved")
+        raise CheckpointError(
+            f"weights or moments are not finite, this is not saved: {name} has NaN or infinity"
+        )
     return values
 
 

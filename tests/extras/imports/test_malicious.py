@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +18,13 @@ import torch
 from tests.checkpoint.making import write_recipe
 from tests.checkpoint.payloads import Canary, pickled
 from tests.dmt import Dmt
+from tests.extras.imports.archives import HUGE, NEOX, zipped
 
 
 def text(value: str) -> bytes:
     """The opcode that pushes a text."""
     encoded = value.encode()
     return b"X" + len(encoded).to_bytes(4, "little") + encoded
-
-
-def zipped(content: bytes, storage: bytes = b"\0\0\0\0", compression: int = 0) -> bytes:
-    """A file as torch.save writes it, with this pickle and storage 0."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", content)
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/data/0", storage)
-        archive.writestr("archive/version", "3\n")
-    return buffer.getvalue()
 
 
 class Built:
@@ -68,8 +59,6 @@ def legacy_tar(command: str) -> bytes:
 
 
 Trick = Callable[[str], bytes]
-HUGE = b"\x8a\x06\x00\x00\x00\x00\x00\x01"
-"""2 ** 40."""
 TRICKS: dict[str, Trick] = {
     "os.system by REDUCE": lambda do: zipped(b"\x80\x02cos\nsystem\n" + text(do) + b"\x85R."),
     "builtins.eval": lambda do: zipped(
@@ -121,10 +110,6 @@ PLACES = {
     "GPT-NeoX": RANK,
 }
 """A file of each format."""
-NEOX = """\
-  config: {model_type: gpt_neox, hidden_size: 64, num_hidden_layers: 2, vocab_size: 320,
-    num_attention_heads: 4, intermediate_size: 128}
-"""
 
 
 @pytest.fixture
@@ -136,7 +121,7 @@ def registered() -> Iterator[None]:
 
 def write_model(folder: Path) -> None:
     """What DeepSpeed's readers open first."""
-    saved = {
+    saved: dict[str, Any] = {
         "optimizer": None, "param_shapes": [{}], "module": {}, "buffer_names": [],
         "global_steps": 1, "skipped_steps": 0, "global_samples": 1, "ds_config": {},
     }  # fmt: skip

@@ -5,7 +5,7 @@ A format reads its files without running code from them (`pickles.py`) and yield
 hold them. `run.py` makes a checkpoint of a run from any format's state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +22,16 @@ from toolkit.checkpoint.shards import (
 )
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
+from toolkit.optimizers.base import MOMENTS
 from toolkit.recipe.schema import Recipe
 from toolkit.registry import Registry
 
 Shapes = Mapping[str, tuple[int, ...]]
+_STEPS = 10**8
+"""Folders of checkpoints have names with eight digits."""
+_SAMPLES = 10**15
+_STATES = {*MOMENTS, "step", "master_param"}
+"""What AdamW keeps of a parameter, in torch, DeepSpeed and Transformer Engine."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,19 @@ class ForeignState:
     notes: tuple[str, ...] = ()
     """What the user should know, e.g. what is not carried over."""
 
+    def __post_init__(self) -> None:
+        """Raise CheckpointError for numbers that no run can have counted."""
+        limits = {"step": _STEPS, "optimizer_steps": _STEPS, "consumed_samples": _SAMPLES}
+        for name, limit in limits.items():
+            number: Any = getattr(self, name)
+            if number is None and name == "consumed_samples":
+                continue
+            if type(number) is not int or not 0 <= number < limit:
+                raise CheckpointError(
+                    f"its {name} is {number!r:.40}, not a number from 0 to {limit - 1:,}",
+                    fix="it is damaged, or of a version that is not supported",
+                )
+
 
 class ForeignCheckpoint(Protocol):
     """A format. Its module imports nothing of the tool, which need not be installed."""
@@ -94,6 +113,41 @@ class LazyShard(StateShard):
 
     def get(self, quantity: str) -> Tensor:
         return self._reads[quantity]().detach().reshape(-1).to(dtype_of(quantity))
+
+
+def whole_number(value: Any, name: str) -> int:
+    """A whole number of a file, which may be a tensor. Raises CheckpointError."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool | str) or number != int(number):
+        raise CheckpointError(f"its {name} is {number!r:.40}, not a whole number")
+    return int(number)
+
+
+def require_adamw(
+    groups: Iterable[Mapping[str, Any]], states: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise CheckpointError unless torch's groups and states are those of plain AdamW."""
+    for state in states:
+        if not {*MOMENTS} <= state.keys() <= _STATES:
+            raise _other_optimizer(f"keeps {', '.join(sorted(map(str, state)))}")
+    for group in groups:
+        # RAdam keeps the same states and has all flags of AdamW but this one.
+        if "decoupled_weight_decay" in group and "amsgrad" not in group:
+            raise _other_optimizer("has the settings of RAdam")
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise _other_optimizer(f"is used with {flag}")
+        if not group.get("bias_correction", True):
+            raise _other_optimizer("is used without bias correction")
+        if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
+            raise _other_optimizer("is Adam, whose weight decay is an L2 term of the gradient")
+
+
+def _other_optimizer(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"its optimizer {what}: only plain AdamW's states are read",
+        fix="another optimizer's weights are a start, with model.init: pretrained",
+    )
 
 
 def fragment(

@@ -3,9 +3,11 @@
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from toolkit.checkpoint.saver import entries_of
@@ -53,13 +55,15 @@ def import_checkpoint(
     state = _read(form, source, model)
     require_same_model(state, model)
     consumed, known = cursor(state, recipe, samples)
+    notes = [*_notes(state, recipe, consumed, known)]
     nbytes = sum(entry.nbytes for entry in entries_of(state.shards))
+    is_new = not assignment.run_dir.exists()
     run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
-    with claimed(run), byte_progress("import", nbytes) as tick:
-        manifest = write_checkpoint(state, model, assignment, consumed, tick)
+    with claimed(run), _removed_on_failure(run, is_new):
+        with byte_progress("import", nbytes) as tick:
+            manifest = write_checkpoint(state, model, assignment, consumed, tick)
         message = f"continues from {form.title} {source}, step {state.step}"
         EventLog(run.events).write("import", step=state.step, message=message)
-    notes = [*_notes(state, recipe, consumed, known)]
     folder = run.checkpoints / folder_name(state.step)
     data = {
         "folder": str(folder), "from": str(source), "format": form.title, "step": state.step,
@@ -110,6 +114,18 @@ def _check_target(assignment: Assignment) -> None:
         raise CheckpointError(
             f"{store.folder} holds checkpoints of a run", fix="--run-dir OTHER for a new run"
         )
+
+
+@contextmanager
+def _removed_on_failure(run: RunDirectory, is_new: bool) -> Iterator[None]:
+    """Remove a run directory that this command has made if nothing is imported into it: a
+    launch would otherwise train from the recipe's own start."""
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> Iterator[str]:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import StateShard
 from toolkit.errors import CheckpointError
-from toolkit.extras.imports.base import ForeignState, RecipeModel, Shapes, fragment
+from toolkit.extras.imports.base import (
+    ForeignState,
+    RecipeModel,
+    Shapes,
+    fragment,
+    require_adamw,
+    whole_number,
+)
 from toolkit.extras.imports.pickles import StandIn, load_pickle
 from toolkit.models.frozen import matching
 from toolkit.models.weights import is_correction_bias
@@ -34,6 +41,8 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
 """Plain classes in the files of DeepSpeed 0.14 to 0.19."""
+_ADAM = re.compile(r"adam(?P<w>w?)", re.IGNORECASE)
+"""DeepSpeed's names of Adam and AdamW."""
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -83,7 +92,7 @@ def tag_folder(folder: Path) -> Path | None:
         tag = read_bytes(regular_inside(folder, hint), 4096).decode().strip()
     except (OSError, ValueError):
         return None
-    if not tag or Path(tag).name != tag:
+    if not tag or Path(tag).name != tag or tag == ".." or (folder / tag).is_symlink():
         raise CheckpointError(f"{folder / hint} names a folder outside: {tag!r:.80}")
     return None if model_file(folder / tag) is None else folder / tag
 
@@ -186,16 +195,7 @@ def _moments(optimizer: Any) -> list[dict[str, Tensor]]:
     states = optimizer
     if not isinstance(optimizer, list):  # which `elastic_checkpoint` writes
         states = [optimizer["state"][number] for number in sorted(optimizer["state"])]
-    for state in states:
-        other = [
-            k
-            for k, v in state.items()
-            if isinstance(v, Tensor) and v.dim() and k not in MOMENTS
-        ]
-        if other or not state.keys() >= {*MOMENTS}:
-            raise CheckpointError(
-                f"its optimizer keeps {', '.join(sorted(state))}: only AdamW's states are read"
-            )
+    require_adamw([], states)
     return [{moment: state[moment] for moment in MOMENTS} for state in states]
 
 
@@ -234,6 +234,9 @@ def _universal(folder: Path, saved: Mapping[str, Any], model: RecipeModel) -> Fo
     for inner in sorted(path for path in (folder / UNIVERSAL).iterdir() if path.is_dir()):
         name = inner.name
         present = [one for one in ("fp32", *MOMENTS) if (inner / f"{one}.pt").exists()]
+        if len(present) > 1:
+            kept = {path.stem for path in inner.glob("*.pt")} - {"fp32"}
+            require_adamw([], [dict.fromkeys(kept)])
         if name not in model.parameters and present == ["fp32"]:
             continue  # a buffer, or the second name of a tied parameter
         content = {
@@ -251,7 +254,7 @@ def _universal(folder: Path, saved: Mapping[str, Any], model: RecipeModel) -> Fo
     optimizer = load_pickle(folder, f"{UNIVERSAL}/optimizer_state.pt", CLASSES)
     groups = {"state": {}, "param_groups": optimizer["param_groups"]}
     steps = {
-        int(load_pickle(folder, str(path.relative_to(folder))))
+        whole_number(load_pickle(folder, str(path.relative_to(folder))), "step")
         for path in (folder / UNIVERSAL).glob("*/step.pt")
     }
     if steps:
@@ -339,20 +342,41 @@ def foreign_state(
 
     `optimizer` is torch's state of a rank's optimizer, `scaled` the loss scaler.
     """
+    groups = () if isinstance(optimizer, list) else optimizer["param_groups"]
+    require_adamw(groups, ())
+    _require_configured_adamw(saved["ds_config"])
+    step = whole_number(saved["global_steps"], "global_steps")
+    skipped = whole_number(saved["skipped_steps"], "skipped_steps")
     scaler, scale = vars(scaled) if isinstance(scaled, StandIn) else {}, None
     if saved["ds_config"].get("fp16", {}).get("enabled") and "cur_scale" in scaler:
         numbers = {k: v for k, v in scaler.items() if isinstance(v, int | float | bool)}
         scale = {"scale": float(scaler["cur_scale"]), "detail": numbers}
     return ForeignState(
-        step=int(saved["global_steps"]),
-        optimizer_steps=_updates(
-            optimizer, int(saved["global_steps"] - saved["skipped_steps"])
-        ),
+        step=step,
+        optimizer_steps=_updates(optimizer, step - skipped),
         shards=shards,
-        consumed_samples=int(saved["global_samples"]),
+        consumed_samples=whole_number(saved["global_samples"], "global_samples"),
         loss_scale=scale,
         settings=_settings(saved["ds_config"], optimizer),
     )
+
+
+def _require_configured_adamw(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if DeepSpeed's configuration states another optimizer.
+
+    Its Adam is AdamW unless adam_w_mode is false.
+    """
+    stated = config.get("optimizer") or {}
+    name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
+    decay = parameters.get("weight_decay", 0)
+    match = _ADAM.fullmatch(name)
+    is_l2 = match and not match["w"] and not parameters.get("adam_w_mode", True) and decay
+    if match is None or is_l2:
+        mode = " with adam_w_mode: false" if is_l2 else ""
+        raise CheckpointError(
+            f"its optimizer was {name}{mode}: only AdamW's states are read",
+            fix="another optimizer's weights are a start, with model.init: pretrained",
+        )
 
 
 def _updates(optimizer: Any, counted: int) -> int:
@@ -360,7 +384,7 @@ def _updates(optimizer: Any, counted: int) -> int:
     states = optimizer
     if not isinstance(optimizer, list):
         states = [*optimizer["state"].values(), *optimizer["param_groups"]]
-    stated = {int(one["step"]) for one in states if "step" in one}
+    stated = {whole_number(one["step"], "step") for one in states if "step" in one}
     if len(stated) > 1:
         raise CheckpointError(f"its parameters were updated {sorted(stated)} times")
     return stated.pop() if stated else counted

@@ -8,8 +8,11 @@ Source: tools/ckpts/convert_neox_to_hf.py in EleutherAI/gpt-neox.
 """
 
 import re
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from toolkit.checkpoint.shards import StateShard
 from toolkit.errors import CheckpointError
@@ -23,6 +26,7 @@ from toolkit.extras.imports.deepspeed import (
     tag_folder,
 )
 from toolkit.extras.imports.pickles import load_pickle
+from toolkit.optimizers.base import MOMENTS
 
 _PARAMETER = re.compile(r"(?:sequential\.)?(\d+)\.(.+)")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -56,25 +60,48 @@ class GPTNeoX:
         ours = partial(transformers_name, layers=model.config.num_hidden_layers, head=head)
         shards: list[StateShard] = []
         names: set[str] = set()
+        tied: list[StateShard] = []
         saved, states = {}, []
         for path in sorted(tagged.glob("mp_rank_??_model_states.pt")):
             saved = load_pickle(tagged, path.name, CLASSES)
             states = rank_states(tagged, path.name[8:10])
             shapes = shapes_of(saved)
-            if twice := sorted(names & shapes.keys()):
+            repeated = names & shapes.keys()
+            if twice := sorted(one for one in repeated if not one.startswith(_TIED)):
                 raise CheckpointError(
                     f"{tagged} is of a model whose {twice[0]} is split by tensor parallelism, "
                     "which trains the biases of its row-parallel layers differently",
                     fix="continue it with model-parallel-size 1 for a step, and import that",
                 )
             names |= shapes.keys()
-            shards += fragments(shapes, states, ours)
+            of_part = [*fragments(shapes, states, ours)]
+            embedding = {ours(one) for one in shapes if one.startswith(_TIED)}
+            if repeated:
+                again = [one for one in of_part if _is_of(embedding, one)]
+                of_part = [one for one in of_part if not _is_of(embedding, one)]
+                _require_equal(tied, again)
+            tied = tied or [one for one in of_part if _is_of(embedding, one)]
+            shards += of_part
         return foreign_state(
             saved, shards, states[0]["base_optimizer_state"], states[0].get("loss_scaler")
         )
 
 
 GPT_NEOX = GPTNeoX()
+
+
+def _is_of(parameters: Set[str], shard: StateShard) -> bool:
+    return any(block.tensor in parameters for block in shard.blocks)
+
+
+def _require_equal(first: Sequence[StateShard], again: Sequence[StateShard]) -> None:
+    """Raise CheckpointError unless a tied embedding is the same in both parts that hold it."""
+    for quantity in ("weight", *MOMENTS):
+        values, others = (torch.cat([one.get(quantity) for one in at]) for at in (first, again))
+        if not torch.equal(values, others):
+            raise CheckpointError(
+                f"its first and its last part hold a tied embedding with another {quantity}"
+            )
 
 
 def transformers_name(name: str, layers: int, head: str) -> str:

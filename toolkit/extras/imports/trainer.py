@@ -13,7 +13,13 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError
-from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.extras.imports.base import (
+    ForeignState,
+    LazyShard,
+    RecipeModel,
+    require_adamw,
+    whole_number,
+)
 from toolkit.extras.imports.dcp import read_shards
 from toolkit.extras.imports.pickles import load_pickle
 from toolkit.models.frozen import is_frozen, matching
@@ -38,18 +44,19 @@ class Trainer:
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state. Its schedule is a function of the step, which the recipe states."""
         saved = read_json(regular_inside(folder, STATE))
-        step = int(saved["global_step"])
+        step = whole_number(saved["global_step"], "global_step")
         settings: dict[str, object] = {}
         if all((folder / name).is_dir() for name in SHARDED):
             shards, updates = read_shards([folder / name for name in SHARDED], model)
         else:
             optimizer = load_pickle(folder, OPTIMIZER)
+            require_adamw(optimizer["param_groups"], optimizer["state"].values())
             updates = _updates(folder, optimizer)
             shards = [*_shards(folder, model, optimizer)]
             settings = _settings(optimizer["param_groups"])
         scheduler = load_pickle(folder, SCHEDULER)
         notes = []
-        if (position := int(scheduler["last_epoch"])) != step:
+        if (position := whole_number(scheduler["last_epoch"], "last_epoch")) != step:
             notes.append(f"its schedule was at step {position}, the run continues at {step}")
         settings["optimizer.learning_rate"] = max(scheduler["base_lrs"])
         settings["training.steps"] = saved["max_steps"]
@@ -61,7 +68,7 @@ TRAINER = Trainer()
 
 def _updates(folder: Path, optimizer: Mapping[str, Any]) -> int:
     """Updates that the optimizer has made."""
-    updates = {int(state["step"]) for state in optimizer["state"].values()}
+    updates = {whole_number(state["step"], "step") for state in optimizer["state"].values()}
     if len(updates) != 1:
         raise CheckpointError(
             f"{folder / OPTIMIZER}: its parameters were updated {sorted(updates)} times"
@@ -84,6 +91,8 @@ def _shards(
     """Every parameter: its weight from the model's files, its moments from the optimizer's."""
     shapes = dict(model.parameters)
     prefix = next(iter(shapes)).partition(".")[0]
+    for path in folder.glob("*.safetensors"):
+        regular_inside(folder, path.name)
     weights = SafetensorsWeights(folder, shapes, prefix)
     moments = _moments(folder, model, optimizer)
     for name, shape in shapes.items():
@@ -110,13 +119,6 @@ def _moments(
     for group, names in zip(groups, _names(folder, model, groups), strict=True):
         for number, name in zip(group["params"], names, strict=True):
             state = states[number]
-            if not all(one in state for one in MOMENTS):
-                raise CheckpointError(
-                    f"{folder / OPTIMIZER} holds {', '.join(sorted(state))} of {name}, not the "
-                    f"moments of AdamW",
-                    fix="AdamW's checkpoints can be continued; another optimizer's weights are "
-                    "a start, with model.init: pretrained",
-                )
             found[name] = {one: state[one] for one in MOMENTS}
     return found
 
