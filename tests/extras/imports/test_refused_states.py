@@ -152,6 +152,26 @@ def test_deepspeeds(
         DEEPSPEED.read(tmp_path / "saved", model)
 
 
+def test_differences_are_named(model: RecipeModel, tmp_path: Path) -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 9.0}},
+        "scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True},
+    }  # fmt: skip
+    zero_part(tmp_path / "zero", "00", model.parameters, {"ds_config": config})
+    state = DEEPSPEED.read(tmp_path / "zero", model)
+    assert state.settings["optimizer.learning_rate"] == 9.0
+    assert state.settings["training.precision"] == "bf16"
+    assert "norms and biases had a weight decay of 0.1" in state.notes[0]
+    assert "its schedule was DeepSpeed's WarmupLR" in state.notes[1]
+    plain = trainer_folder(tmp_path / "trainer")
+    assert TRAINER.read(plain, model).notes == ()
+    saved = torch.load(plain / "optimizer.pt")
+    saved["param_groups"][1] |= {"weight_decay": 0.3, "lr": 1.0}
+    torch.save(saved, plain / "optimizer.pt")
+    decay, rate = TRAINER.read(plain, model).notes
+    assert "weight decay of 0.3" in decay and "learning rates of 0.001, 1.0" in rate
+
+
 def test_no_tag_leads_out_of_the_folder(model: RecipeModel, tmp_path: Path) -> None:
     zero_part(tmp_path, "00", model.parameters, {})
     folder = tmp_path / "inner"
@@ -255,6 +275,9 @@ def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:
     (tmp_path / "a.txt").write_text("text " * 200)
     source = trainer_folder(tmp_path / "saved")
     with_a_nan(source)
-    printed = dmt("checkpoint", "import", recipe, source, "--run-dir", run, code=2)
+    words = ("checkpoint", "import", recipe, source, "--run-dir", run)
+    printed = dmt(*words, "--samples", 10**18, code=2)
+    assert "--samples 1000000000000000000: no run" in printed.err
+    printed = dmt(*words, code=2)
     assert "exp_avg" in printed.err and "layers.0" in printed.err
     assert not run.exists()

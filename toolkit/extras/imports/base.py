@@ -5,7 +5,7 @@ A format reads its files without running code from them (`pickles.py`) and yield
 hold them. `run.py` makes a checkpoint of a run from any format's state.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,8 @@ from toolkit.registry import Registry
 Shapes = Mapping[str, tuple[int, ...]]
 _STEPS = 10**8
 """Folders of checkpoints have names with eight digits."""
-_SAMPLES = 10**15
+SAMPLES = 10**15
+"""More than any run can have consumed."""
 _STATES = {*MOMENTS, "step", "master_param"}
 """What AdamW keeps of a parameter, in torch, DeepSpeed and Transformer Engine."""
 
@@ -69,7 +70,7 @@ class ForeignState:
 
     def __post_init__(self) -> None:
         """Raise CheckpointError for numbers that no run can have counted."""
-        limits = {"step": _STEPS, "optimizer_steps": _STEPS, "consumed_samples": _SAMPLES}
+        limits = {"step": _STEPS, "optimizer_steps": _STEPS, "consumed_samples": SAMPLES}
         for name, limit in limits.items():
             number: Any = getattr(self, name)
             if number is None and name == "consumed_samples":
@@ -121,6 +122,42 @@ def whole_number(value: Any, name: str) -> int:
     if isinstance(number, bool | str) or number != int(number):
         raise CheckpointError(f"its {name} is {number!r:.40}, not a whole number")
     return int(number)
+
+
+def group_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """What the optimizer was configured with, by the recipe's keys."""
+    found: dict[str, object] = {
+        "optimizer.weight_decay": max(group["weight_decay"] for group in groups),
+        "optimizer.betas": list(groups[0]["betas"]),
+        "optimizer.eps": groups[0]["eps"],
+    }
+    rates = {group["initial_lr"] for group in groups if "initial_lr" in group}
+    return found | ({"optimizer.learning_rate": max(rates)} if rates else {})
+
+
+def group_notes(
+    groups: Sequence[Mapping[str, Any]], shapes: Sequence[Iterable[Sequence[int]]]
+) -> Iterator[str]:
+    """Differences between groups that a recipe has not; `shapes` are of their parameters."""
+    decays: dict[bool, set[float]] = {True: set(), False: set()}
+    for group, of_group in zip(groups, shapes, strict=True):
+        for shape in of_group:
+            decays[len(shape) > 1].add(group["weight_decay"])
+    if others := sorted(decays[False] - {0.0}):
+        yield (
+            f"norms and biases had a weight decay of {', '.join(map(str, others))}, in a run "
+            "of the recipe they have none"
+        )
+    if len(decays[True]) > 1:
+        yield (
+            f"matrices had weight decays of {', '.join(map(str, sorted(decays[True])))}, in a "
+            "run of the recipe all have optimizer.weight_decay"
+        )
+    if len(rates := {group.get("initial_lr", group["lr"]) for group in groups}) > 1:
+        yield (
+            f"groups had learning rates of {', '.join(map(str, sorted(rates)))}, in a run of "
+            "the recipe all have one"
+        )
 
 
 def require_adamw(

@@ -136,6 +136,9 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> It
     total = recipe.total_steps()
     if total is not None and state.step >= total:
         yield f"step {state.step:,} of {total:,}: nothing is left to train"
+    planned = total and total * recipe.training.global_batch_size
+    if planned is not None and consumed > planned:
+        yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
     ours = recipe.model_dump(mode="json")
     for key, theirs in state.settings.items():
         if (mine := reduce(getitem, key.split("."), ours)) != theirs:

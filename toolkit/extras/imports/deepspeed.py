@@ -22,6 +22,8 @@ from toolkit.extras.imports.base import (
     RecipeModel,
     Shapes,
     fragment,
+    group_notes,
+    group_settings,
     require_adamw,
     whole_number,
 )
@@ -358,6 +360,7 @@ def foreign_state(
         consumed_samples=whole_number(saved["global_samples"], "global_samples"),
         loss_scale=scale,
         settings=_settings(saved["ds_config"], optimizer),
+        notes=(*_notes(saved, groups),),
     )
 
 
@@ -399,7 +402,21 @@ def _settings(config: Mapping[str, Any], optimizer: Any) -> dict[str, object]:
         found["optimizer.clip_grad_norm"] = clip
     if not isinstance(optimizer, list):
         groups = optimizer["param_groups"]
-        found["optimizer.weight_decay"] = max(group["weight_decay"] for group in groups)
-        found["optimizer.betas"] = list(groups[0]["betas"])
-        found["optimizer.eps"] = groups[0]["eps"]
+        found |= group_settings(groups)
+    rate = ((config.get("optimizer") or {}).get("params") or {}).get("lr")
+    if isinstance(rate, float):
+        found["optimizer.learning_rate"] = rate
+    stated = {name: config[name] for name in ("fp16", "bf16", "bfloat16") if name in config}
+    if stated:
+        used = [name for name, section in stated.items() if section.get("enabled")]
+        found["training.precision"] = {(): "fp32", ("fp16",): "fp16"}.get((*used,), "bf16")
     return found
+
+
+def _notes(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What differs from a run of a recipe, or cannot be compared."""
+    shapes = [[*map(tuple, one.values())] for one in saved.get("param_shapes") or ()]
+    if len(shapes) == len(groups):
+        yield from group_notes(groups, shapes)
+    if name := (saved["ds_config"].get("scheduler") or {}).get("type"):
+        yield f"its schedule was DeepSpeed's {name}, the recipe's schedule applies"

@@ -11,7 +11,7 @@ from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.checkpoint.verify import uncovered
 from toolkit.data.build import TrainingData, recipe_data
 from toolkit.errors import CheckpointError, DataError
-from toolkit.extras.imports.base import ForeignState, RecipeModel
+from toolkit.extras.imports.base import SAMPLES, ForeignState, RecipeModel
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
@@ -77,6 +77,10 @@ def _problems(shards: Sequence[StateShard], model: RecipeModel) -> Iterator[str]
 def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[int, str]:
     """Consumed samples where the run continues, and how they are known."""
     if samples is not None:
+        if samples >= SAMPLES:
+            raise CheckpointError(
+                f"--samples {samples}: no run has consumed so many", fix="count sequences"
+            )
         return samples, "by --samples"
     if state.consumed_samples is not None:
         return state.consumed_samples, "as the checkpoint states"

@@ -17,6 +17,8 @@ from toolkit.extras.imports.base import (
     ForeignState,
     LazyShard,
     RecipeModel,
+    group_notes,
+    group_settings,
     require_adamw,
     whole_number,
 )
@@ -46,6 +48,7 @@ class Trainer:
         saved = read_json(regular_inside(folder, STATE))
         step = whole_number(saved["global_step"], "global_step")
         settings: dict[str, object] = {}
+        notes: list[str] = []
         if all((folder / name).is_dir() for name in SHARDED):
             shards, updates = read_shards([folder / name for name in SHARDED], model)
         else:
@@ -53,9 +56,12 @@ class Trainer:
             require_adamw(optimizer["param_groups"], optimizer["state"].values())
             updates = _updates(folder, optimizer)
             shards = [*_shards(folder, model, optimizer)]
-            settings = _settings(optimizer["param_groups"])
+            groups = optimizer["param_groups"]
+            settings = group_settings(groups)
+            names = _names(folder, model, groups)
+            shapes = [[model.parameters[name] for name in one] for one in names]
+            notes += group_notes(groups, shapes)
         scheduler = load_pickle(folder, SCHEDULER)
-        notes = []
         if (position := whole_number(scheduler["last_epoch"], "last_epoch")) != step:
             notes.append(f"its schedule was at step {position}, the run continues at {step}")
         settings["optimizer.learning_rate"] = max(scheduler["base_lrs"])
@@ -74,15 +80,6 @@ def _updates(folder: Path, optimizer: Mapping[str, Any]) -> int:
             f"{folder / OPTIMIZER}: its parameters were updated {sorted(updates)} times"
         )
     return updates.pop()
-
-
-def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """What the optimizer was configured with, by the recipe's keys."""
-    return {
-        "optimizer.weight_decay": max(group["weight_decay"] for group in groups),
-        "optimizer.betas": list(groups[0]["betas"]),
-        "optimizer.eps": groups[0]["eps"],
-    }
 
 
 def _shards(
