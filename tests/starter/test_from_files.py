@@ -107,6 +107,35 @@ def test_megatron_lms_script_describes_a_model(tmp_path: Path, dmt: Dmt) -> None
     assert "changes training: data.validation_fraction" in printed.err
 
 
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyzABCDEF12"
+SECRETS = f"""base_model: meta-llama/Llama-3.1-8B
+datasets:
+  - path: https://user:hunter2secret@example.org/data.jsonl
+    type: chat_template
+sequence_len: 2048
+micro_batch_size: 2
+num_epochs: 1
+learning_rate: 1e-5
+mlflow_tracking_uri: https://user:hunter2secret@mlflow.example.org
+mlflow_experiment_name: e
+wandb_project: {TOKEN}
+hub_token: {TOKEN}
+resume_from_checkpoint: s3://AKIAABCDEFGHIJKLMNOP:hunter2secret@bucket/x
+"""
+
+
+def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
+    """They are not carried, and named without a value."""
+    given, out = tmp_path / "sec.yaml", tmp_path / "recipe.yaml"
+    given.write_text(SECRETS)
+    words = ("init", "llama-3.1-8b", "--from", given, "--cluster", "1x8xh100-80gb")
+    printed = dmt(*words, "--out", out)
+    for text in (out.read_text(), printed.out, printed.err):
+        assert "hunter2secret" not in text and TOKEN not in text and "***" not in text
+    assert f"# not carried: mlflow_tracking_uri ({given}:9): it has a cred" in out.read_text()
+    assert LEFT_OPEN in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -10,6 +10,7 @@ from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.starter.draft import Task, shipped_sizes
 from toolkit.starter.text import starter
+from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 
 # A file system's list of the shipped recipes; this module is imported for this verb only.
@@ -115,7 +116,7 @@ def _put(text: str, out: Path | None) -> None:
         return
     try:
         with out.open("x", encoding="utf-8") as new:
-            new.write(f"{text}\n")
+            new.write(f"{redact(text)}\n")
     except OSError as error:
         raise PlanError(
             f"--out: cannot write {out}: {error.strerror}", fix="name a file that is not there"

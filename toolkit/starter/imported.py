@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config
 from toolkit.starter.from_files import Statements, Uncarried, read_files
+from toolkit.text.redact import MASK, looks_secret, redact
+from toolkit.text.terminal import printable
 
 COLUMN = 40
 """Where comments begin, unless the setting is longer."""
@@ -53,6 +55,7 @@ def import_files(
     """
     cluster = None if given_cluster is None else find_cluster(given_cluster)
     found = read_files(paths, cluster.gpus if cluster else None)
+    _leave_credentials(found)
     cluster = cluster or _stated_cluster(found)
     task = _task(found, given_task)
     base = _base(found, model, cluster, task)
@@ -61,15 +64,36 @@ def import_files(
     _add_validation(found)
     recipe = _valid(found)
     names = ", ".join(str(path) for path in paths)
-    body = "\n".join([
+    body = redact("\n".join([
         f"# {recipe.name}, written by `dmt init --from` of {names}.",
         "# Settings with a FILE:LINE are those of the files; check the others.",
         *_lines(_nested(found.values), "", found.origins),
-    ])  # fmt: skip
-    problem = _problem(body)
-    after = [f"# not carried: {one}" for one in found.uncarried]
+    ]))  # fmt: skip
+    problem = redact(_problem(body))
+    uncarried = tuple(_masked(one) for one in found.uncarried)
+    after = [f"# not carried: {one}" for one in uncarried]
     after += [f"# not planned: {' '.join(problem.split())}"] if problem else []
-    return Imported("\n".join([body, *after]), tuple(found.uncarried), problem)
+    return Imported(redact("\n".join([body, *after])), uncarried, problem)
+
+
+def _leave_credentials(found: Statements) -> None:
+    """Values with a credential in them are not carried."""
+    for key, value in [*found.values.items()]:
+        text = value if isinstance(value, str) else in_yaml(value)
+        if redact(text) != text or (isinstance(value, str) and looks_secret(key, value)):
+            place, _, name = found.origins.pop(key).partition(" ")
+            del found.values[key]
+            reason = "it has a credential, which no recipe states"
+            found.uncarried.append(Uncarried(name or key, "", place, reason))
+
+
+def _masked(one: Uncarried) -> Uncarried:
+    """What is not carried, without credentials."""
+    secret = MASK in one.written or looks_secret(one.name, one.written)
+    return replace(
+        one, name=redact(one.name), written="" if secret else one.written,
+        reason=printable(redact(one.reason)),
+    )  # fmt: skip
 
 
 def _stated_cluster(found: Statements) -> Cluster:
