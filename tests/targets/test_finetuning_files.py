@@ -20,6 +20,7 @@ from toolkit.targets.base import (
     TARGETS,
     Nearest,
     OneOf,
+    PerReplica,
     SettingSource,
     ShareOfSteps,
     Target,
@@ -148,6 +149,12 @@ def test_a_published_file_is_imported_planned_and_given_back(
     ("text", "key", "value"),
     [
         ("stage: dpo\npref_loss: orpo\npref_beta: 0.3", "orpo.beta", 0.3),
+        ("stage: dpo", "dpo.beta", 0.1),
+        ("stage: sft\nlora_target: [q_proj, v_proj]", "adapter.targets", ["q_proj", "v_proj"]),
+        ("base_model: m\nrl: dpo", "dpo.beta", 0.1),
+        ("base_model: m\nmicro_batch_size: 2\nbatch_size: 9",
+         "training.global_batch_size", PerReplica(8)),
+        ("learning_rate: 1.0e-6\nmax_steps: 3\nbeta: 0.2\nloss_type: ipo", "dpo.beta", 0.2),
         ("stage: dpo\npref_loss: ipo\npref_ftx: 0.5", "dpo.sft_weight", 0.5),
         ("stage: sft\nneat_packing: true\npacking: true", "data.packing", "greedy"),
         ("stage: sft\nlora_rank: 4", "adapter.alpha", 8),
@@ -163,7 +170,8 @@ def test_a_published_file_is_imported_planned_and_given_back(
 )  # fmt: skip
 def test_a_setting(text: str, key: str, value: object, tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(f"{text}\ndataset: x\n" if "stage" in text else text)
-    assert carried(read(tmp_path / "file.yaml")[1])[key] == pytest.approx(value)
+    found = carried(read(tmp_path / "file.yaml")[1])[key]
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from toolkit.targets import accelerate
 from toolkit.targets.base import (
     ForeignSetting,
     NotCarried,
+    PerReplica,
     Result,
     Row,
     Settings,
@@ -83,9 +84,12 @@ class AxolotlTarget(FinetuningTarget):
         """See `FinetuningTarget`."""
         implied: dict[str, object] = {
             "micro_batch_size": 1,
-            "gradient_accumulation_steps": 1,
             "num_epochs": 1.0,
         }
+        if "batch_size" not in values:
+            implied["gradient_accumulation_steps"] = 1
+        if values.get("rl") in ("dpo", "ipo") and "dpo_beta" not in values:
+            implied["rl_beta"] = 0.1
         lora = values.get("adapter") in _ADAPTERS
         return implied | ({"lora_r": 8, "lora_alpha": 8} if lora else {})
 
@@ -192,6 +196,13 @@ def _excess(settings: Settings) -> object:
     return settings[name].value if name in settings else "drop"
 
 
+def _batch(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    """Of each rank: the accumulation is this over the micro batch, rounded down."""
+    micro = int(settings["micro_batch_size"].value)
+    sequences = int(setting.value) // micro * micro
+    return [Stated("training.global_batch_size", PerReplica(sequences), setting)]
+
+
 def _rl(setting: ForeignSetting, _: Settings) -> list[Result]:
     if str(setting.value) not in axolotl_file.RL:
         return [changes("objectives on pairs are dpo and orpo")]
@@ -286,6 +297,7 @@ _KEYS: Mapping[str, Row] = {
     "chat_template": Chosen(
         "data.chat_template", {"chatml": "chatml", "tokenizer_default": None}, TEMPLATE
     ),
+    "batch_size": _batch,
     "rl": _rl,
     **dict.fromkeys(("rl_beta", "dpo_beta", "orpo_alpha"), _beta),
     "adapter": _adapter,

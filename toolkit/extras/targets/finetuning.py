@@ -43,7 +43,13 @@ from toolkit.targets.base import (
 )
 from toolkit.targets.training_arguments import KEYS
 
-TEMPLATE = changes("here the tokenizer's own template; data.chat_template names another")
+TEMPLATE = changes("here data.chat_template, or the tokenizer's own")
+
+
+def listed(value: object) -> list[str]:
+    """Names in a list, or in text with commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names]
 
 
 def model_of(revision: bool = False) -> Rule:

@@ -17,6 +17,7 @@ from toolkit.extras.targets.finetuning import (
     TEMPLATE,
     FinetuningTarget,
     held_out,
+    listed,
     model_of,
     only_with,
     stated_sources,
@@ -76,6 +77,7 @@ class LlamaFactoryTarget(FinetuningTarget):
             "gradient_accumulation_steps": 1,
             "num_train_epochs": 3.0,
         }
+        implied |= {"pref_beta": 0.1} if values.get("stage") == "dpo" else {}
         if values.get("finetuning_type", "lora") != "lora":
             return implied
         rank = number(values.get("lora_rank")) or 8
@@ -133,7 +135,7 @@ def _is_lora(settings: Settings) -> bool:
 
 
 def _targets(value: object) -> object:
-    names = [name.strip() for name in str(value).split(",")]
+    names = listed(value)
     return "all-linear" if names == ["all"] else names
 
 
@@ -179,7 +181,7 @@ def _datasets(
     with suppress(OSError, ValueError):  # no name that a file can have
         infos = read_json(path, words.INFO).values if path.exists() else {}
     sources = []
-    for name in (name.strip() for name in str(setting.value).split(",")):
+    for name in listed(setting.value):
         info = infos.get(name)
         if not isinstance(info, Mapping):
             info = {"hf_hub_url": name} if folder == "ONLINE" else {}

@@ -49,6 +49,12 @@ _FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
 """Where Accelerate's names are not transformers' with `fsdp_` before them."""
 _RENAMED = {"evaluation_strategy": "eval_strategy"}
 _MIN_LR = "lr_scheduler_kwargs.min_lr"
+_PAIRS = {
+    "beta": "dpo.beta",
+    "loss_type": "dpo.loss",
+    "label_smoothing": "dpo.label_smoothing",
+}
+_LOSSES = ("sigmoid", "ipo", "hinge")
 _REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
@@ -103,6 +109,18 @@ class TrainerTarget(Target):
         return found
 
 
+def _of_pairs(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    """A setting of TRL's DPOConfig, of whose names only the losses tell that it is one."""
+    loss = settings["loss_type"].value if "loss_type" in settings else None
+    if (loss[0] if isinstance(loss, list) and len(loss) == 1 else loss) not in _LOSSES:
+        return [NotCarried("changes training: write training.objective, and its section")]
+    value = setting.value[0] if isinstance(setting.value, list) else setting.value
+    found: list[Result] = [Stated(_PAIRS[setting.name], value, setting)]
+    if setting.name == "loss_type":
+        found.append(Stated("training.objective", "dpo", setting, certain=False))
+    return found
+
+
 @cache
 def _without_row() -> Mapping[str, Row]:
     """What no recipe has, and names of transformers' script for language models."""
@@ -115,6 +133,7 @@ def _without_row() -> Mapping[str, Row]:
         "tokenizer_name": "data.tokenizer",
         "dataset_name": "data.train.path",
         "dataset_config_name": "data.train.name",
+        **dict.fromkeys(_PAIRS, _of_pairs),
         **dict.fromkeys(("block_size", "model_max_length"), "training.sequence_length"),
     }
 
