@@ -136,6 +136,25 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     assert LEFT_OPEN in out.read_text()
 
 
+def test_an_impossible_value_becomes_the_tools_default(tmp_path: Path, dmt: Dmt) -> None:
+    """Never DMT's default in silence; a name with spaces becomes a folder's."""
+    given = tmp_path / "args.json"
+    given.write_text("""{
+  "per_device_train_batch_size": 4,
+  "learning_rate": 2e-05,
+  "lr_scheduler_type": "polynomial",
+  "weight_decay": -1,
+  "run_name": "llama3 8b"
+}""")
+    printed = dmt("init", "llama-3.1-8b", "--from", given, "--cluster", "1x8xh100-80gb")
+    (tmp_path / "recipe.yaml").write_text(printed.out)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.schedule.name, recipe.optimizer.weight_decay) == ("linear", 0)
+    assert recipe.name == "llama3-8b" and "`llama3 8b` there" in printed.out
+    assert "`weight_decay` in the file is not possible here" in printed.out
+    assert printed.err.count("changes training: ") == 2
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

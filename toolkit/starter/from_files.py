@@ -69,6 +69,8 @@ class Statements:
     origins: dict[str, str] = field(default_factory=dict)
     """The comment of each value: `FILE:LINE NAME`, or whose default it is."""
     uncarried: list[Uncarried] = field(default_factory=list)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the tools do where the files are silent."""
     world: int | None = None
     """Ranks, where the files state them."""
 
@@ -110,6 +112,7 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
     _add_plain(found, chosen)
     defaults = _defaults(found.targets)
     _add_batch(found, chosen, stated, defaults, world)
+    found.defaults = defaults
     _add_defaults(found, defaults)
     _add_choices(found, choices)
     _add_shape(found, chosen)

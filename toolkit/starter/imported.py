@@ -1,5 +1,6 @@
 """The recipe that files of other tools state, as a YAML with the origin of every value."""
 
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config
 from toolkit.starter.from_files import Statements, Uncarried, read_files
+from toolkit.targets.base import PerReplica, ShareOfSteps
 from toolkit.text.redact import MASK, looks_secret, redact
 from toolkit.text.terminal import printable
 
@@ -27,6 +29,8 @@ COLUMN = 40
 """Where comments begin, unless the setting is longer."""
 DRAFTED = "not in the files: dmt init's usual value"
 _KINDS = {"pretrain": "hf", "sft": "chat", "lora": "chat", "dpo": "preference"}
+_CHANGING = ("training", "optimizer", "schedule", "data", "adapter", "model")
+"""Sections in which another value changes what is trained."""
 _FIX = "change that setting in the file, or write the recipe by hand"
 
 
@@ -62,6 +66,7 @@ def import_files(
     _place(found, cluster, given_cluster)
     _add_required(found, base, task, data)
     _add_validation(found)
+    _clean_name(found)
     recipe = _valid(found)
     names = ", ".join(str(path) for path in paths)
     body = redact("\n".join([
@@ -272,8 +277,35 @@ def _valid(found: Statements) -> Recipe:
             raise AssertionError("refused above")
         value, origin = found.values.pop(key), found.origins.pop(key)
         place, _, name = origin.partition(" ")
-        reason = f"{key} is {setting.allowed}"
+        changes = "changes training: " if key.partition(".")[0] in _CHANGING else ""
+        reason = f"{changes}{key} is {setting.allowed}"
         found.uncarried.append(Uncarried(name or key, in_yaml(value), place, reason))
+        _put_default(found, key, value, name or key)
+
+
+def _put_default(found: Statements, key: str, refused: object, name: str) -> None:
+    """Instead of a value that no recipe has: what the tool does without it."""
+    for default_key, value in found.defaults.items():
+        if isinstance(value, ShareOfSteps):
+            default_key, value = "schedule.warmup_ratio", value.share
+        warm = key.startswith("schedule.warm") and default_key.startswith("schedule.warm")
+        if (
+            (warm or default_key == key)
+            and value != refused
+            and not isinstance(value, PerReplica)
+        ):
+            origin = f"the tool's default; `{name}` in the file is not possible here"
+            found.put(default_key, value, origin)
+
+
+def _clean_name(found: Statements) -> None:
+    """The run's name, in letters that a folder of runs may have."""
+    name = str(found.values["name"])
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        return
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "run"
+    found.values["name"] = kept
+    found.origins["name"] += printable(redact(f": `{name}` there"))
 
 
 def _problem(body: str) -> str:
