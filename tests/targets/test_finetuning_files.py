@@ -189,6 +189,12 @@ def test_a_setting(text: str, key: str, value: object, tmp_path: Path) -> None:
         ("base_model: m\nsequence_len: 8\nmicro_batchsize: 2", "micro_batchsize",
          "did you mean `micro_batch_size`?"),
         ("base_model: m\nrl: kto", "rl", "dpo and orpo"),
+        ("base_model: m\nsequence_len: 8\nzzqx: 2", "zzqx", "not in DMT's table"),
+        ("base_model: m\ndatasets: [{path: x, train_on_eos: all}]", "datasets", "train_on_eos"),
+        ("base_model: m\ndatasets: [{path: x, roles_to_train: [system]}]", "datasets", "roles"),
+        ("base_model: m\ndatasets: [{path: x, roles: {user: [me]}}]", "datasets", "roles"),
+        ("base_model: m\nrl: dpo\ndatasets: [{path: x, type: chatml.intel}]", "datasets",
+         "chatml.intel"),
         ("base_model: m\nsequence_len: 8\noptimizer: lion", "optimizer", "optimizers are"),
         ("base_model: m\nlora_r: 8\nadapter: llama-adapter", "lora_r", "not in effect"),
     ],
@@ -208,6 +214,19 @@ def test_a_data_set_that_nothing_describes(tmp_path: Path) -> None:
     _, found = read(tmp_path / "file.yaml")
     (reason,) = (one.reason for one in found.leftovers if "dataset_info" in one.reason)
     assert "says what mine is" in reason
+
+
+def test_what_is_not_read_of_a_data_set_is_reported(tmp_path: Path) -> None:
+    columns = {"messages": "m", "system": "s", "tools": "t"}
+    info = {"file_name": "x", "formatting": "sharegpt", "columns": columns, "num_samples": 9}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"x": info, "y": info}))
+    text = f"stage: sft\ndataset: [x, y]\ndataset_dir: {tmp_path}/data\n"
+    (tmp_path / "file.yaml").write_text(text)
+    _, found = read(tmp_path / "file.yaml")
+    reasons = [one.reason for one in found.leftovers if one.at.name == "dataset"]
+    assert len(reasons) == 2
+    assert all(word in reasons[0] for word in ("column s ", "column t ", "num_samples 9"))
 
 
 def test_a_file_that_names_a_missing_deepspeed_config(tmp_path: Path) -> None:

@@ -53,8 +53,17 @@ _LORA = {
 }
 _ADAPTERS = ("lora", "qlora")
 _DOCUMENTS = ("completion", "pretrain")
-_READ = ("roles", "ds_type", "message_property_mappings", "trust_remote_code", "train_on_eos")
-"""Keys of a data set whose usual values mean what DMT does."""
+_READ = ("ds_type", "trust_remote_code")
+"""Keys of a data set that do not change its rows."""
+_PAIRS = ("chat_template", "chat_template.default", "orpo.chat_template")
+_SHAREGPT = {"role": "from", "content": "value"}
+_MAPPINGS: tuple[dict[str, str], ...] = ({}, {"role": "role", "content": "content"}, _SHAREGPT)
+_ROLES = {
+    "user": {"user", "human"},
+    "assistant": {"assistant", "gpt"},
+    "system": {"system"},
+    "tool": {"tool"},
+}
 _SAME = NotCarried("without effect on the result")
 
 
@@ -149,7 +158,9 @@ def _sources(key: str, setting: ForeignSetting, settings: Settings) -> Iterator[
 def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object], list[str]]:
     """A source of the recipe, and what of it DMT does not read."""
     unread = []
-    form, _, _ = str(given.pop("type", "chat_template")).partition(".")
+    prompt = str(given.pop("type", "chat_template"))
+    form, _, _ = prompt.partition(".")
+    mapped, trained = _usual(given)
     files = given.pop("data_files", None)
     source: dict[str, object] = {"path": given.pop("path")}
     source |= {
@@ -160,23 +171,22 @@ def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object
     columns: dict[str, str] = {}
     if "rl" in settings:
         source["kind"] = "preference"
+        if prompt not in _PAIRS:
+            unread.append(f"type {prompt}: columns are prompt, chosen and rejected")
         fields = axolotl_file.FIELDS
     elif form in _DOCUMENTS or "pretraining_dataset" in settings:
         source["kind"] = "hf"
         source["text_field"] = given.pop("field", given.pop("text_column", "text"))
         fields = {}
     else:
-        mapped = given.pop("message_property_mappings", None) or {}
-        sharegpt = mapped.get("role") == "from"
+        sharegpt = mapped == _SHAREGPT
         word: ColumnName = "conversations" if sharegpt else "messages"
         shape = "sharegpt" if sharegpt else "messages"
         source |= {"kind": "chat", "format": "alpaca" if form == "alpaca" else shape}
         fields = {"field_messages": word}
         if form != "chat_template":
             unread.append(f"its prompt {form} is another template: see data.chat_template")
-        if is_on(settings, "train_on_inputs") or "user" in (
-            given.pop("roles_to_train", 0) or ()
-        ):
+        if is_on(settings, "train_on_inputs") or "user" in trained:
             source["loss_on"] = "all"
     for theirs, ours in fields.items():
         if (name := given.pop(theirs, ours)) != ours:
@@ -189,6 +199,24 @@ def _source(given: dict[str, Any], settings: Settings) -> tuple[dict[str, object
         f"{name} {value}" for name, value in given.items() if value and name not in _READ
     ]
     return source, unread
+
+
+def _usual(given: dict[str, Any]) -> tuple[Any, Any]:
+    """How messages are named, and the roles that train. What means the same here is popped."""
+    mapped, trained = given.get("message_property_mappings") or {}, given.get("roles_to_train")
+    roles = given.get("roles")
+    usual = {
+        "message_property_mappings": mapped in _MAPPINGS,
+        "train_on_eos": given.get("train_on_eos") == "turn",
+        "roles_to_train": isinstance(trained, list)
+        and ({*trained} <= _ROLES["assistant"] or {"user", "assistant"} <= {*trained}),
+        "roles": isinstance(roles, dict)
+        and all({*names} <= _ROLES.get(role, set()) for role, names in roles.items()),
+    }
+    for name, is_usual in usual.items():
+        if is_usual:
+            given.pop(name, None)
+    return mapped, trained or ()
 
 
 def _excess(settings: Settings) -> object:

@@ -26,6 +26,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts
 from toolkit.targets.base import (
     ForeignSetting,
+    Leftover,
     Nearest,
     NotCarried,
     Result,
@@ -43,6 +44,7 @@ from toolkit.targets.base import (
 )
 from toolkit.targets.training_arguments import KEYS
 
+NO_ROW = "not in DMT's table: it may change training"
 TEMPLATE = changes("here data.chat_template, or the tokenizer's own")
 
 
@@ -180,6 +182,17 @@ class FinetuningTarget(TableTarget):
             name: ForeignSetting(name, value, str(file.path), f"{shown(value)}, by default")
             for name, value in implied.items()
         } | stated
+
+    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
+        """See `Target`. A name outside of the table may well be one of the tool's."""
+        found = super().read(file, recipe)
+        known = self.table(JsonFile(Path(), {}, {}), {}).keys() | self.known
+        for one in [*found.unknown]:
+            if not one.hint and one.name in file.values and one.name not in known:
+                found.unknown.remove(one)
+                at = ForeignSetting(one.name, file.values[one.name], one.place)
+                found.leftovers.append(Leftover(at, NO_ROW))
+        return found
 
     def judge(self, setting: ForeignSetting) -> Unknown | None:
         """See `TableTarget`."""

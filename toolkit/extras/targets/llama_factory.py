@@ -41,9 +41,20 @@ from toolkit.targets.base import (
     TargetKey,
     number,
     relative_to_file,
+    shown,
 )
 
-_UNREAD = ("history", "images", "videos", "audios", "kto_tag")
+_READ = (
+    "hf_hub_url",
+    "file_name",
+    "subset",
+    "split",
+    "formatting",
+    "columns",
+    "tags",
+    "ranking",
+)
+"""Of a data set's description."""
 
 
 class LlamaFactoryTarget(FinetuningTarget):
@@ -203,25 +214,27 @@ def _source(
         value if isinstance(value := info.get(part), Mapping) else {}
         for part in ("columns", "tags")
     )
-    unread = ", ".join(f"no column {columns[one]} is read" for one in _UNREAD if one in columns)
     local = str(folder / str(info["file_name"])) if "file_name" in info else name
     source: dict[str, object] = {"path": info.get("hf_hub_url", local)}
     for theirs, ours in (("subset", "name"), ("split", "split")):
         source |= {ours: info[theirs]} if theirs in info else {}
     objective, sharegpt = _objective(settings), info.get("formatting") == "sharegpt"
+    left = _left(info, columns, str(objective), sharegpt)
+    unread = ", ".join(left)
     if objective == "pretrain":
         field = columns.get("prompt", "instruction")
         return {"kind": "hf", **source, "text_field": field}, unread
     if objective in ("dpo", "orpo"):
         if sharegpt:
-            unread = "an answer is a list of messages or a text, there one message"
+            left.append("an answer is a list of messages or a text, there one message")
+            unread = ", ".join(left)
         prompt = "messages" if sharegpt else "prompt"
         named = {"prompt": columns.get(prompt, "prompt")}
         named |= {one: columns.get(one, one) for one in ("chosen", "rejected")}
         return {"kind": "preference", **source, **_renamed(named)}, unread
     openai = tags.items() >= {"role_tag": "role", "content_tag": "content"}.items()
     if tags and not openai:
-        unread = "no messages with such tags are read"
+        unread = ", ".join([*left, "no messages with such tags are read"])
     elif not sharegpt and not unread:
         unread = (
             "an input follows its instruction after an empty line, there after a line break"
@@ -235,6 +248,26 @@ def _source(
     masks = [word for key, word in words.LOSS_ON.items() if is_on(settings, key)]
     loss_on = {"loss_on": masks[0]} if masks else {}
     return {"kind": "chat", **source, "format": form, **_renamed(named), **loss_on}, unread
+
+
+def _left(
+    info: Mapping[str, Any], columns: Mapping[str, str], objective: str, sharegpt: bool
+) -> list[str]:
+    """What is not read of a data set: columns, and settings of its description."""
+    pairs = objective in ("dpo", "orpo")
+    read = {"messages"} if sharegpt else {"prompt"} if pairs else {*words.ALPACA}
+    if objective == "pretrain":
+        read = {"prompt"}
+    read |= {"chosen", "rejected"} if pairs else set()
+    left = [
+        f"no column {column} is read as {name}"
+        for name, column in columns.items()
+        if column and name not in read
+    ]
+    left += [f"{name} {shown(value)}" for name, value in info.items() if name not in _READ]
+    if info.get("ranking") and not pairs:
+        left.append("ranking is for dpo and orpo")
+    return left
 
 
 def _renamed(columns: Mapping[str, str]) -> dict[str, object]:
