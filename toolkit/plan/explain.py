@@ -223,7 +223,7 @@ def _cost(found: Search, dimension: Dimension, value: Any) -> str:
     if known and dimension.tried == "all" and not sized:
         best = ranked(known, found.cluster)[0]
     else:
-        best = stated(found, {**_same_pair(found, dimension), dimension.key: value})
+        best = stated(found, {dimension.key: value})
     if best is None:
         return ""
     name, only = dimension.named(value), alone(found, dimension, value)
@@ -231,14 +231,6 @@ def _cost(found: Search, dimension: Dimension, value: Any) -> str:
         return f"{name} needs at least {short}"
     text = _compared(found, dimension, name, best, only)
     return f"{text} ({why})" if (why := _untried(found, best)) else text
-
-
-def _same_pair(found: Search, dimension: Dimension) -> dict[str, str]:
-    """The chosen engine and model for a kernel's alternatives: they are kernels of that model,
-    and a search of all pairs takes as long as the plan's own."""
-    pair = found.best.pair
-    kernel = dimension.key.startswith("kernels.")
-    return {"parallel.engine": pair.engine, "parallel.model": pair.model} if kernel else {}
 
 
 def _others(found: Search, dimension: Dimension, pair: Pair | None) -> list[Any]:
