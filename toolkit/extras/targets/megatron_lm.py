@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.extras.targets import megatron_lm_rules as rules
 from toolkit.extras.targets import pretrain_gpt
 from toolkit.extras.targets.pretrain_gpt_run import OPTIMIZER_KEYS, RUN_KEYS, WSD_DECAYS
 from toolkit.extras.targets.shell_flags import read_flags
@@ -26,6 +27,7 @@ from toolkit.targets.base import (
     Rule,
     Settings,
     SettingSource,
+    ShareOfSteps,
     Stated,
     Target,
     TargetKey,
@@ -52,8 +54,14 @@ TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
 
 _GIVEN = "given"
 """How a flag without a value is shown."""
-_PARTS = frozenset(("--lr-warmup-init", "--group-query-attention", "--tokenizer-type"))
+_PARTS = frozenset(("--lr-warmup-init", "--group-query-attention"))
 """Parts of what another flag states."""
+_DATA = {
+    "--data-path": "data.train",
+    "--train-data-path": "data.train",
+    "--valid-data-path": "data.validation",
+}
+"""Flags of several words."""
 
 
 class MegatronLmTarget(Target):
@@ -98,14 +106,16 @@ class MegatronLmTarget(Target):
         settings = {
             name: ForeignSetting(
                 flag.name,
-                as_yaml(flag.values[0]) if flag.values else None,
+                _read(name, flag.values),
                 file.place(name),
-                flag.values[0] if flag.values else _GIVEN,
+                " ".join(flag.values if name in _DATA else flag.values[:1]) or _GIVEN,
             )
             for name, flag in file.values.items()
         }
         names = [name for name in settings if name not in _PARTS]
         found = read_settings(settings, _table(), _judge, names)
+        if recipe is None:
+            found.stated += rules.model_defaults(settings, str(file.path))
         found.stated = [_with_advice(stated) for stated in found.stated]
         found.name, found.kind, found.who = str(file.path), self.kind, self.who
         return found
@@ -117,6 +127,13 @@ class MegatronLmTarget(Target):
 
 
 TARGET = MegatronLmTarget()
+
+
+def _read(name: str, words: Sequence[str]) -> Any:
+    """A flag's value; every word of a blend."""
+    if name in _DATA and len(words) > 1:
+        return list(words)
+    return as_yaml(words[0]) if words else None
 
 
 def _judge(setting: ForeignSetting) -> Unknown | None:
@@ -189,9 +206,8 @@ _ONLY_READ: Mapping[str, Row] = {
     "--cp-comm-type": TargetKey("kernels.context", translated("kernels.context")),
     "--wandb-exp-name": "name",
     "--tokenizer-model": TargetKey("data.tokenizer", str),
-    "--data-path": "data.train.prefix",
-    "--train-data-path": "data.train.prefix",
-    "--valid-data-path": "data.validation.prefix",
+    **{flag: rules.sources(ours) for flag, ours in _DATA.items()},
+    "--tokenizer-type": rules.tokenizer,
     "--num-query-groups": "megatron.num_query_groups",
     "--rotary-base": "megatron.rotary_base",
     "--max-position-embeddings": "megatron.max_sequence_length",
@@ -204,7 +220,7 @@ _ONLY_READ: Mapping[str, Row] = {
     "--fp16": _says("training.precision", "fp16"),
     "--tensorboard-dir": _says("logging.tensorboard", True),
     "--init-method-std": NotCarried("changes training: model.config.initializer_range"),
-    "--split": NotCarried("changes training: data.validation_fraction holds out a share"),
+    "--split": rules.held_out,
     "--vocab-size": lambda setting, flags: (
         NotCarried("--padded-vocab-size decides")
         if "--padded-vocab-size" in flags
@@ -274,8 +290,8 @@ def _warmup(flags: Settings) -> object:
 
 
 def _warmup_share(flags: Settings) -> object:
-    share, steps = _number(flags, "--lr-warmup-fraction"), _number(flags, "--train-iters")
-    return _NOTHING if share is None or steps is None else round(share * steps)
+    share = _number(flags, "--lr-warmup-fraction")
+    return _NOTHING if share is None else ShareOfSteps(share)
 
 
 def _style(flags: Settings) -> object:

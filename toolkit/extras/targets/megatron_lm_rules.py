@@ -1,0 +1,87 @@
+"""What Megatron-LM's arguments mean that state data, or leave the model to a default.
+
+Defaults are those of `validate_args` in megatron/training/arguments.py, core_v0.16.1.
+"""
+
+from collections.abc import Iterator
+
+from toolkit.targets.base import (
+    ForeignSetting,
+    NotCarried,
+    Result,
+    Rule,
+    Settings,
+    Stated,
+    as_yaml,
+    number,
+)
+
+GPT2_TOKENIZER = "openai-community/gpt2"
+_DROPOUT = 0.1
+
+
+def sources(ours: str) -> Rule:
+    """A row of a data flag: one prefix, several, or weights and prefixes in turn."""
+
+    def rule(setting: ForeignSetting, _: Settings) -> list[Result]:
+        words = setting.value if isinstance(setting.value, list) else [setting.value]
+        if len(words) == 1:
+            return [Stated(f"{ours}.prefix", words[0], setting)]
+        weights = [number(as_yaml(str(word))) for word in words[::2]]
+        if len(words) % 2 or None in weights:
+            blend = [{"kind": "megatron", "prefix": word} for word in words]
+        else:
+            blend = [
+                {"kind": "megatron", "prefix": prefix, "weight": float(weight or 0)}
+                for weight, prefix in zip(weights, words[1::2], strict=True)
+            ]
+        advice = "compare the sources one by one"
+        return [Stated(ours, blend, setting, certain=False, advice=advice)]
+
+    return rule
+
+
+def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
+    """`969, 30, 1` are shares of training, validation and test; no run tests."""
+    shares = [number(as_yaml(share.strip())) for share in str(setting.value).split(",")]
+    total = sum(share or 0 for share in shares)
+    if None in shares or not total:
+        return [NotCarried("not shares such as `969,30,1`: see data.validation_fraction")]
+    fraction = round(1 - (shares[0] or 0) / total, 12)
+    return [Stated("data.validation_fraction", fraction, setting)]
+
+
+def tokenizer(setting: ForeignSetting, flags: Settings) -> list[Result]:
+    """A kind of tokenizer, where no other flag names its files."""
+    if "--tokenizer-model" in flags:
+        return []
+    if setting.value == "NullTokenizer":
+        return [Stated("data.tokenizer", "bytes", setting)]
+    if setting.value == "GPT2BPETokenizer":
+        return [Stated("data.tokenizer", GPT2_TOKENIZER, setting)]
+    return [NotCarried("name the tokenizer's folder or hub id in data.tokenizer")]
+
+
+def model_defaults(flags: Settings, place: str) -> Iterator[Stated]:
+    """Sizes and dropouts of a model that the arguments describe and do not state."""
+    hidden, heads = (
+        _number(flags, name) for name in ("--hidden-size", "--num-attention-heads")
+    )
+    if hidden is None or heads is None:
+        return
+    inner = hidden * 8 // 3 // 64 * 64 if "--swiglu" in flags else 4 * hidden
+    found = {
+        "--ffn-hidden-size": ("ffn_hidden_size", inner),
+        "--kv-channels": ("kv_channels", hidden // heads),
+        "--attention-dropout": ("attention_dropout", _DROPOUT),
+        "--hidden-dropout": ("hidden_dropout", _DROPOUT),
+    }
+    for flag, (field, value) in found.items():
+        if flag not in flags:
+            at = ForeignSetting(f"{flag} (default)", value, place)
+            yield Stated(f"megatron.{field}", value, at)
+
+
+def _number(flags: Settings, name: str) -> int | None:
+    value = number(flags[name].value) if name in flags else None
+    return None if value is None else int(value)
