@@ -38,9 +38,10 @@ def nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
-def check_refused(file: Path, load: Callable[[], Any], content: bytes) -> None:
-    """A file with this content is one error."""
+def check_refused(file: Path, load: Callable[[], Any], content: bytes) -> str:
+    """A file with this content is one error, whose text this is."""
     file.write_bytes(content)
     with pytest.raises(DmtError) as raised:
         load()
     assert raised.value.exit_code == 2
+    return str(raised.value)

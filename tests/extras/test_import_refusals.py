@@ -1,36 +1,27 @@
 """Checkpoints of other tools that hold more, or something else, than the recipe's model."""
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from tests.checkpoint.making import MODEL, write_recipe
+from tests.extras.megatron_files import MOMENTS, write_megatron
 from tests.models.small import filled
 from toolkit.checkpoint.shards import stored_values, with_offsets
 from toolkit.errors import CheckpointError
-from toolkit.extras.convert.checkpoint_keys import written_place
 from toolkit.extras.convert.source import TRACKER, iteration_folder
-from toolkit.extras.convert.torch_dist import Writer
 from toolkit.extras.imports.base import ForeignState, RecipeModel
 from toolkit.extras.imports.dcp import DCP
 from toolkit.extras.imports.megatron_dist import MEGATRON
 from toolkit.extras.imports.run import recipe_model
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import mapped
-from toolkit.models.families.base import Instance
-from toolkit.models.families.tensors import blocks
-
-REGISTERED = (
-    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
-    "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
-)  # fmt: skip
-MOMENTS = {"exp_avg": 2, "exp_avg_sq": 3}
-"""Of each weight, so many times its value."""
 
 
 @pytest.fixture(scope="module")
@@ -41,73 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RecipeModel:
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in filled(MODEL).named_parameters()}
-
-
-def held(
-    instance: Instance, weights: Mapping[str, Tensor], rank: int, tp: int, rows: int
-) -> Tensor:
-    """A rank's part; of the vocabulary, Megatron splits the padded rows."""
-    if instance.tensor.padded:
-        table = weights["model.embed_tokens.weight"]
-        return torch.cat([table, torch.zeros(rows - len(table), table.shape[1])]).chunk(tp)[
-            rank
-        ]
-    inside = blocks(instance.tensor, rank, tp, layer=instance.layer, expert=instance.expert)
-    return torch.cat(
-        [weights[b.tensor][slice(*b.rows)][..., slice(*(b.columns or (None,)))] for b in inside]
-    )
-
-
-def place_of(instance: Instance) -> tuple[int, int]:
-    module = instance.tensor.name.partition("{layer}.")[2].rpartition(".")[0]
-    if instance.layer is not None:
-        return 1 + instance.layer, REGISTERED.index(module)
-    return (0 if "embedding" in instance.tensor.name else 99), 0
-
-
-def write_megatron(
-    folder: Path,
-    model: RecipeModel,
-    weights: Mapping[str, Tensor],
-    rows: int = 320,
-    flat: int = 0,
-    dtype: torch.dtype = torch.float32,
-    extra: Mapping[str, Tensor] | None = None,
-) -> None:
-    """A checkpoint with so many rows of the vocabulary; the optimizer's states by name, or as
-    flat buffers of so many tensor-parallel ranks."""
-    megatron = mapped(model.config.to_dict())
-    instances = sorted(megatron.instances(), key=place_of)
-    with Writer(folder) as writer:
-        for one in instances:
-            place = written_place(megatron, one)
-            for rank in range(flat if one.tensor.padded and flat else 1):
-                part = held(one, weights, rank, flat if one.tensor.padded and flat else 1, rows)
-                lead, height = (1,) * len(place.index), rows if one.tensor.padded else len(part)
-                part = part.view(*lead, *part.shape)
-                size = (*place.sizes, height, *part.shape[len(lead) + 1 :])
-                start = rank * part.shape[len(lead)]
-                offset = (*place.index, start, *(0,) * (part.dim() - len(lead) - 1))
-                writer.add(place.key, size, offset, part.to(dtype))
-                for moment, factor in {} if flat else MOMENTS.items():
-                    key = f"optimizer.state.{moment}.{place.key}"
-                    writer.add(key, size, offset, part * factor)
-        for rank in range(flat):
-            values: list[Tensor] = []
-            for one in instances[::-1]:
-                values.append(torch.zeros(-sum(map(len, values)) % 64))
-                values.append(held(one, weights, rank, flat, rows).reshape(-1))
-            bucket = torch.cat(values)
-            for quantity, factor in {"param": 1, **MOMENTS}.items():
-                key = (
-                    f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.float32"
-                )
-                key += f", torch.float32).bucket_idx_0.{quantity}"
-                writer.add(key, (len(bucket),), (0,), bucket * factor)
-        for name, value in (extra or {}).items():
-            writer.add(name, value.shape, (0,) * value.dim(), value)
-        torch.serialization.set_crc32_options(True)
-        writer.finish({"iteration": 5, "args": argparse.Namespace(consumed_train_samples=20)})
 
 
 def check(state: ForeignState, weights: Mapping[str, Tensor]) -> None:
@@ -135,7 +59,9 @@ def test_padding_is_split_as_megatron_does(
     weights: dict[str, Tensor],
     tmp_path: Path,
 ) -> None:
-    write_megatron(tmp_path / "saved", model, weights, rows, flat=2, dtype=dtype)
+    write_megatron(
+        tmp_path / "saved", mapped(model.config.to_dict()), weights, rows, flat=2, dtype=dtype
+    )
     if rows == 640:  # twice the vocabulary
         with pytest.raises(CheckpointError, match=r"has the shape \(640, 64\)"):
             MEGATRON.read(tmp_path / "saved", model)
@@ -161,7 +87,11 @@ def test_no_tensor_of_megatron_is_dropped(
     tmp_path: Path,
 ) -> None:
     write_megatron(
-        tmp_path / "saved", model, weights, flat=flat, extra={name: torch.ones(shape)}
+        tmp_path / "saved",
+        mapped(model.config.to_dict()),
+        weights,
+        flat=flat,
+        extra={name: torch.ones(shape)},
     )
     with pytest.raises(CheckpointError, match=rf"has {name}"):
         MEGATRON.read(tmp_path / "saved", model)
@@ -170,9 +100,11 @@ def test_no_tensor_of_megatron_is_dropped(
 def test_megatron_weights_without_masters(
     model: RecipeModel, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    write_megatron(tmp_path / "whole", model, weights)
+    write_megatron(tmp_path / "whole", mapped(model.config.to_dict()), weights)
     check(MEGATRON.read(tmp_path / "whole", model), weights)
-    write_megatron(tmp_path / "halved", model, weights, dtype=torch.bfloat16)
+    write_megatron(
+        tmp_path / "halved", mapped(model.config.to_dict()), weights, dtype=torch.bfloat16
+    )
     with pytest.raises(CheckpointError, match="no fp32 weights"):
         MEGATRON.read(tmp_path / "halved", model)
 
@@ -208,6 +140,42 @@ def test_no_tensor_of_dcp_is_dropped(
     write_dcp(tmp_path / "amsgrad", weights, nested, maximum)
     with pytest.raises(CheckpointError, match=r"max_exp_avg_sq .* AdamW does not keep"):
         DCP.read(tmp_path / "amsgrad", model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [True, False])
+def test_groups_of_dcp(flat: bool, model: RecipeModel, tmp_path: Path) -> None:
+    trained = filled(MODEL)
+    for parameter in trained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def saved(name: str, **options: Any) -> Path:
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.25, eps=0.5, **options)
+        optimizer.step()
+        form = StateDictOptions(flatten_optimizer_state_dict=flat)
+        weights, states = get_state_dict(trained, optimizer, options=form)
+        dcp.save(
+            {"model": weights, "optim": states}, checkpoint_id=tmp_path / name, no_dist=True
+        )
+        return tmp_path / name
+
+    state = DCP.read(saved("plain", weight_decay=0.5, betas=(0.5, 0.75)), model)
+    assert state.settings == {
+        "optimizer.learning_rate": 0.25,
+        "optimizer.betas": [0.5, 0.75],
+        "optimizer.eps": 0.5,
+        "optimizer.weight_decay": 0.5,
+    }
+    assert any("schedule, clipping" in note for note in state.notes)
+    assert any("applied to model.layers.0.input_layernorm" in note for note in state.notes)
+    folder = saved("maximize", maximize=True)
+    with pytest.raises(CheckpointError, match="is used with maximize"):
+        DCP.read(folder, model)
+    trained.bfloat16()
+    for parameter in trained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = DCP.read(saved("rounded"), model)
+    assert any("bfloat16, without fp32" in note for note in state.notes)
 
 
 def test_the_tracker_is_a_small_regular_file(tmp_path: Path) -> None:

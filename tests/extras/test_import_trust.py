@@ -1,7 +1,9 @@
 """Files of other tools' checkpoints that would run code are refused, one for each format."""
 
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.making import MODEL, write_recipe
 from tests.checkpoint.payloads import Canary, check_refused, nested, pickled, zipped
+from tests.extras.megatron_files import write_megatron
 from tests.models.small import filled
-from toolkit.extras.convert.torch_dist import COMMON_FILE, METADATA, Writer
+from toolkit.extras.convert.torch_dist import COMMON_FILE, DATA_FILE, METADATA
 from toolkit.extras.imports.base import RecipeModel
 from toolkit.extras.imports.dcp import DCP
 from toolkit.extras.imports.megatron_dist import MEGATRON
 from toolkit.extras.imports.run import recipe_model
 from toolkit.extras.imports.trainer import TRAINER
 from toolkit.intake.load import load_recipe
+from toolkit.models.families import mapped
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +62,18 @@ def dcp_folder(folder: Path) -> None:
 
 
 def megatron_folder(folder: Path) -> None:
+    weights = {name: p.detach() for name, p in filled(MODEL).named_parameters()}
+    config = {"model_type": "llama", **(MODEL.config or {})}
     folder.rmdir()
-    with Writer(folder) as writer:
-        writer.add("decoder.final_layernorm.weight", (64,), (0,), torch.ones(64))
-        writer.finish({"iteration": 1})
+    write_megatron(folder, mapped(config), weights)
+
+
+def all_at_the_start(folder: Path, content: bytes) -> None:
+    """Let the index say that every tensor is all of a data file, which is replaced."""
+    index = pickle.loads((folder / METADATA).read_bytes())
+    for key, place in index.storage_data.items():
+        index.storage_data[key] = replace(place, offset=0, length=len(content))
+    (folder / METADATA).write_bytes(pickle.dumps(index))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -72,9 +84,10 @@ def megatron_folder(folder: Path) -> None:
         (TRAINER, trainer_folder, "optimizer.pt"),
         (TRAINER, trainer_folder, "scheduler.pt"),
         (DCP, dcp_folder, METADATA),
-        (DCP, dcp_folder, "__0_0.distcp"),
+        (DCP, dcp_folder, DATA_FILE),
         (MEGATRON, megatron_folder, COMMON_FILE),
         (MEGATRON, megatron_folder, METADATA),
+        (MEGATRON, megatron_folder, DATA_FILE),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -96,13 +109,15 @@ def test_refused(
             for quantity in shard.quantities:
                 shard.get(quantity)
 
-    if checkpoint is not MEGATRON:
-        read()  # what is refused afterwards is the payload
-    content = (folder / file).read_bytes()
-    check_refused(folder / file, read, form(Canary(tmp_path / "canary")))
-    check_refused(folder / file, read, nested(100_000).encode())
+    read()  # what is refused afterwards is the payload
+    for content in (form(Canary(tmp_path / "canary")), nested(100_000).encode()):
+        if file == DATA_FILE:
+            all_at_the_start(folder, content)
+        refused = check_refused(folder / file, read, content)
+        # A whole zip file is looked into, and its pickle is what is wrong with it.
+        data = file == DATA_FILE and content.startswith(b"PK")
+        assert "(UnpicklingError)" in refused if data else file in refused or "distcp" in file
     assert not (tmp_path / "canary").exists()
-    assert content
 
 
 def test_no_file_of_a_trainer_is_nested_without_end(model: RecipeModel, tmp_path: Path) -> None:

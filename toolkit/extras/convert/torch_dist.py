@@ -151,6 +151,10 @@ class Reader:
         self.tensors = index.tensors
         self._chunks = index.chunks
         self._places = index.places
+        self.objects = {
+            key for key, offset in index.places if not offset
+        } - index.tensors.keys()
+        """Keys of what is no tensor, see `read_object`."""
         self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:

@@ -10,12 +10,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError
 from toolkit.extras.convert.torch_dist import FORMAT_FILE, METADATA, Reader
-from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.extras.imports.base import (
+    ForeignState,
+    LazyShard,
+    RecipeModel,
+    require_adamw,
+    whole_number,
+)
+from toolkit.extras.imports.stored_objects import (
+    Groups,
+    optimizer_settings,
+    parameter_groups,
+)
 from toolkit.models.weights import TIED_HEAD
 from toolkit.optimizers.base import MOMENTS
 
@@ -58,8 +70,39 @@ class DistributedCheckpoint:
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state, whose step is the number of the optimizer's updates."""
         shards, updates = read_shards([folder], model)
-        note = "its step is the number of its optimizer's updates: skipped steps are not stored"
-        return ForeignState(updates, updates, shards, notes=(note,))
+        reader = Reader(folder)
+        stored = dict.fromkeys(reader.tensors, reader)
+        names = _names(folder, stored, model)
+        groups = _groups(folder, stored, names.values())
+        notes = [
+            "its step is the number of its optimizer's updates: skipped steps are not stored",
+            "not stated by this format: "
+            f"{'' if groups else 'optimizer settings, '}schedule, clipping, batch size, "
+            "sequence length and precision",
+        ]
+        decayed = [
+            name
+            for name, shape in model.parameters.items()
+            if len(shape) == 1
+            and any(
+                group.get("weight_decay") and names[name] in (number, *group.get("params", ()))
+                for number, group in groups.items()
+            )
+        ]
+        if decayed:
+            notes.append(f"weight decay was applied to {decayed[0]}, too; the recipe's is not")
+        prefix = _prefix_of_weights(folder, stored, next(iter(names.values())))
+        dtypes = {reader.tensors[f"{prefix}{name}"].dtype for name in names.values()}
+        if rounded := dtypes - {torch.float32}:
+            kinds = ", ".join(sorted(map(str, rounded)))
+            notes.append(f"its weights are in {kinds}, without fp32 ones")
+        return ForeignState(
+            updates,
+            updates,
+            shards,
+            settings=optimizer_settings(groups.values()),
+            notes=tuple(notes),
+        )
 
 
 DCP = DistributedCheckpoint()
@@ -77,8 +120,9 @@ def read_shards(folders: Sequence[Path], model: RecipeModel) -> tuple[list[LazyS
     prefix = _prefix_of_weights(where, stored, next(iter(names.values())))
     state = _prefix_of_states(where, stored, names.values())
     _check_rest(where, stored, prefix, state, names.values())
+    require_adamw(_groups(where, stored, names.values()).values(), ())
     updates = {
-        int(stored[key].read(key, (), ()))
+        whole_number(stored[key].read(key, (), ()), key)
         for name in names.values()
         if (key := f"{state}{name}.{STEP}") in stored
     }
@@ -95,6 +139,15 @@ def read_shards(folders: Sequence[Path], model: RecipeModel) -> tuple[list[LazyS
             reads = {one: partial(_halves, read, number) for one, read in reads.items()}
         shards.append(LazyShard(parameter_blocks(name, shape), reads))
     return shards, updates.pop()
+
+
+def _groups(where: Path, stored: Stored, names: Collection[str]) -> Groups:
+    """The optimizer's parameter groups, which are next to its states."""
+    state = _prefix_of_states(where, stored, names)
+    if not state.endswith("state."):
+        return {}
+    readers = {id(reader): reader for reader in stored.values()}.values()
+    return parameter_groups(readers, f"{state.removesuffix('state.')}param_groups.")
 
 
 def _names(where: Path, stored: Stored, model: RecipeModel) -> dict[str, str]:

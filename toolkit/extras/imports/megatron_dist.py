@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,10 @@ from toolkit.errors import CheckpointError
 from toolkit.extras.convert.checkpoint_keys import TensorLocation, found_place
 from toolkit.extras.convert.source import TRACKER, iteration_folder, whole_blocks
 from toolkit.extras.convert.torch_dist import COMMON_FILE, FORMAT_FILE, METADATA, Reader
-from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel, require_adamw
 from toolkit.extras.imports.megatron_buffers import Buffers
 from toolkit.extras.imports.pickles import load_pickle
+from toolkit.extras.imports.stored_objects import stored_object
 from toolkit.models.families import FAMILIES, MegatronModel, mapped
 from toolkit.models.families.base import Instance
 from toolkit.optimizers.base import MOMENTS
@@ -34,6 +34,7 @@ _STATE = re.compile(
     r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+?)\.(.+)|distributed\..*\.([^.]+))"
 )
 """Keys of an optimizer's states: of a named weight, or of a flat buffer."""
+_UNSTATED = "its schedule and precision are not compared with the recipe's"
 _MODEL = "state its model in model.config"
 CLASSES = (
     "megatron.core.enums.Fp8Recipe",
@@ -70,12 +71,16 @@ class MegatronDist:
         buffers = Buffers(reader, iteration, megatron)
         states = buffers if buffers.groups else States(reader, iteration, megatron)
         groups = _groups(common.get("optimizer", {}))
+        require_adamw(groups, ())
+        if arguments.get("optimizer", "adam") != "adam":
+            raise CheckpointError(f"its optimizer is {arguments['optimizer']}, not Adam")
         return ForeignState(
             step,
             _updates(common, groups, step),
             [*states.shards()],
             consumed_samples=arguments.get("consumed_train_samples"),
             settings=_settings(arguments, groups),
+            notes=(_UNSTATED,),
         )
 
 
@@ -86,10 +91,8 @@ def _common(folder: Path, reader: Reader) -> Mapping[str, Any]:
     """The state that all ranks share: a file, or an object among the data since 0.19."""
     if (folder / COMMON_FILE).exists():
         return cast(Mapping[str, Any], load_pickle(folder, COMMON_FILE, CLASSES))
-    with TemporaryDirectory() as copy:
-        (Path(copy) / COMMON_FILE).write_bytes(reader.read_object(COMMON_OBJECT))
-        (common,) = load_pickle(Path(copy), COMMON_FILE, CLASSES)
-        return cast(Mapping[str, Any], common)
+    (common,) = stored_object(reader, COMMON_OBJECT, CLASSES)
+    return cast(Mapping[str, Any], common)
 
 
 def _map(model: RecipeModel) -> MegatronModel:
