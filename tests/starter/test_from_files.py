@@ -112,6 +112,8 @@ SECRETS = f"""base_model: meta-llama/Llama-3.1-8B
 datasets:
   - path: https://user:hunter2secret@example.org/data.jsonl
     type: chat_template
+  - token: hunter2secret
+    path: b.jsonl
 sequence_len: 2048
 micro_batch_size: 2
 num_epochs: 1
@@ -132,7 +134,7 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     printed = dmt(*words, "--out", out)
     for text in (out.read_text(), printed.out, printed.err):
         assert "hunter2secret" not in text and TOKEN not in text and "***" not in text
-    assert f"# not carried: mlflow_tracking_uri ({given}:9): it has a cred" in out.read_text()
+    assert f"# not carried: mlflow_tracking_uri ({given}:11): it has a cred" in out.read_text()
     assert LEFT_OPEN in out.read_text()
 
 

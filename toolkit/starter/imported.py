@@ -95,9 +95,18 @@ def _leave_credentials(found: Statements) -> None:
 def _masked(one: Uncarried) -> Uncarried:
     """What is not carried, without credentials."""
     secret = MASK in one.written or looks_secret(one.name, one.written)
+    inside = re.findall(r"(\w+)['\"]?: (\S+)", one.written)
+    secret |= any(looks_secret(key, value) for key, value in inside)
+    # `PATH: token VALUE`
+    reason = re.sub(
+        r"([:,] )(\w+) ([^\s,]+)",
+        lambda at: f"{at[1]}{at[2]}" if looks_secret(at[2], at[3]) else at[0],
+        one.reason,
+    )
+    name = redact(one.name)
     return replace(
-        one, name=redact(one.name), written="" if secret else one.written,
-        reason=printable(redact(one.reason)),
+        one, name=name.lstrip("-") if looks_secret(name, "value") else name,
+        written="" if secret else one.written, reason=printable(redact(reason)),
     )  # fmt: skip
 
 
