@@ -26,7 +26,7 @@ INITIAL = "output_layer_init_method"
 NORMS = "optimizer.weight_decay (default)"
 ARGUMENTS = "accelerate/training/arguments.json"
 LLAMA = "llama-3.1-8b"
-MEGATRON = frozenset({"--init-method-std", "--split"})
+MEGATRON = frozenset({"--init-method-std"})
 FP8 = frozenset(
     ("--apply-layernorm-1p", "--decoupled-lr", "--decoupled-min-lr", "--fp8-amax-compute-algo",
      "--fp8-amax-history-len", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
@@ -85,8 +85,8 @@ CASES = [
     ),
     Case(["megatron-lm/mixtral_8x7b.sh"], "4x8xh100-80gb", MEGATRON | {DECAY}, differs=BALANCE),
     Case(["megatron-lm/llama3_8b_fp8.sh"], "8xh100-80gb", MEGATRON | FP8),
-    Case(["megatron-lm/gpt_345m.sh"], "1xa100-80gb", frozenset({"--split", DECAY})),
-    Case(["megatron-lm/gpt_345m_tp2_pp2.sh"], "8xa100-80gb", frozenset({"--split", DECAY})),
+    Case(["megatron-lm/gpt_345m.sh"], "1xa100-80gb", frozenset({DECAY})),
+    Case(["megatron-lm/gpt_345m_tp2_pp2.sh"], "8xa100-80gb", frozenset({DECAY})),
     Case(["accelerate/fsdp.yaml", ARGUMENTS], "2xh100-80gb"),
     Case(["accelerate/fsdp2.yaml", ARGUMENTS], "8xh100-80gb"),
     Case(["accelerate/cp.yaml", ARGUMENTS], "8xh100-80gb"),
