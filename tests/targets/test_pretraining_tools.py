@@ -155,6 +155,8 @@ def test_a_published_configuration_becomes_a_recipe_and_comes_back(
     first, written = facts(recipe, None), load_recipe(tmp_path / "again.yaml")
     second = facts(written, plan_recipe(written, explained=False)) | facts(written, None)
     known = {one.key for one in source.stated} & first.keys()
+    if any("$" in one.at.written for one in source.stated if one.key == "data.train.prefix"):
+        known -= {"data.validation_fraction"}  # written next to data that are known
     lost = {
         key: (first[key].value, second[key].value if key in second else None)
         for key in known
