@@ -6,6 +6,7 @@
 import json
 import shlex
 import tomllib
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def source() -> str:
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return shlex.quote(str(_CHECKOUT))
-    stated = metadata.distribution(NAME).read_text("direct_url.json")
+    stated = None
+    with suppress(metadata.PackageNotFoundError):  # a copy of the folder alone
+        stated = metadata.distribution(NAME).read_text("direct_url.json")
     url = json.loads(stated)["url"] if stated else f"{NAME}=={toolkit.__version__}"
     return shlex.quote(url)
 
