@@ -12,8 +12,6 @@ import io
 import json
 import os
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError
+from toolkit.extras.convert.archives import require_plain_archive
 from toolkit.models.sliced_file import SlicedFile
 from toolkit.system.untrusted import read_bytes
 
@@ -51,9 +50,6 @@ LARGEST_INDEX_BYTES = 1 << 30
 CACHE_BYTES = 128 << 20
 """Rectangles cached by a reader: the parts of a fused tensor are requested one after
 another."""
-_END, _LARGE_END = struct.Struct("<12xLLH"), struct.Struct("<40xQQ")
-_LOCATOR_BYTES = 20
-"""The records at the end of a zip file: where its list of entries is."""
 
 
 class Writer:
@@ -206,7 +202,7 @@ class Reader:
     def _load(self, name: tuple[str, tuple[int, ...]], chunk: ChunkStorageMetadata) -> Tensor:
         stored = io.BytesIO(self._stored(*name))
         try:
-            _require_plain(stored)
+            require_plain_archive(stored)
             part = torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
@@ -238,24 +234,6 @@ class Reader:
             raise CheckpointError(
                 f"{path}: {key} cannot be read ({type(error).__name__})"
             ) from error
-
-
-def _require_plain(file: io.BytesIO) -> None:
-    """Raise ValueError for an archive that takes more memory than the file has bytes, and for
-    one that ends otherwise than torch's: readers might not agree on its entries."""
-    content = file.getbuffer()
-    end = len(content) - _END.size
-    size, start, comment = _END.unpack_from(content, end)
-    if bytes(content[end - _LOCATOR_BYTES :][:4]) == b"PK\6\7":  # of an archive above 4 GiB
-        end -= _LOCATOR_BYTES + _LARGE_END.size
-        size, start = _LARGE_END.unpack_from(content, end)
-    if bytes(content[-_END.size :][:4]) != b"PK\5\6" or comment or start + size != end:
-        raise ValueError("it does not end as a file that torch writes")
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > len(content):
-        raise ValueError("it is compressed, as torch never writes it")
-    file.seek(0)
 
 
 # --- the index --------------------------------------------------------------------------

@@ -9,8 +9,6 @@ written them since 1.6, and they are mapped: a file takes no more memory than it
 
 import pickletools
 import re
-import struct
-import zipfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from typing import Any
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.system.untrusted import read_bytes, regular_inside
+from toolkit.extras.convert.archives import require_plain_archive
+from toolkit.system.untrusted import regular_inside
 
 _PLAIN = re.compile(
     r"collections\.OrderedDict|torch\.(Size|\w+Storage|storage\.UntypedStorage)"
@@ -43,8 +42,6 @@ COMMON_CLASSES = (
     "numpy.core.multiarray.scalar",
 )
 """Of arguments and random states that training scripts save; nothing here reads them."""
-_LAST, _LOCATOR, _END = (struct.Struct(form) for form in ("<4s8xLLH", "<4s4xQ4x", "<4sQ28xQQ"))
-"""The last records of a zip file: the last one, and before it two of files above 4 GiB."""
 
 
 class StandIn:
@@ -85,17 +82,10 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
 def _check(path: Path, allowed: Collection[str]) -> None:
     """Raise ValueError unless it is one of torch's zip files, whose content is not compressed,
     and names nothing but `allowed` classes and those of tensors."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError("it is not a zip file of torch 1.6 or later")
-    _check_end(path)
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("it is compressed, as torch never writes it")
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("its entries overlap")
-        if sum(entry.filename.endswith("data.pkl") for entry in entries) != 1:
-            raise ValueError("it does not hold one pickle")
+    with path.open("rb") as file:
+        entries = require_plain_archive(file)
+    if sum(entry.filename.endswith("data.pkl") for entry in entries) != 1:
+        raise ValueError("it does not hold one pickle")
     # torch's own reader: it may find another one than Python's, and it accepts files that
     # were written without checksums.
     content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
@@ -105,23 +95,6 @@ def _check(path: Path, allowed: Collection[str]) -> None:
         full = str(argument).replace(" ", ".")
         if opcode.name == "GLOBAL" and not _is_harmless(full, allowed):
             raise ValueError(f"it names {full}, which no checkpoint needs")
-
-
-def _check_end(path: Path) -> None:
-    """Raise ValueError unless the list of entries ends where the file's last record begins, so
-    that all readers of zip files take the same one."""
-    size = path.stat().st_size
-    tail = read_bytes(path, offset=max(0, size - _LAST.size - _LOCATOR.size - _END.size))
-    mark, nbytes, start, comment = _LAST.unpack(tail[-_LAST.size :])
-    position = size - _LAST.size
-    if tail[-_LAST.size - _LOCATOR.size :].startswith(b"PK\6\7"):
-        _, place = _LOCATOR.unpack(tail[_END.size : -_LAST.size])
-        sign, length, nbytes, start = _END.unpack(tail[: _END.size])
-        position -= _LOCATOR.size + _END.size
-        if (sign, length, place) != (b"PK\6\6", _END.size - 12, position):
-            raise ValueError("its last records contradict one another")
-    if mark != b"PK\5\6" or comment or start + nbytes != position:
-        raise ValueError("its list of entries is not at its end")
 
 
 def _check_strides(content: Any) -> None:
