@@ -125,14 +125,20 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def group_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """What the optimizer was configured with, by the recipe's keys."""
-    found: dict[str, object] = {
-        "optimizer.weight_decay": max(group["weight_decay"] for group in groups),
-        "optimizer.betas": list(groups[0]["betas"]),
-        "optimizer.eps": groups[0]["eps"],
-    }
-    rates = {group["initial_lr"] for group in groups if "initial_lr" in group}
-    return found | ({"optimizer.learning_rate": max(rates)} if rates else {})
+    """What the optimizer was configured with, by the recipe's keys, as far as its groups say.
+
+    A schedule changes `lr`, so that it is no setting; `initial_lr` is the highest rate.
+    """
+    found: dict[str, object] = {}
+    if decays := [group["weight_decay"] for group in groups if "weight_decay" in group]:
+        found["optimizer.weight_decay"] = max(decays)
+    if betas := [list(group["betas"]) for group in groups if "betas" in group]:
+        found["optimizer.betas"] = betas[0]
+    if eps := [group["eps"] for group in groups if "eps" in group]:
+        found["optimizer.eps"] = eps[0]
+    if rates := {group["initial_lr"] for group in groups if "initial_lr" in group}:
+        found["optimizer.learning_rate"] = max(rates)
+    return found
 
 
 def group_notes(

@@ -6,7 +6,7 @@ names is up to the program that saved. torchtitan has names of its own for llama
 positions turn neighbouring rows of a head where transformers turns its halves.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,14 +20,11 @@ from toolkit.extras.imports.base import (
     ForeignState,
     LazyShard,
     RecipeModel,
+    group_settings,
     require_adamw,
     whole_number,
 )
-from toolkit.extras.imports.stored_objects import (
-    Groups,
-    optimizer_settings,
-    parameter_groups,
-)
+from toolkit.extras.imports.stored_objects import Groups, parameter_groups
 from toolkit.models.weights import TIED_HEAD
 from toolkit.optimizers.base import MOMENTS
 
@@ -69,85 +66,93 @@ class DistributedCheckpoint:
 
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state, whose step is the number of the optimizer's updates."""
-        shards, updates = read_shards([folder], model)
-        reader = Reader(folder)
-        stored = dict.fromkeys(reader.tensors, reader)
-        names = _names(folder, stored, model)
-        groups = _groups(folder, stored, names.values())
+        saved = StoredModel([folder], model)
+        updates = saved.updates()
         notes = [
             "its step is the number of its optimizer's updates: skipped steps are not stored",
             "not stated by this format: "
-            f"{'' if groups else 'optimizer settings, '}schedule, clipping, batch size, "
+            f"{'' if saved.groups else 'optimizer settings, '}schedule, clipping, batch size, "
             "sequence length and precision",
+            *saved.notes(),
         ]
-        decayed = [
-            name
-            for name, shape in model.parameters.items()
-            if len(shape) == 1
-            and any(
-                group.get("weight_decay") and names[name] in (number, *group.get("params", ()))
-                for number, group in groups.items()
-            )
-        ]
-        if decayed:
-            notes.append(f"weight decay was applied to {decayed[0]}, too; the recipe's is not")
-        prefix = _prefix_of_weights(folder, stored, next(iter(names.values())))
-        dtypes = {reader.tensors[f"{prefix}{name}"].dtype for name in names.values()}
-        if rounded := dtypes - {torch.float32}:
-            kinds = ", ".join(sorted(map(str, rounded)))
-            notes.append(f"its weights are in {kinds}, without fp32 ones")
+        groups = [*saved.groups.values()]
+        settings = group_settings(groups)
+        if rates := [group["lr"] for group in groups if isinstance(group.get("lr"), float)]:
+            settings.setdefault("optimizer.learning_rate", rates[-1])
         return ForeignState(
-            updates,
-            updates,
-            shards,
-            settings=optimizer_settings(groups.values()),
-            notes=tuple(notes),
+            updates, updates, saved.shards(), settings=settings, notes=tuple(notes)
         )
 
 
 DCP = DistributedCheckpoint()
 
 
-def read_shards(folders: Sequence[Path], model: RecipeModel) -> tuple[list[LazyShard], int]:
-    """Every parameter, and the number of updates; its parts may be in several folders.
+class StoredModel:
+    """A model and its AdamW, whose parts may be in several folders.
 
-    Raises CheckpointError for another model, or without the states of an optimizer.
+    Raises CheckpointError for another model or optimizer, or without the states of one.
     """
-    readers = [Reader(folder) for folder in folders]
-    stored = {key: reader for reader in readers for key in reader.tensors}
-    where = folders[0]
-    names = _names(where, stored, model)
-    prefix = _prefix_of_weights(where, stored, next(iter(names.values())))
-    state = _prefix_of_states(where, stored, names.values())
-    _check_rest(where, stored, prefix, state, names.values())
-    require_adamw(_groups(where, stored, names.values()).values(), ())
-    updates = {
-        whole_number(stored[key].read(key, (), ()), key)
-        for name in names.values()
-        if (key := f"{state}{name}.{STEP}") in stored
-    }
-    if not updates:
-        raise CheckpointError(f"{where} does not state how often its parameters were updated")
-    if len(updates) > 1:
-        raise CheckpointError(f"{where}: its parameters were updated {sorted(updates)} times")
-    shards = []
-    for name, shape in model.parameters.items():
-        reads = _reads(stored, names[name], shape, prefix, state)
-        heads = next((key for part, key in _TURNED.items() if part in name), None)
-        if names[name] != name and heads is not None:
-            number = getattr(model.config, heads)
-            reads = {one: partial(_halves, read, number) for one, read in reads.items()}
-        shards.append(LazyShard(parameter_blocks(name, shape), reads))
-    return shards, updates.pop()
 
+    def __init__(self, folders: Sequence[Path], model: RecipeModel) -> None:
+        readers = [Reader(folder) for folder in folders]
+        self.model, self.where = model, folders[0]
+        self.stored = {key: reader for reader in readers for key in reader.tensors}
+        self.names = _names(self.where, self.stored, model)
+        names = self.names.values()
+        self.prefix = _prefix_of_weights(self.where, self.stored, next(iter(names)))
+        self.states = _prefix_of_states(self.where, self.stored, names)
+        _check_rest(self.where, self.stored, self.prefix, self.states, names)
+        self.groups: Groups = {}
+        if self.states.endswith("state."):
+            beside = f"{self.states.removesuffix('state.')}param_groups."
+            self.groups = parameter_groups(readers, beside)
+        require_adamw(self.groups.values(), ())
 
-def _groups(where: Path, stored: Stored, names: Collection[str]) -> Groups:
-    """The optimizer's parameter groups, which are next to its states."""
-    state = _prefix_of_states(where, stored, names)
-    if not state.endswith("state."):
-        return {}
-    readers = {id(reader): reader for reader in stored.values()}.values()
-    return parameter_groups(readers, f"{state.removesuffix('state.')}param_groups.")
+    def updates(self) -> int:
+        """How often every parameter was updated."""
+        updates = {
+            whole_number(self.stored[key].read(key, (), ()), key)
+            for name in self.names.values()
+            if (key := f"{self.states}{name}.{STEP}") in self.stored
+        }
+        if not updates:
+            raise CheckpointError(
+                f"{self.where} does not state how often its parameters were updated"
+            )
+        if len(updates) > 1:
+            raise CheckpointError(
+                f"{self.where}: its parameters were updated {sorted(updates)} times"
+            )
+        return updates.pop()
+
+    def shards(self) -> list[LazyShard]:
+        """Every parameter."""
+        shards = []
+        for name, shape in self.model.parameters.items():
+            reads = _reads(self.stored, self.names[name], shape, self.prefix, self.states)
+            heads = next((key for part, key in _TURNED.items() if part in name), None)
+            if self.names[name] != name and heads is not None:
+                number = getattr(self.model.config, heads)
+                reads = {one: partial(_halves, read, number) for one, read in reads.items()}
+            shards.append(LazyShard(parameter_blocks(name, shape), reads))
+        return shards
+
+    def notes(self) -> Iterator[str]:
+        """What differs from a run of the recipe."""
+        for name, shape in self.model.parameters.items():
+            mine = (
+                group.get("weight_decay")
+                for number, group in self.groups.items()
+                if self.names[name] in (number, *group.get("params", ()))
+            )
+            if len(shape) == 1 and any(mine):
+                yield f"weight decay was applied to {name}, too; the recipe's is not"
+                break
+        weights = (f"{self.prefix}{name}" for name in self.names.values())
+        dtypes = {self.stored[weight].tensors[weight].dtype for weight in weights}
+        if rounded := dtypes - {torch.float32}:
+            kinds = ", ".join(sorted(map(str, rounded)))
+            yield f"its weights are in {kinds}, without fp32 ones"
 
 
 def _names(where: Path, stored: Stored, model: RecipeModel) -> dict[str, str]:

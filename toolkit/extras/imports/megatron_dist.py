@@ -19,7 +19,13 @@ from toolkit.errors import CheckpointError
 from toolkit.extras.convert.checkpoint_keys import TensorLocation, found_place
 from toolkit.extras.convert.source import TRACKER, iteration_folder, whole_blocks
 from toolkit.extras.convert.torch_dist import COMMON_FILE, FORMAT_FILE, METADATA, Reader
-from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel, require_adamw
+from toolkit.extras.imports.base import (
+    ForeignState,
+    LazyShard,
+    RecipeModel,
+    group_settings,
+    require_adamw,
+)
 from toolkit.extras.imports.megatron_buffers import Buffers
 from toolkit.extras.imports.pickles import load_pickle
 from toolkit.extras.imports.stored_objects import stored_object
@@ -135,11 +141,7 @@ def _settings(
         "lr": "optimizer.learning_rate",
     }
     found = {ours: arguments[name] for name, ours in names.items() if name in arguments}
-    if groups:
-        found["optimizer.weight_decay"] = max(group["weight_decay"] for group in groups)
-        found["optimizer.betas"] = list(groups[0]["betas"])
-        found["optimizer.eps"] = groups[0]["eps"]
-    return found
+    return group_settings(groups) | found
 
 
 class States:

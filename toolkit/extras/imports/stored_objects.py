@@ -1,4 +1,4 @@
-"""Objects among the tensors of a torch.distributed.checkpoint, and what they state of AdamW."""
+"""Objects among the tensors of a torch.distributed.checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -33,21 +33,3 @@ def parameter_groups(readers: Iterable[Reader], prefix: str) -> Groups:
             if key.startswith(prefix) and option in _OPTIONS:
                 groups.setdefault(name, {})[option] = stored_object(reader, key)
     return groups
-
-
-def optimizer_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-    """What the groups say, by the recipe's keys. Schedulers change `lr`, not `initial_lr`."""
-    found: dict[str, object] = {}
-    for group in groups:
-        rate = group.get("initial_lr", group.get("lr"))
-        if isinstance(rate, float):
-            found["optimizer.learning_rate"] = rate
-        if "betas" in group:
-            found["optimizer.betas"] = list(group["betas"])
-        if "eps" in group:
-            found["optimizer.eps"] = group["eps"]
-        if decay := group.get("weight_decay"):
-            found["optimizer.weight_decay"] = decay
-        elif "weight_decay" in group:
-            found.setdefault("optimizer.weight_decay", 0.0)
-    return found

@@ -22,7 +22,7 @@ from toolkit.extras.imports.base import (
     require_adamw,
     whole_number,
 )
-from toolkit.extras.imports.dcp import read_shards
+from toolkit.extras.imports.dcp import StoredModel
 from toolkit.extras.imports.pickles import load_pickle
 from toolkit.models.frozen import is_frozen, matching
 from toolkit.models.weights import SafetensorsWeights, checkpoint_names, is_correction_bias
@@ -50,7 +50,8 @@ class Trainer:
         settings: dict[str, object] = {}
         notes: list[str] = []
         if all((folder / name).is_dir() for name in SHARDED):
-            shards, updates = read_shards([folder / name for name in SHARDED], model)
+            sharded = StoredModel([folder / name for name in SHARDED], model)
+            shards, updates = sharded.shards(), sharded.updates()
         else:
             optimizer = load_pickle(folder, OPTIMIZER)
             require_adamw(optimizer["param_groups"], optimizer["state"].values())
