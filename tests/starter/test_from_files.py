@@ -126,6 +126,29 @@ resume_from_checkpoint: s3://AKIAABCDEFGHIJKLMNOP:hunter2secret@bucket/x
 """
 
 
+BLENDS = {"0.3 /a 0.7 /b": [0.3, 0.7], "/a /b": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("words", BLENDS)
+def test_a_blend_is_carried(words: str, tmp_path: Path, dmt: Dmt) -> None:
+    """With its weights, or equal ones; validation has none."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 "
+        "--global-batch-size 16 --train-iters 50 --lr 1e-4 --ffn-hidden-size 128 "
+        f"--train-data-path {words} --valid-data-path {words}\n"
+    )
+    printed = dmt("init", "--from", script, "--cluster", "1x8xh100-80gb")
+    (tmp_path / "recipe.yaml").write_text(printed.out)
+    data = load_recipe(tmp_path / "recipe.yaml").data
+    assert isinstance(data.train, tuple) and isinstance(data.validation, tuple)
+    assert [one.weight for one in data.train] == BLENDS[words]
+    assert [one.weight for one in data.validation] == [None, None]
+    is_dropped = "validation takes its sources without weights" in printed.err
+    assert is_dropped == ("0.3" in words)
+
+
 def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     """They are not carried, and named without a value."""
     given, out = tmp_path / "sec.yaml", tmp_path / "recipe.yaml"

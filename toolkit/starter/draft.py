@@ -181,10 +181,13 @@ def as_recipe(data: Mapping[str, Any], source: str, fix: str) -> Recipe:
 
 
 def _name(folder: Path, task: Task) -> str:
-    """The recipe's name, in letters that a folder of runs may have."""
     name = folder.resolve().name if folder.is_dir() else folder.name
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80]
-    return f"{kept or 'model'}-{task}".lower()
+    return f"{legal_name(name, 'model')}-{task}".lower()
+
+
+def legal_name(name: str, otherwise: str) -> str:
+    """A recipe's name, in letters that a folder of runs may have; `otherwise` without any."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or otherwise
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:

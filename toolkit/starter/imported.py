@@ -19,9 +19,9 @@ from toolkit.recipe.describe import settings
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
-from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config
+from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
 from toolkit.starter.from_files import Statements, Uncarried, read_files
-from toolkit.targets.base import PerReplica, ShareOfSteps
+from toolkit.targets.base import CHANGES, PerReplica, ShareOfSteps, nested
 from toolkit.text.redact import MASK, looks_secret, redact
 from toolkit.text.terminal import printable
 
@@ -286,7 +286,7 @@ def _valid(found: Statements) -> Recipe:
             raise AssertionError("refused above")
         value, origin = found.values.pop(key), found.origins.pop(key)
         place, _, name = origin.partition(" ")
-        changes = "changes training: " if key.partition(".")[0] in _CHANGING else ""
+        changes = CHANGES if key.partition(".")[0] in _CHANGING else ""
         reason = f"{changes}{key} is {setting.allowed}"
         found.uncarried.append(Uncarried(name or key, in_yaml(value), place, reason))
         _put_default(found, key, value, name or key)
@@ -312,8 +312,7 @@ def _clean_name(found: Statements) -> None:
     name = str(found.values["name"])
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         return
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "run"
-    found.values["name"] = kept
+    found.values["name"] = legal_name(name, "run")
     found.origins["name"] += printable(redact(f": `{name}` there"))
 
 
@@ -332,14 +331,12 @@ def _problem(body: str) -> str:
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sections in the order of the schema."""
     rank = {name: index for index, name in enumerate(Recipe.model_fields)}
-    made: dict[str, Any] = {}
-    for key in sorted(values, key=lambda key: rank.get(key.partition(".")[0], 0)):
-        *sections, name = key.split(".")
-        inside = made
-        for step in sections:
-            inside = inside.setdefault(step, {})
-        inside[name] = values[key]
-    return made
+    return nested(
+        {
+            key: values[key]
+            for key in sorted(values, key=lambda key: rank.get(key.partition(".")[0], 0))
+        }
+    )
 
 
 def _lines(values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> Iterator[str]:

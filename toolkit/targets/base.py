@@ -8,7 +8,7 @@ counterpart is a `Leftover` with the reason.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,15 @@ class NotCarried:
 
     reason: str
     """Why, and what does the same here if anything does: without the setting's name."""
+
+
+CHANGES = "changes training: "
+"""Begins the reason of a setting without which the run learns something else."""
+
+
+def changes(what: str) -> NotCarried:
+    """A setting without a counterpart that changes what the run learns."""
+    return NotCarried(f"{CHANGES}{what}")
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,9 @@ Row = str | TargetKey | Rule | NotCarried
 
 ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
 NO_EFFECT = NotCarried("has no effect with this value")
+Judge = Callable[[ForeignSetting], Unknown | NotCarried | None]
+"""What to say of a name without a row; None where it is right, but no recipe has it."""
+
 NO_SETTING = "a recipe has no such setting"
 """Why what has no row is not carried, unless `intake/foreign.py` knows better."""
 
@@ -326,6 +338,27 @@ def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, 
         for name, row in rows.items()
         if isinstance(row, TargetKey) and row.write is not None
     }
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings inside nested sections, by dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as sections."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inside = made
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return made
 
 
 def as_in_recipes(names: str) -> dict[str, str]:

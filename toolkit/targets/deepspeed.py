@@ -1,6 +1,6 @@
 """A DeepSpeed `ds_config.json`. The engine's own renderer writes it (engines/deepspeed)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.engines.deepspeed.config import (
@@ -29,8 +29,10 @@ from toolkit.targets.base import (
     Target,
     TargetKey,
     Unknown,
+    changes,
     device,
     global_batch,
+    leaves,
     none_if_zero,
     precisions,
     read_settings,
@@ -90,12 +92,12 @@ _WHY = {
         steps_per_print tensorboard timers wall_clock_breakdown wandb""",
     NotCarried("under fp16, the loss is scaled alike on every engine"): """
         fp16""",
-    NotCarried("changes training: schedule.name decides the shape of warm-up and decay"): """
+    changes("schedule.name decides the shape of warm-up and decay"): """
         scheduler""",
-    NotCarried("changes training: gradients are reduced as fp32 means, in one way"): """
+    changes("gradients are reduced as fp32 means, in one way"): """
         communication_data_type data_types gradient_predivide_factor prescale_gradients
         seq_parallel_communication_data_type""",
-    NotCarried("changes training: no engine of DMT's does it"): """
+    changes("no engine of DMT's does it"): """
         data_efficiency dataloader_drop_last expert_parallel hybrid_engine weight_quantization
         zero_optimization.zenflow zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.offload_optimizer.super_offload""",
@@ -155,7 +157,7 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     misspelt = {p.key: p for p in unknown_keys(file) if p.key not in _NOT_WRITTEN}
     settings = {
         key: ForeignSetting(prefix + key, value, file.place(key))
-        for key, value in _leaves(file.values)
+        for key, value in leaves(file.values)
         if not any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt)
     }
     in_order = [key for key in settings if key in _PRECISIONS]
@@ -187,11 +189,3 @@ def _hint(problem: Problem) -> str:
         return problem.fix
     dropped = problem.key.rpartition(".")[0] in _DROPPING
     return "DeepSpeed drops it silently" if dropped else "DeepSpeed refuses it"
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

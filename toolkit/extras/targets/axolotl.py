@@ -19,13 +19,7 @@ from toolkit.extras.targets.finetuning import (
     only_with,
     stated_sources,
 )
-from toolkit.extras.targets.values import (
-    Chosen,
-    changes,
-    is_on,
-    together,
-    unless_off,
-)
+from toolkit.extras.targets.values import Chosen, is_on, together, unless_off
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ColumnName, Recipe
 from toolkit.targets import accelerate
@@ -40,6 +34,7 @@ from toolkit.targets.base import (
     ShareOfSteps,
     Stated,
     TargetKey,
+    changes,
     number,
     shown,
 )

@@ -11,14 +11,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.extras.targets.values import (
-    Chosen,
-    TableTarget,
-    changes,
-    is_on,
-    together,
-    written_rows,
-)
+from toolkit.extras.targets.values import Chosen, TableTarget, is_on, together, written_rows
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
@@ -26,7 +19,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts
 from toolkit.targets.base import (
     ForeignSetting,
-    Leftover,
     Nearest,
     NotCarried,
     Result,
@@ -38,6 +30,7 @@ from toolkit.targets.base import (
     Stated,
     TargetKey,
     Unknown,
+    changes,
     number,
     shown,
     unknown,
@@ -183,21 +176,13 @@ class FinetuningTarget(TableTarget):
             for name, value in implied.items()
         } | stated
 
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`. A name outside of the table may well be one of the tool's."""
-        found = super().read(file, recipe)
+    def judge(self, setting: ForeignSetting) -> Unknown | NotCarried | None:
+        """See `TableTarget`. A name outside of the table may well be one of the tool's."""
         known = self.table(JsonFile(Path(), {}, {}), {}).keys() | self.known
-        for one in [*found.unknown]:
-            if not one.hint and one.name in file.values and one.name not in known:
-                found.unknown.remove(one)
-                at = ForeignSetting(one.name, file.values[one.name], one.place)
-                found.leftovers.append(Leftover(at, NO_ROW))
-        return found
-
-    def judge(self, setting: ForeignSetting) -> Unknown | None:
-        """See `TableTarget`."""
-        known = self.table(JsonFile(Path(), {}, {}), {}).keys() | self.known
-        return None if setting.name in known else unknown(setting, known)
+        if setting.name in known:
+            return None
+        wrong = unknown(setting, known)
+        return wrong if wrong.hint else NotCarried(NO_ROW)
 
     def add(
         self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None

@@ -15,13 +15,11 @@ from toolkit.extras.targets.values import (
     Implied,
     JoinedFiles,
     TableTarget,
-    changes,
     indexed,
-    leaves,
     malformed,
-    nested,
     per_replica,
     read_options,
+    validation_share,
     value_in,
 )
 from toolkit.plan.plan import Plan
@@ -41,9 +39,10 @@ from toolkit.targets.base import (
     Stated,
     TargetKey,
     Unknown,
-    as_yaml,
+    changes,
+    leaves,
+    nested,
     none_if_zero,
-    number,
     precisions,
     unknown,
 )
@@ -69,13 +68,9 @@ def _every(value: Any, settings: Settings) -> object:
 
 
 def _held_out(value: object, settings: Settings) -> object:
-    """`969, 30, 1` are shares of training, validation and test; no run tests."""
-    shares = [number(as_yaml(share.strip())) for share in str(value).split(",")]
-    if None in shares:
-        hint = "not shares such as `969, 30, 1`"
-        return Unknown("split", settings["split"].place, hint)
-    total = sum(share or 0 for share in shares)
-    return round(1 - (shares[0] or 0) / total, 12)
+    wrong = Unknown("split", settings["split"].place, "not shares such as `969, 30, 1`")
+    share = validation_share(value)
+    return wrong if share is None else share
 
 
 def _sources(key: str, weights: str = "") -> Rule:

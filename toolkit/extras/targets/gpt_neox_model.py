@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem, RecipeError
-from toolkit.extras.targets.values import changes, value_in
+from toolkit.extras.targets.values import value_in
 from toolkit.models.families import settings_of
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -20,6 +20,7 @@ from toolkit.targets.base import (
     SettingSource,
     Stated,
     Unknown,
+    changes,
     relative_to_file,
 )
 

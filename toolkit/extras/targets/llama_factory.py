@@ -22,12 +22,7 @@ from toolkit.extras.targets.finetuning import (
     only_with,
     stated_sources,
 )
-from toolkit.extras.targets.values import (
-    Chosen,
-    changes,
-    is_on,
-    together,
-)
+from toolkit.extras.targets.values import Chosen, is_on, together
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -39,6 +34,7 @@ from toolkit.targets.base import (
     Settings,
     Stated,
     TargetKey,
+    changes,
     number,
     relative_to_file,
     shown,

@@ -34,6 +34,7 @@ from toolkit.targets.base import (
     Unknown,
     as_in_recipes,
     as_yaml,
+    changes,
     none_if_zero,
     number,
     read_settings,
@@ -194,7 +195,7 @@ _ONLY_READ: Mapping[str, Row] = {
     "--lr-decay-iters": lambda setting, flags: [
         Stated("training.steps", setting.value, setting)
         if _number(flags, "--train-iters") in (None, setting.value)
-        else NotCarried("changes training: every decay ends with the run")
+        else changes("every decay ends with the run")
     ],
     "--sequence-parallel": lambda setting, flags: [
         Stated("parallel.sequence", True, setting)
@@ -219,27 +220,27 @@ _ONLY_READ: Mapping[str, Row] = {
     "--bf16": _says("training.precision", "bf16"),
     "--fp16": _says("training.precision", "fp16"),
     "--tensorboard-dir": _says("logging.tensorboard", True),
-    "--init-method-std": NotCarried("changes training: model.config.initializer_range"),
-    "--split": rules.held_out,
+    "--init-method-std": changes("model.config.initializer_range"),
+    "--split": rules.split,
     "--vocab-size": lambda setting, flags: (
         NotCarried("--padded-vocab-size decides")
         if "--padded-vocab-size" in flags
         else Stated("megatron.vocab_size", setting.value, setting),
     ),
     "--lr-decay-samples": NotCarried("a decay ends with the run"),
-    "--rampup-batch-size": NotCarried("changes training: the global batch has one size"),
+    "--rampup-batch-size": changes("the global batch has one size"),
     **dict.fromkeys(
         ("--decoupled-lr", "--decoupled-min-lr"),
-        NotCarried("changes training: write optimizer.groups for the embeddings and the head"),
+        changes("write optimizer.groups for the embeddings and the head"),
     ),
-    "--apply-layernorm-1p": NotCarried("changes training: weights of norms start at 1"),
-    "--grad-reduce-in-bf16": NotCarried("changes training: gradients are reduced in fp32"),
+    "--apply-layernorm-1p": changes("weights of norms start at 1"),
+    "--grad-reduce-in-bf16": changes("gradients are reduced in fp32"),
     **dict.fromkeys(
         (
             f"--fp8-{name}"
             for name in ("format", "amax-history-len", "amax-compute-algo", "param-gather")
         ),
-        NotCarried("changes training: products are in FP8; write the section fp8"),
+        changes("products are in FP8; write the section fp8"),
     ),
 }
 

@@ -5,6 +5,7 @@ Defaults are those of `validate_args` in megatron/training/arguments.py, core_v0
 
 from collections.abc import Iterator
 
+from toolkit.extras.targets.values import indexed, validation_share
 from toolkit.targets.base import (
     ForeignSetting,
     NotCarried,
@@ -29,26 +30,17 @@ def sources(ours: str) -> Rule:
             return [Stated(f"{ours}.prefix", words[0], setting)]
         weights = [number(as_yaml(str(word))) for word in words[::2]]
         if len(words) % 2 or None in weights:
-            blend = [{"kind": "megatron", "prefix": word} for word in words]
-        else:
-            blend = [
-                {"kind": "megatron", "prefix": prefix, "weight": float(weight or 0)}
-                for weight, prefix in zip(weights, words[1::2], strict=True)
-            ]
-        advice = "compare the sources one by one"
-        return [Stated(ours, blend, setting, certain=False, advice=advice)]
+            return indexed(ours, setting, words)
+        return indexed(ours, setting, words[1::2], [weight or 0.0 for weight in weights])
 
     return rule
 
 
-def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
-    """`969, 30, 1` are shares of training, validation and test; no run tests."""
-    shares = [number(as_yaml(share.strip())) for share in str(setting.value).split(",")]
-    total = sum(share or 0 for share in shares)
-    if None in shares or not total:
+def split(setting: ForeignSetting, _: Settings) -> list[Result]:
+    """Shares of training, validation and test."""
+    if (share := validation_share(setting.value)) is None:
         return [NotCarried("not shares such as `969,30,1`: see data.validation_fraction")]
-    fraction = round(1 - (shares[0] or 0) / total, 12)
-    return [Stated("data.validation_fraction", fraction, setting)]
+    return [Stated("data.validation_fraction", share, setting)]
 
 
 def tokenizer(setting: ForeignSetting, flags: Settings) -> list[Result]:

@@ -17,7 +17,6 @@ from toolkit.extras.targets.values import (
     Chosen,
     Implied,
     TableTarget,
-    changes,
     malformed,
     path_stated,
     per_replica,
@@ -38,6 +37,7 @@ from toolkit.targets.base import (
     Stated,
     TargetKey,
     Unknown,
+    changes,
     none_if_zero,
     unknown,
 )

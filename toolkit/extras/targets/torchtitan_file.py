@@ -10,8 +10,8 @@ from typing import Any
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets.shell_flags import read_flags
-from toolkit.extras.targets.values import JoinedFiles, leaves, read_options
-from toolkit.targets.base import as_yaml, relative_to_file
+from toolkit.extras.targets.values import JoinedFiles, read_options
+from toolkit.targets.base import as_yaml, leaves, relative_to_file
 
 OPTIONS = read_options("torchtitan")
 NAMES = OPTIONS.names

@@ -31,6 +31,7 @@ from toolkit.targets.base import (
     Target,
     TargetKey,
     Unknown,
+    changes,
     global_batch,
     number,
     precisions,
@@ -113,7 +114,7 @@ def _of_pairs(setting: ForeignSetting, settings: Settings) -> list[Result]:
     """A setting of TRL's DPOConfig, of whose names only the losses tell that it is one."""
     loss = settings["loss_type"].value if "loss_type" in settings else None
     if (loss[0] if isinstance(loss, list) and len(loss) == 1 else loss) not in _LOSSES:
-        return [NotCarried("changes training: write training.objective, and its section")]
+        return [changes("write training.objective, and its section")]
     value = setting.value[0] if isinstance(setting.value, list) else setting.value
     found: list[Result] = [Stated(_PAIRS[setting.name], value, setting)]
     if setting.name == "loss_type":

@@ -26,7 +26,10 @@ from toolkit.targets.base import (
     Target,
     TargetKey,
     Unknown,
+    as_yaml,
+    changes,
     global_batch,
+    leaves,
     number,
     read_settings,
     shown,
@@ -44,11 +47,6 @@ _BESIDES = """
     data.validation_fraction fp8
 """
 """Settings that a writer handles itself, or that do not change what is learned."""
-
-
-def changes(what: str) -> NotCarried:
-    """A setting without a counterpart that changes what the run learns."""
-    return NotCarried(f"changes training: {what}")
 
 
 def unless_off(row: NotCarried, *off: object) -> Rule:
@@ -71,15 +69,28 @@ def path_stated(key: str, path: object, setting: ForeignSetting) -> Stated:
 def indexed(
     key: str, setting: ForeignSetting, paths: Sequence[object], shares: Sequence[float] = ()
 ) -> list[Result]:
-    """One or several sources of Megatron's indexed format."""
+    """One or several sources of Megatron's indexed format. Only training has weights."""
     if len(paths) == 1:
         return [path_stated(f"{key}.prefix", paths[0], setting)]
-    sources = [
-        {"kind": "megatron", "prefix": path, "weight": float(share)}
-        for path, share in zip(paths, shares or [1] * len(paths), strict=False)
-    ]
-    return [Stated(key, sources, setting, certain=False,
-                   advice="compare the sources one by one")]  # fmt: skip
+    sources: list[dict[str, object]] = [{"kind": "megatron", "prefix": path} for path in paths]
+    advice = "compare the sources one by one"
+    results: list[Result] = [Stated(key, sources, setting, certain=False, advice=advice)]
+    if key == "data.train":
+        for source, share in zip(sources, shares or [1] * len(paths), strict=False):
+            source["weight"] = float(share)
+    elif len({*shares}) > 1:
+        results.append(NotCarried("validation takes its sources without weights"))
+    return results
+
+
+def validation_share(shares: object) -> float | None:
+    """What `969, 30, 1`, shares of training, validation and test, leave to validation, as no
+    run tests; None for anything else."""
+    numbers = [number(as_yaml(share.strip())) for share in str(shares).split(",")]
+    total = sum(share or 0 for share in numbers)
+    if None in numbers or not total:
+        return None
+    return round(1 - (numbers[0] or 0) / total, 12)
 
 
 def together(*_: object) -> list[Result]:
@@ -184,27 +195,6 @@ def is_on(settings: Settings, name: str) -> bool:
     return bool(value_in(settings, name))
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings inside nested sections, by dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as sections."""
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        inside = made
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return made
-
-
 def per_replica(micro: ForeignSetting) -> Stated:
     """The global batch where a file states none: one micro batch per replica."""
     text = f"{micro.written} · dp"
@@ -267,8 +257,8 @@ class TableTarget(Target):
         """The rows for the settings of a file."""
         raise NotImplementedError
 
-    def judge(self, setting: ForeignSetting) -> Unknown | None:
-        """Whether the tool knows a setting without a row."""
+    def judge(self, setting: ForeignSetting) -> Unknown | NotCarried | None:
+        """What to say of a setting without a row: see `Judge`."""
         raise NotImplementedError
 
     def add(
