@@ -14,9 +14,10 @@ from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.extras import option
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir, load_on
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir
 from toolkit.cli.output import Hanging, Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
+from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import degrees_text
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
@@ -314,7 +315,7 @@ def fits(
     from toolkit.train.fits import compare
 
     where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_on(recipe, overrides, where), None, where)
+    assignment = decide(load_recipe(recipe, overrides, where), None, where)
     found = _find(checkpoint)
     rows = compare(found, assignment)
     refused = any(row.verdict == "refused" for row in rows)

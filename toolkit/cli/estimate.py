@@ -9,10 +9,11 @@ from rich.text import Text
 
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.extras import option
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
+from toolkit.cli.options import AsJson, ClusterOption, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.dimensions import recompute_text
 from toolkit.plan.estimate import (
@@ -55,7 +56,7 @@ def estimate(
         option("estimate --cases")(cases, out, overrides)
         return
     where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_on(recipe, overrides, where), None, where, explained=False)
+    assignment = decide(load_recipe(recipe, overrides, where), None, where, explained=False)
     name, plan = assignment.recipe.name, assignment.plan
     found = estimate_plan(assignment.recipe, plan, where)
     data = {"id": name} | machine_output(found)

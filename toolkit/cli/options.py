@@ -1,14 +1,9 @@
 """Arguments and options that several verbs share."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from toolkit.hardware.cluster import Cluster
-from toolkit.intake.load import load_recipe
-from toolkit.recipe.schema import Recipe
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe YAML.")]
 Overrides = Annotated[
@@ -43,8 +38,3 @@ ClusterOption = Annotated[
         "cluster file (`dmt doctor --calibrate` writes one for this machine).",
     ),
 ]
-
-
-def load_on(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Recipe:
-    """A recipe, checked as a whole for its own cluster or for the one of `--cluster`."""
-    return load_recipe(path, overrides, cluster)

@@ -13,13 +13,14 @@ from toolkit.backend import BACKENDS
 from toolkit.cli import plan_formulas, plan_tables
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.extras import option
-from toolkit.cli.options import AsJson, Overrides, load_on
+from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, memory_check_lines, rank_output
 from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.dimensions import DIMENSIONS, recompute_text
@@ -152,7 +153,7 @@ def plan(
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
     """A recipe on a cluster, its own or another, for which it is checked as a whole."""
-    recipe = load_on(path, overrides, cluster)
+    recipe = load_recipe(path, overrides, cluster)
     try:
         return plan_recipe(recipe, cluster)
     except PlanError as error:

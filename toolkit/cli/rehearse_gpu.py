@@ -2,8 +2,7 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.bars import bars, count_progress
-from toolkit.cli.options import load_on
 from toolkit.cli.output import Line, output
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.estimate import memory_parts
 from toolkit.recipe.schema import Recipe
@@ -75,7 +74,7 @@ def dress_rehearsal(
             [Problem("--layouts", repr(layouts), allowed, "use --set parallel.…")]
         )
     where = None if cluster is None else find_cluster(cluster)
-    planned = decide(load_on(recipe, overrides, where), None, where)
+    planned = decide(load_recipe(recipe, overrides, where), None, where)
     rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
     done = rehearsed(rehearsal)
     good = all(one.fits and not one.wrong for one in done)
@@ -88,26 +87,16 @@ def dress_rehearsal(
     )
 
 
-@contextmanager
-def rehearsing(
-    names: Sequence[str], kind: str = ""
-) -> Iterator[tuple[Path, Callable[[int], None]]]:
-    """A scratch folder, and a bar of what is rehearsed; call the result with how many are
-    done."""
-    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    with count_progress(len(names), kind) as update, scratch as folder:
-        shown = [*names, "done"]
-        update(description=shown[0])
-        yield Path(folder), lambda n: update(completed=n, description=shown[n])
-
-
 def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
     """Run the ranks, with a bar on standard error where that is a terminal."""
     found = []
-    with rehearsing([*map(str, rehearsal.ranks)], "rank ") as (folder, done):
-        for count, one in enumerate(rehearsal.run(folder), 1):
+    shown = [*map(str, rehearsal.ranks), "done"]
+    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
+    with count_progress(len(rehearsal.ranks), "rank ") as update, scratch as folder:
+        update(description=shown[0])
+        for count, one in enumerate(rehearsal.run(Path(folder)), 1):
             found.append(one)
-            done(count)
+            update(completed=count, description=shown[count])
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from toolkit.checkpoint.saver import entries_of
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.cli.bars import byte_progress
-from toolkit.cli.options import load_on
 from toolkit.cli.output import output
 from toolkit.errors import CheckpointError, DmtError
 from toolkit.extras.imports.base import FOREIGN, ForeignCheckpoint, ForeignState, RecipeModel
@@ -25,6 +24,7 @@ from toolkit.extras.imports.run import (
 )
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
 from toolkit.run.changes import shown
@@ -47,7 +47,7 @@ def import_checkpoint(
     """Carry out the command; see its help in `cli/checkpoint.py`."""
     form = _format_of(source)
     where = None if cluster is None else find_cluster(cluster)
-    recipe = load_on(path, overrides, where)
+    recipe = load_recipe(path, overrides, where)
     assignment = decide(recipe, run_dir, where)
     _check_target(assignment)
     check_local_files(recipe, path, overrides)
