@@ -89,7 +89,7 @@ def ring(ranks: int) -> float:
     if ranks > 1:
         dist.init_process_group("gloo")
         layout = Layout(cp=ranks, exchange="ring")
-        context = Context.of(layout, dist.get_rank(), key_heads=2)
+        context = Context.of(layout, key_heads=2)
 
     def step(length: int) -> None:
         tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0))

@@ -93,6 +93,16 @@ class Layout:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.gradient_accumulation * self.dp
 
+    @property
+    def context_groups(self) -> list[list[int]]:
+        """The ranks of each context group, in the order of their positions."""
+        ranks, block = range(self.world), self.tp * self.cp
+        return [
+            [*ranks[first + tensor : first + block : self.tp]]
+            for first in ranks[::block]
+            for tensor in range(self.tp)
+        ]
+
     def data_rank(self, rank: int) -> int:
         """The data-parallel rank of `rank`, which fixes the samples that it trains on.
 

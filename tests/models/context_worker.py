@@ -52,19 +52,20 @@ def compare(ranks: Ranks) -> dict[str, float]:
         for exchange in EXCHANGES:
             named = f"{exchange} cp{degree}"
             for groups in (1, 2, 4):
-                context = Context.of(replace(layout, exchange=exchange), ranks.rank, groups)
+                context = Context.of(replace(layout, exchange=exchange), groups)
                 for name, case in CASES.items():
                     if case.get("groups", 2) == groups:
                         errors[f"{named}: {name}"] = attention_error(context, case, batch)
-            context = Context.of(replace(layout, exchange=exchange), ranks.rank, 2)
+            context = Context.of(replace(layout, exchange=exchange), 2)
             errors |= leaks(context, named)
+            errors[f"{named}: a closed group's name"] = names_again(layout, exchange)
             for family in ("llama", "gemma2", "gpt_oss")[: 3 if degree == 4 else 1]:
                 errors[f"{named}: {family}"] = model_error(context, family, batch)
             # Nested at degree 4; at degree 2 it is one of the others.
             for fault in FAULTS if (degree == 4) == (exchange == "ulysses_ring") else ():
-                with planted(fault, context, ranks.rank) as wrong:
+                with planted(fault, context) as wrong:
                     errors[f"{named} with {fault}"] = model_error(wrong, "llama", batch)
-        errors |= flash_errors(ranks, layout)
+        errors |= flash_errors(layout)
     return errors
 
 
@@ -155,6 +156,17 @@ def leaks(context: Context, named: str) -> dict[str, float]:
     return found
 
 
+def names_again(layout: Layout, exchange: Exchange) -> float:
+    """How many names of closed groups the next ones have: their ranks would look for each
+    other under addresses that no longer answer."""
+    names = []
+    for _ in range(2):
+        context = Context.of(replace(layout, exchange=exchange), 2)
+        names.append({group.group_name for group in context.made})
+        context.close()
+    return len(names[0] & names[1])
+
+
 def model_error(context: Context, family: str, seed: int) -> float:
     """Relative, of the log-probabilities and gradients of a small model of packed rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -192,7 +204,7 @@ FAULTS = ("documents ignored", "positions of the part", "whole rows summed", "wr
 
 
 @contextmanager
-def planted(fault: str, context: Context, rank: int) -> Iterator[Context]:
+def planted(fault: str, context: Context) -> Iterator[Context]:
     """A context that is wrong in this way."""
     with ExitStack() as stack:
         if fault == "documents ignored":
@@ -214,16 +226,16 @@ def planted(fault: str, context: Context, rank: int) -> Iterator[Context]:
                 context, exchange=Ulysses(nested.between.group, between=Ring(nested.group))
             )
         else:  # of attention alone: those of other data
-            others = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
-            kind = type(context.exchange)
+            create: Any = dist.new_subgroups_by_enumeration
+            others, kind = create([[0, 2], [1, 3]])[0], type(context.exchange)
             context = replace(context, exchange=kind(others))
         yield context
 
 
-def flash_errors(ranks: Ranks, layout: Layout) -> dict[str, float]:
+def flash_errors(layout: Layout) -> dict[str, float]:
     """Of rings with CUDA's blocks, whose kernel is plain products."""
     kernels = {"_FORWARD": flash_forward, "_BACKWARD": flash_backward}
-    context = Context.of(replace(layout, exchange="ring"), ranks.rank, 2)
+    context = Context.of(replace(layout, exchange="ring"), 2)
     with (
         patch.multiple(flash_blocks, **kernels),
         patch.dict(ring.VISIBLE, cpu=flash_blocks.visible),

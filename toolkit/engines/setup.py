@@ -91,7 +91,7 @@ class EngineSetup:
         if self.layout.cp == 1 or self.model == "megatron":
             return None
         heads = model_spec(self.model_config.to_dict()).kv_heads
-        return Context.of(self.layout, self.ranks.rank, heads)
+        return Context.of(self.layout, heads)
 
     @property
     def layers(self) -> int:

@@ -6,13 +6,14 @@ the same loss of whole rows and no objective knows of the split.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.batch import MicroBatch
-from toolkit.layout import Exchange, Layout, head_ranks
+from toolkit.layout import Layout, head_ranks
 from toolkit.models.context.all_gather import AllGather
 from toolkit.models.context.collectives import gathered
 from toolkit.models.context.exchange import AttentionExchange
@@ -22,25 +23,36 @@ from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
 
 
-def exchange_of(name: Exchange, group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
-    """An exchange of `kernels.context` in a context group, for keys and values of so many heads
-    on a rank; collective.
+def exchange_of(layout: Layout, group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
+    """The layout's exchange in this rank's context group, for keys and values of so many heads
+    on a rank; collective among all ranks.
 
     Nested: ulysses in groups of consecutive ranks, rings of those in equal places. The runs of
     a group's ranks adjoin: each group has two runs of a row, as a rank of the ring needs them.
     """
-    if name == "all_gather":
+    if layout.exchange == "all_gather":
         return AllGather(group)
-    members, rank = dist.get_process_group_ranks(group), group.rank()
-    inside = head_ranks(name, len(members), key_heads)
-    if inside in (1, len(members)):
+    inside = head_ranks(layout.exchange, layout.cp, key_heads)
+    if inside in (1, layout.cp):
         return Ring(group) if inside == 1 else Ulysses(group)
-    first = rank - rank % inside
-    near, far = members[first : first + inside], members[rank % inside :: inside]
-    ranks_near, ranks_far = (
-        dist.new_group(ranks, use_local_synchronization=True) for ranks in (near, far)
-    )
-    return Ulysses(ranks_near, between=Ring(ranks_far))
+    groups = layout.context_groups
+    near = [
+        one[first : first + inside] for one in groups for first in range(0, layout.cp, inside)
+    ]
+    far = [one[first::inside] for one in groups for first in range(inside)]
+    return Ulysses(_grouped(near), between=Ring(_grouped(far)))
+
+
+def _grouped(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of those, which are all ranks.
+
+    Not `use_local_synchronization`, with which only a group's own ranks would meet: torch then
+    names a group by its ranks and the number of groups that exist, and the second of a name
+    would find the first one's addresses in the store, and wait for ever.
+    """
+    create: Any = dist.new_subgroups_by_enumeration
+    group: dist.ProcessGroup = create(ranks)[0]
+    return group
 
 
 @dataclass(frozen=True)
@@ -53,21 +65,19 @@ class Context:
     """Groups that exist for it alone."""
 
     @classmethod
-    def of(cls, layout: Layout, rank: int, key_heads: int) -> "Context":
-        """The group of `rank`, numbered as `Layout.data_rank` says; collective among it.
+    def of(cls, layout: Layout, key_heads: int) -> "Context":
+        """This rank's group, as `Layout.data_rank` numbers them; collective among all ranks.
 
         `key_heads`: of keys and values, on one tensor-parallel rank.
         """
-        first = rank - rank // layout.tp % layout.cp * layout.tp
-        members = [first + layout.tp * number for number in range(layout.cp)]
-        group = dist.new_group(members, use_local_synchronization=True)
-        context = cls.over(group, layout.exchange, key_heads)
+        group = _grouped(layout.context_groups)
+        context = cls.over(group, layout, key_heads)
         return replace(context, made=(group, *context.made))
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, exchange: Exchange, key_heads: int) -> "Context":
-        """The same in a group that exists; collective among it."""
-        kind = exchange_of(exchange, group, key_heads)
+    def over(cls, group: dist.ProcessGroup, layout: Layout, key_heads: int) -> "Context":
+        """The same in this rank's group, which exists; collective among all ranks."""
+        kind = exchange_of(layout, group, key_heads)
         between = kind.between if isinstance(kind, Ulysses) else None
         return cls(group, kind, () if between is None else (kind.group, between.group))
 

@@ -346,7 +346,7 @@ def _context(config: TransformerConfig, layout: Layout) -> Context | None:
     latent = config.multi_latent_attention  # keys and values of every head
     heads = config.num_attention_heads if latent else config.num_query_groups
     group = parallel_state.get_context_parallel_group()
-    return Context.over(group, layout.exchange, max(1, heads // layout.tp))
+    return Context.over(group, layout, max(1, heads // layout.tp))
 
 
 def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
