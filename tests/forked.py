@@ -205,6 +205,13 @@ class RankGroup:
 
         Fails with the output of a rank that failed; the group has then ended.
         """
+        try:
+            return self._call(function, arguments)
+        except BaseException:  # pytest's limit, too: a rank that hangs serves no other test
+            self.end()
+            raise
+
+    def _call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results: dict[Any, Any] = {}
@@ -217,14 +224,14 @@ class RankGroup:
             except EOFError:
                 answered = []
             if not answered:
-                self.end()
-                raise AssertionError(f"a rank failed or hung:\n{self._printed[-6000:]}")
+                self._ranks.kill()
+                printed = self._ranks.printed()
+                raise AssertionError(f"a rank failed or hung:\n{printed[-6000:]}")
         return [results[pipe] for pipe in self._pipes]
 
     def end(self) -> None:
         """End all ranks."""
         self._ranks.kill()
-        self._printed = self._ranks.printed()
         GROUPS.pop(len(self._pipes), None)
         self._at_end.close()
 
