@@ -40,6 +40,7 @@ def test_importing_it_is_quick() -> None:
         "from toolkit import *\n"
         f"assert {NAMES} == sorted(n for n in dir() if not n.startswith('_') and n not in "
         "('sys', 'before', 'toolkit')), dir()\n"
+        f"assert {{*{NAMES}}} <= {{*dir(toolkit)}}\n"
         "assert not {*sys.modules} & {'torch', 'transformers', 'deepspeed'}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -67,6 +68,7 @@ def test_mistakes_are_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         toolkit.load_recipe(TINY, ["training.steps=0"])
     assert caught.value.problems[0].key == "training.steps"
+    assert toolkit.load_recipe(TINY, "training.seed=7").training.seed == 7  # not its letters
     with pytest.raises(PlanError, match="h10"):
         toolkit.load_recipe(TINY, cluster="16xh10")
     recipe = toolkit.load_recipe(TINY, [f"data.train.files=[{tmp_path}/none.txt]"])

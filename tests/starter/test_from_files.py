@@ -161,6 +161,36 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     assert LEFT_OPEN in out.read_text()
 
 
+def test_yaml_as_pyyaml_reads_it(tmp_path: Path, dmt: Dmt) -> None:
+    """Merge keys, whose own map wins and whose last one does not, and words as booleans."""
+    given = tmp_path / "neox.yaml"
+    given.write_text("""
+one: &one {min_lr: 0.00001, num_layers: 2}
+two: &two {num_layers: 3, hidden_size: 256}
+params: &params {lr: 0.5, betas: [0.9, 0.95]}
+num_layers: 4
+<<: [*one, *two]
+optimizer: {type: Adam, params: {lr: 0.0003, <<: *params}}
+bf16: {enabled: on}
+train_micro_batch_size_per_gpu: 4
+train-iters: 100
+num_attention_heads: 4
+seq_length: 128
+max_position_embeddings: 128
+pos_emb: rotary
+data_path: some/data
+""")
+    printed = dmt("init", "--from", given, "--cluster", "1x8xh100-80gb")
+    (tmp_path / "recipe.yaml").write_text(printed.out)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    config, optimizer = recipe.model.config or {}, recipe.optimizer
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (4, 256)
+    assert (optimizer.learning_rate, optimizer.betas) == (3e-4, (0.9, 0.95))
+    assert recipe.schedule.min_learning_rate == 1e-5 and f"{given}:2 min_lr" in printed.out
+    assert recipe.training.precision == "bf16"
+    assert "a linear decay goes to 0 and stops at min_lr" in printed.err
+
+
 def test_an_impossible_value_becomes_the_tools_default(tmp_path: Path, dmt: Dmt) -> None:
     """Never DMT's default in silence; a name with spaces becomes a folder's."""
     given = tmp_path / "args.json"

@@ -57,20 +57,21 @@ class Examined:
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), cluster: str | Cluster | None = None
+    path: str | Path, overrides: str | Sequence[str] = (), cluster: str | Cluster | None = None
 ) -> Recipe:
     """Read, merge and check the recipe at `path`, or the shipped one of that name.
 
-    `overrides` are `KEY.PATH=VALUE` texts, put on top in order; `cluster` replaces the recipe's
-    own, in the words of `--cluster`. Paths in the recipe are absolute afterwards: those in a
-    file are relative to it, those in an override to the working directory.
+    `overrides` are `KEY.PATH=VALUE` texts, or one, put on top in order; `cluster` replaces the
+    recipe's own, in the words of `--cluster`. Paths in the recipe are absolute afterwards:
+    those in a file are relative to it, those in an override to the working directory.
 
     Raises RecipeError with every mistake found, in file order: the recipe's own lines,
     then those of the files it extends, then overrides. Secrets are masked in it.
     """
     section = {} if cluster is None else find_cluster(cluster).section
     there = [f"cluster.{key}={value}" for key, value in section.items()]
-    examined = examine(Path(path), [*overrides, *there])
+    stated = [overrides] if isinstance(overrides, str) else overrides
+    examined = examine(Path(path), [*stated, *there])
     if examined.problems or examined.usable is None:
         raise RecipeError(examined.problems)
     return examined.usable

@@ -36,6 +36,7 @@ WHOLE_FILE = "(file)"
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_PYYAML_BOOLS = {"yes": True, "on": True, "no": False, "off": False}
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -134,16 +135,19 @@ def resolve_plain(text: str) -> Value:
     return number
 
 
-def parse(text: str, file: str, *, has_lines: bool = True) -> tuple[Node, list[Problem]]:
+def parse(
+    text: str, file: str, *, has_lines: bool = True, is_foreign: bool = False
+) -> tuple[Node, list[Problem]]:
     """Read one YAML document.
 
     `file` is only shown in errors; `has_lines=False` leaves line numbers out (for
-    command-line values). Returns the tree and the mistakes that do not stop reading
-    (tags, keys stated twice, keys that are not text).
+    command-line values); `is_foreign`: of a tool that reads it by PyYAML, where merge keys
+    count and `yes`, `no`, `on` and `off` are booleans. Returns the tree and the mistakes that
+    do not stop reading (tags, keys stated twice, keys that are not text).
 
     Raises RecipeError when the text is no YAML or exceeds a bound.
     """
-    builder = _Builder(file, has_lines)
+    builder = _Builder(file, has_lines, is_foreign)
     return builder.document(text), builder.problems
 
 
@@ -158,6 +162,7 @@ class _NoTypes(VersionedResolver):
 class _Builder:
     file: str
     has_lines: bool
+    is_foreign: bool
     problems: list[Problem] = field(default_factory=list)
     nodes: int = 0
     around: list[Any] = field(default_factory=list)
@@ -233,7 +238,11 @@ class _Builder:
 
     def mapping(self, node: Any, key: str) -> Mapping:
         entries: dict[str, YamlEntry] = {}
+        merged: dict[str, YamlEntry] = {}
         for name_node, value in node.value:
+            if self.is_foreign and name_node.value == "<<" and name_node.style is None:
+                merged = self.merged(value, key) | merged
+                continue
             place = self.place(name_node)
             name = self.key_name(self.node(name_node, key), key, place)
             path = f"{key}.{name}" if key else name
@@ -245,7 +254,18 @@ class _Builder:
                 self.report(path, place, found, "each key once", "remove one of the two")
             elif name:
                 entries[name] = entry
-        return Mapping(self.place(node), entries)
+        return Mapping(self.place(node), merged | entries)
+
+    def merged(self, node: Any, key: str) -> dict[str, YamlEntry]:
+        """What a merge key brings: a map's entries, or those of several; the first win."""
+        built = self.node(node, key)
+        maps = built.items if isinstance(built, Sequence) else (built,)
+        entries: dict[str, YamlEntry] = {}
+        for one in maps:
+            if not isinstance(one, Mapping):
+                raise self.syntax("no map behind the merge key", node.start_mark.line + 1)
+            entries = dict(one.entries) | entries
+        return entries
 
     def key_name(self, node: Node, parent: str, place: Location) -> str:
         """The key's text; empty, with a problem reported, when it cannot be a key."""
@@ -277,6 +297,8 @@ class _Builder:
             return Scalar(place, "", "", quoted)
         try:
             value: Value = text if quoted else resolve_plain(text)
+            if self.is_foreign and not quoted and text.lower() in _PYYAML_BOOLS:
+                value = _PYYAML_BOOLS[text.lower()]
             return Scalar(place, self.cast(node, key, value, text), text, quoted)
         except NumberError as error:
             self.report(key or TOP, place, text, str(error), "write another number")

@@ -73,7 +73,7 @@ def _text(path: Path) -> str:
 
 def _read_yaml(path: Path, text: str) -> JsonFile:
     """A YAML map with the line of each key, in the form of a JSON file."""
-    node, problems = yaml_nodes.parse(text, str(path))
+    node, problems = yaml_nodes.parse(text, str(path), is_foreign=True)
     if problems:
         raise RecipeError(problems)
     if not isinstance(node, yaml_nodes.Mapping):

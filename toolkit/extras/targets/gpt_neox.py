@@ -29,6 +29,7 @@ from toolkit.targets import deepspeed
 from toolkit.targets.base import (
     ONLY_MEMORY,
     ForeignSetting,
+    Leftover,
     NotCarried,
     Result,
     Row,
@@ -53,6 +54,9 @@ _ZERO = "zero_optimization"
 _SECTIONS = ("optimizer", _ZERO, "fp16", "bf16")
 _OWN = frozenset(("pos_emb", "gpt_j_residual", "num_attention_heads", "train_iters", "warmup"))
 """Names by which it is recognised, as by every name with -."""
+
+
+_FLOOR = changes("a linear decay goes to 0 and stops at min_lr; here it ends at min_lr")
 
 
 def _decay_steps(value: object, settings: Settings) -> NotCarried:
@@ -226,6 +230,9 @@ class GptNeoxTarget(TableTarget):
         stated = {"train_batch_size", "gradient_accumulation_steps", "gas"} & settings.keys()
         if micro is not None and not stated:
             found.stated.append(per_replica(micro))
+        floor = settings.get("min_lr")
+        if floor and floor.value and value_in(settings, "lr_decay_style", "linear") == "linear":
+            found.leftovers.append(Leftover(floor, _FLOOR.reason))
 
     def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
         """See `TableTarget`."""
@@ -235,6 +242,11 @@ class GptNeoxTarget(TableTarget):
             yield Problem("data.train.kind", recipe.data.kind, "in GPT-NeoX, megatron", fix)
         if plan.layout.cp > 1:
             yield Problem("parallel.context", str(plan.layout.cp), "in GPT-NeoX, 1")
+        schedule = recipe.schedule
+        if schedule.name == "linear" and schedule.min_learning_rate:
+            rate = str(schedule.min_learning_rate)
+            allowed = "in GPT-NeoX, 0 for a linear decay, which is cut off at it"
+            yield Problem("schedule.min_learning_rate", rate, allowed)
 
     def values(self, recipe: Recipe, plan: Plan) -> Iterator[tuple[str, object]]:
         """See `TableTarget`."""

@@ -195,6 +195,8 @@ def _warmup(setting: ForeignSetting, settings: Settings) -> list[Result]:
     ratio = settings.get("warmup_ratio")
     if value == 0 and ratio and (setting is ratio or ratio.value):
         return [NO_EFFECT]
+    if setting is ratio and not 0 <= value < 1:
+        return [Unknown(setting.name, setting.place, "not a share of the steps")]
     if not 0 < value < 1:
         return [Stated(key, int(value), setting)]
     if (steps := _total_steps(settings)) > 0:
