@@ -20,6 +20,7 @@ from toolkit.models import context as context_module
 from toolkit.models import documents
 from toolkit.models import huggingface as hf
 from toolkit.models.context import Context, all_gather, flash_blocks, ring
+from toolkit.models.context.collectives import own_group
 from toolkit.models.context.ring import Ring
 from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
@@ -226,8 +227,7 @@ def planted(fault: str, context: Context) -> Iterator[Context]:
                 context, exchange=Ulysses(nested.between.group, between=Ring(nested.group))
             )
         else:  # of attention alone: those of other data
-            create: Any = dist.new_subgroups_by_enumeration
-            others, kind = create([[0, 2], [1, 3]])[0], type(context.exchange)
+            others, kind = own_group([[0, 2], [1, 3]]), type(context.exchange)
             context = replace(context, exchange=kind(others))
         yield context
 

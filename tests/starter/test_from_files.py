@@ -162,7 +162,7 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
 
 
 def test_yaml_as_pyyaml_reads_it(tmp_path: Path, dmt: Dmt) -> None:
-    """Merge keys, whose own map wins and whose last one does not, and words as booleans."""
+    """A map's own keys win over merged ones, and the first of several maps over the others."""
     given = tmp_path / "neox.yaml"
     given.write_text("""
 one: &one {min_lr: 0.00001, num_layers: 2}

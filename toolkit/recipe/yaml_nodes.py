@@ -264,7 +264,7 @@ class _Builder:
         for one in maps:
             if not isinstance(one, Mapping):
                 raise self.syntax("no map behind the merge key", node.start_mark.line + 1)
-            entries = dict(one.entries) | entries
+            entries = one.entries | entries
         return entries
 
     def key_name(self, node: Node, parent: str, place: Location) -> str:

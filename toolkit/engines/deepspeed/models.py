@@ -32,6 +32,7 @@ from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.models.context import Context
+from toolkit.models.context.collectives import own_group
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
 
@@ -155,9 +156,7 @@ class SplitTransformersModel(TransformersModel):
         tensor, ranks = setup.layout.tp, range(setup.layout.world)
         neighbours = [[*ranks[first : first + tensor]] for first in ranks[::tensor]]
         replicas = [[*ranks[first::tensor]] for first in ranks[:tensor]]
-        grouped: Any = dist.new_subgroups_by_enumeration
-        self.tensor_group: dist.ProcessGroup = grouped(neighbours)[0]
-        self.data_group = grouped(replicas)[0]
+        self.tensor_group, self.data_group = own_group(neighbours), own_group(replicas)
         self.mpu = _mpu(self.tensor_group, self.data_group)
         self.layers = SplitLayers(self.config, self.tensor_group)
         dtype, device = DTYPES[setup.precision], setup.ranks.device

@@ -6,7 +6,6 @@ the same loss of whole rows and no objective knows of the split.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor
 from toolkit.batch import MicroBatch
 from toolkit.layout import Layout, head_ranks
 from toolkit.models.context.all_gather import AllGather
-from toolkit.models.context.collectives import gathered
+from toolkit.models.context.collectives import gathered, own_group
 from toolkit.models.context.exchange import AttentionExchange
 from toolkit.models.context.ring import Ring
 from toolkit.models.context.runs import natural, own
@@ -40,19 +39,7 @@ def exchange_of(layout: Layout, group: dist.ProcessGroup, key_heads: int) -> Att
         one[first : first + inside] for one in groups for first in range(0, layout.cp, inside)
     ]
     far = [one[first::inside] for one in groups for first in range(inside)]
-    return Ulysses(_grouped(near), between=Ring(_grouped(far)))
-
-
-def _grouped(ranks: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of those, which are all ranks.
-
-    Not `use_local_synchronization`, with which only a group's own ranks would meet: torch then
-    names a group by its ranks and the number of groups that exist, and the second of a name
-    would find the first one's addresses in the store, and wait for ever.
-    """
-    create: Any = dist.new_subgroups_by_enumeration
-    group: dist.ProcessGroup = create(ranks)[0]
-    return group
+    return Ulysses(own_group(near), between=Ring(own_group(far)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +57,7 @@ class Context:
 
         `key_heads`: of keys and values, on one tensor-parallel rank.
         """
-        group = _grouped(layout.context_groups)
+        group = own_group(layout.context_groups)
         context = cls.over(group, layout, key_heads)
         return replace(context, made=(group, *context.made))
 

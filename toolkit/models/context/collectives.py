@@ -1,5 +1,6 @@
-"""Collectives of a context group that gradients pass through."""
+"""Groups of ranks, and the collectives of a context group that gradients pass through."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,18 @@ from torch import Tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """By the names since torch 2.13, which warns of those before."""
+
+
+def own_group(groups: Sequence[list[int]]) -> dist.ProcessGroup:
+    """Make groups of ranks, which together are all ranks; this rank's. Collective among all.
+
+    Not `use_local_synchronization`, with which only a group's own ranks would meet: torch then
+    names a group by its ranks and the number of groups that exist, and the second of a name
+    would find the first one's addresses in the store, and wait for ever.
+    """
+    create: Any = dist.new_subgroups_by_enumeration
+    group: dist.ProcessGroup = create(groups)[0]
+    return group
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup, *, summed: bool) -> Tensor:
