@@ -109,8 +109,10 @@ def holds(text: str, wanted: Recipe, chosen: Search) -> None:
     value = {"true": True, "false": False}.get(shown, int(shown) if shown.isdigit() else shown)
     key = DIMENSION[field].key
     others, _, with_others = text.partition(", and with ")
-    says(with_others or others, chosen, asked(wanted, chosen, {key: value}))
-    if with_others:
+    is_alone = f"{shown} alone " in others
+    if with_others or not is_alone:
+        says(with_others or others, chosen, asked(wanted, chosen, {key: value}))
+    if is_alone:
         best = chosen.best
         same = settings(best.layout) | {
             "parallel.engine": best.pair.engine, "parallel.model": best.pair.model,

@@ -111,14 +111,15 @@ class Feature:
         """Its settings in the section that it is inside of; None where all are defaults, as a
         degree of 1 and a switch that is off are."""
         values: dict[str, Any] = {}
-        for name, key in self.section.model_fields.items():
+        keys = self.section.model_fields.items()
+        for name, key in keys:
             value = getattr(around, name)
             values[name] = None if value is False and key.default is None else value
         for degree in self.degrees:
             if values[degree] == 1:
                 values[degree] = None
-        settings = self.section.model_construct(**values)
-        return None if settings == self.section() else settings
+        off = all(values[name] == key.default for name, key in keys)
+        return None if off else self.section.model_construct(**values)
 
 
 FEATURES: Registry[Feature] = Registry(

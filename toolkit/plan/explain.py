@@ -220,13 +220,16 @@ def _cost(found: Search, dimension: Dimension, value: Any) -> str:
     # The products of experts follow from the size of a micro batch.
     sized = dimension.field == "micro_batch" and found.job.spec.moe_layers
     best: Candidate | None
+    name, only = dimension.named(value), alone(found, dimension, value)
     if known and dimension.tried == "all" and not sized:
         best = ranked(known, found.cluster)[0]
+    elif dimension.tried == "rule" and only and not shortage(only, found.cluster):
+        # A kernel changes all layouts nearly alike: they are not searched for its sake.
+        return f"{name} alone {_slower(found, only)}"
     else:
         best = stated(found, {dimension.key: value})
     if best is None:
         return ""
-    name, only = dimension.named(value), alone(found, dimension, value)
     if short := shortage(best, found.cluster):
         return f"{name} needs at least {short}"
     text = _compared(found, dimension, name, best, only)
