@@ -24,6 +24,7 @@ LIGHT = (
     "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
     "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
+    "toolkit.extras.tune.trial",
     "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.targets", "toolkit.extras.targets",
     "toolkit.accelerate.__init__", "toolkit.targets.accelerate_file",

@@ -1,0 +1,308 @@
+"""One trial: `dmt launch` of a recipe with overrides, in a run directory of its own.
+
+`run_trial` starts it in a session of its own, follows its metrics and events, and returns how
+it ended. It needs no torch, may be called from a thread, and leaves no process behind: the
+launcher, and with it the ranks, die with the thread that started them.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError
+from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
+from toolkit.launchers.outcome import log_tail
+from toolkit.launchers.process import Deadline, die_with_parent
+from toolkit.launchers.supervisor import failure_reason, visible_gpus
+from toolkit.recipe.schema import ClusterSection
+from toolkit.report.record import Logs
+from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import METRICS, valid, valid_event
+
+Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
+"""`stopped`: by its caller's decision; `interrupted`: it saved and ended because the caller is
+ending, and the same call continues it."""
+
+_POLL_S = 0.1
+_TAIL_LINES = 4
+"""Of a launcher that printed no line of its own about its end."""
+_KILL_GRACE_S = 20.0
+"""Time that a launcher has to end its ranks after the third interrupt."""
+_SILENT_LIMITS = 4.0
+_SILENT_EXTRA_S = 60.0
+"""The ranks' own watchdog ends a hung first step after three limits; one that hangs where no
+watchdog runs is ended after that many limits and seconds without a new line."""
+_MEMORY_ERROR = re.compile(
+    r"out of memory|not enough memory|can(no|')t allocate memory|MemoryError|bad_alloc",
+    re.IGNORECASE,
+)
+"""Text in the errors of ranks, on a GPU and on a CPU."""
+
+
+@dataclass(frozen=True)
+class DeviceSlice:
+    """The part of this machine that one trial at a time may use."""
+
+    number: int
+    gpus: tuple[str, ...] = ()
+    """Their names in CUDA_VISIBLE_DEVICES; empty on a CPU."""
+    cores: frozenset[int] = frozenset()
+    """Empty: all of this process."""
+    ports: range = PORTS
+    """From which its ranks' port is chosen."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables of the trial's launcher."""
+        env = {PORTS_VARIABLE: f"{self.ports.start}-{self.ports.stop - 1}"}
+        return env | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
+
+
+def device_slices(cluster: ClusterSection, parallel: int = 1) -> list[DeviceSlice]:
+    """This machine's devices in `parallel` equal parts, each for one trial of a recipe with
+    this `cluster`, which share no GPU and no port, and no core while there are enough.
+
+    Raises PlanError if the visible GPUs are fewer than all trials need.
+    """
+    each, cores = cluster.gpus_per_node, sorted(os.sched_getaffinity(0))
+    gpus: list[str] = [] if cluster.gpu == "cpu" else visible_gpus(each * parallel)
+    if gpus and len(gpus) < each * parallel:
+        raise PlanError(
+            f"{parallel} trials at a time with {each} GPUs each: found {len(gpus)} GPUs in "
+            f"CUDA_VISIBLE_DEVICES",
+            fix=f"at most {len(gpus) // each} at a time, or a smaller cluster.gpus_per_node",
+        )
+    share, ports = len(cores) // parallel, len(PORTS) // parallel
+    return [
+        DeviceSlice(
+            number,
+            tuple(gpus[number * each : (number + 1) * each]),
+            frozenset(cores[number * share : (number + 1) * share] if parallel > 1 else ()),
+            PORTS[number * ports : (number + 1) * ports],
+        )
+        for number in range(parallel)
+    ]
+
+
+@dataclass
+class Followed:
+    """What a running trial has written so far."""
+
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of metrics.jsonl, see `track.metrics.Metrics`."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Events of all its starts; `evaluation` has the validation `loss` and its `step`."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial ended, and what was measured."""
+
+    ending: Ending
+    reason: str = ""
+    """Why it did not come to its end, in one line."""
+    step: int = 0
+    """Optimizer steps done."""
+    step_time_s: float | None = None
+    """See `step_time`."""
+    memory_gib: float | None = None
+    """Peak of the fullest GPU; None on a CPU."""
+    seconds: float = 0.0
+    """From this start to the end, loading of the libraries included."""
+
+
+def trial_folder(tune_dir: Path, number: int) -> Path:
+    """The run directory of a trial, numbered from 0."""
+    return tune_dir / "trials" / f"{number:04d}"
+
+
+WARM_UP_STEPS = 2
+"""Logged steps that are not measured: they allocate buffers and compile kernels."""
+
+
+def step_time(metrics: Sequence[dict[str, Any]]) -> float | None:
+    """Median seconds per logged step after WARM_UP_STEPS; None before there is one."""
+    times = [float(line["step_time_s"]) for line in metrics[WARM_UP_STEPS:]]
+    return median(times) if times else None
+
+
+def run_trial(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    folder: Path,
+    devices: DeviceSlice,
+    on_progress: Callable[[Followed], bool] = lambda _: False,
+    *,
+    hang_s: float = 300.0,
+    interrupted: Callable[[], bool] = lambda: False,
+    options: Sequence[str] = (),
+) -> TrialResult:
+    """Run a trial in `folder`, or continue the one that is there, and wait for its end.
+
+    Args:
+        recipe: Path or shipped name, as of `dmt launch`.
+        overrides: `KEY=VALUE`, as of `--set`.
+        devices: From `device_slices`: one trial at a time uses a slice.
+        on_progress: Called when there are new lines; True ends the trial at once, without
+            a checkpoint (`stopped`).
+        hang_s: Seconds that one step may take (`launch.hang_timeout_s`), the first one three
+            times as long; a trial that takes longer is `hung`.
+        interrupted: Polled; once it is true, the trial saves and ends (`interrupted`).
+        options: More options of `dmt launch`, e.g. `--cluster FILE`.
+
+    What goes wrong in the trial is a result, not an exception. The output of its launcher is in
+    `folder/launch.log`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [*overrides, f"launch.hang_timeout_s={hang_s:g}"]
+    stated = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, *DMT, "launch", str(recipe), *stated]
+    command += ["--run-dir", str(folder), *options]
+    started, kills = time.monotonic(), _kernel_kills()
+    follower = _Follower(RunDirectory(folder))
+    with _started(command, folder, devices) as process:
+        ended_by = _follow(process, follower, on_progress, interrupted, hang_s)
+    follower.read()
+    followed, starts = follower.followed, follower.before
+    memory = [line["memory_gib"] for line in followed.metrics if line.get("memory_gib")]
+    ending, reason = ended_by or _ending(
+        process.returncode, followed.events[starts:], folder, _kernel_kills() - kills
+    )
+    return TrialResult(
+        ending,
+        reason,
+        step=max((line["step"] for line in followed.metrics), default=0),
+        step_time_s=step_time(followed.metrics),
+        memory_gib=max(memory, default=None),
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Follower:
+    """Reads what a run directory's files have grown by."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._logs = run, Logs()
+        self.followed = Followed()
+        self.read()
+        self.before = len(self.followed.events)
+        """Events of earlier starts."""
+
+    def read(self) -> bool:
+        """Whether there is anything new."""
+        now = self.followed
+        before = len(now.metrics), len(now.events)
+        now.metrics = self._logs.lines(self._run.metrics, [], lambda line: valid(METRICS, line))
+        now.events = self._logs.lines(self._run.events, [], valid_event)
+        return (len(now.metrics), len(now.events)) != before
+
+
+@contextmanager
+def _started(
+    command: Sequence[str], folder: Path, devices: DeviceSlice
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """The launcher, which has ended together with its ranks when this is left."""
+    die = die_with_parent(signal.SIGKILL)
+
+    def between_fork_and_exec() -> None:
+        die()
+        if devices.cores:
+            os.sched_setaffinity(0, devices.cores)
+
+    with (folder / "launch.log").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **devices.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C at the terminal is for this process, which passes it on.
+            start_new_session=True,
+            preexec_fn=between_fork_and_exec,
+        )
+    try:
+        yield process
+    finally:
+        _kill(process)
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]",
+    follower: _Follower,
+    on_progress: Callable[[Followed], bool],
+    interrupted: Callable[[], bool],
+    hang_s: float,
+) -> tuple[Ending, str] | None:
+    """Wait for the end, at which `process` may still run; None: it ended by itself."""
+    silent_s = _SILENT_LIMITS * hang_s + _SILENT_EXTRA_S
+    silence, asked = Deadline(), False
+    silence.start(silent_s)
+    while process.poll() is None:
+        if follower.read():
+            silence = Deadline()
+            silence.start(silent_s)
+            if on_progress(follower.followed):
+                return "stopped", ""
+        if silence.passed:
+            return "hung", f"no sign of life for {silent_s:g} s"
+        if interrupted() and not asked:
+            asked = True
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+    code = process.returncode
+    return ("interrupted", "") if asked and code != EXIT_DONE else None
+
+
+def _ending(
+    code: int, events: Sequence[dict[str, Any]], folder: Path, kernel_kills: int
+) -> tuple[Ending, str]:
+    """How a launcher that ended by itself ended, and why."""
+    if code == EXIT_DONE:
+        return "done", ""
+    if code == EXIT_RESUMABLE:
+        return "interrupted", ""
+    said = log_tail(folder / "launch.log").splitlines()
+    errors = [line for line in said if line.startswith(("error:", "dmt:"))]
+    outcome = errors[-1] if errors else " ".join(" ".join(said[-_TAIL_LINES:]).split())
+    reasons = [event["reason"] for event in events if event.get("kind") == "failure"]
+    reason = str(reasons[-1]) if reasons else failure_reason(events, outcome)
+    if any(event.get("kind") == "hang" for event in events):
+        return "hung", reason
+    ends = [str(event.get("error")) for event in events if event.get("kind") == "end"]
+    if any(map(_MEMORY_ERROR.search, [reason, *ends])):
+        return "out_of_memory", reason
+    if kernel_kills > 0 and "SIGKILL" in reason:
+        return "out_of_memory", f"{reason}: the host's memory ran out"
+    return "failed", reason or f"exit code {code}"
+
+
+def _kernel_kills() -> int:
+    """How many processes of this machine the kernel has killed for want of memory."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """End a launcher with its ranks and their children: it kills them at the third interrupt,
+    and the kernel does when it dies itself."""
+    grace = Deadline()
+    grace.start(_KILL_GRACE_S)
+    while process.poll() is None and not grace.passed:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(2 * _POLL_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
