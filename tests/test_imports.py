@@ -24,7 +24,8 @@ LIGHT = (
     "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
     "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
-    "toolkit.extras.tune.trial",
+    "toolkit.extras.tune.trial", "toolkit.evaluator",
+    "toolkit.evaluate.tasks", "toolkit.evaluate.samples",
     "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.targets", "toolkit.extras.targets",
     "toolkit.accelerate.__init__", "toolkit.targets.accelerate_file",
@@ -32,6 +33,7 @@ LIGHT = (
 )  # fmt: skip
 
 PROGRAMS = (
+    "toolkit.evaluate.process",
     "toolkit.extras.launchers.ray_job",
     "toolkit.extras.convert.verify",
     "toolkit.train.__main__",
@@ -44,7 +46,7 @@ LAYERS = (
     ("toolkit.objectives",),
     ("toolkit.recipe.section",),
     ("toolkit.optimizers",),
-    ("toolkit.recipe", "toolkit.launcher", "toolkit.features.base",
+    ("toolkit.recipe", "toolkit.launcher", "toolkit.evaluator", "toolkit.features.base",
      "toolkit.features.__init__"),
     ("toolkit.hardware",),
     ("toolkit.models",),
@@ -63,6 +65,7 @@ LAYERS = (
     ("toolkit.targets",),
     ("toolkit.run",),
     ("toolkit.track",),
+    ("toolkit.evaluate",),
     ("toolkit.launchers",),
     ("toolkit.train",),
     ("toolkit.accelerate",),

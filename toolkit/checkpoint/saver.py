@@ -9,7 +9,7 @@ separate process group. One save is in flight at most; the next one waits for it
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch import Tensor
 from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.shards import (
+    STORED,
     StateShard,
     block_shape,
     dtype_of,
@@ -88,9 +89,11 @@ class Saver:
         manifest: Manifest,
         state: Iterable[StateShard],
         companions: Mapping[str, bytes],
+        quantities: Collection[str] = STORED,
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
+        A run continues from all `quantities`; an export needs the weights alone.
         Of a run with adapters, only what trains. Returns when the state may change again; what
         a GPU would change first calls `copies.wait_for_copies`. The copy then runs alongside
         the next forward and backward pass. `finished` returns how it ended.
@@ -106,7 +109,8 @@ class Saver:
         if self._pinning is not None:
             self._pinning.result()
         self._copies.begin()
-        entries = list(entries_of(state, self._copies if self.asynchronous else None))
+        copies = self._copies if self.asynchronous else None
+        entries = list(entries_of(state, copies, quantities))
         copied = self._copies.end()
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(
@@ -180,7 +184,9 @@ class Saver:
 
 
 def entries_of(
-    state: Iterable[StateShard], copies: HostCopies | None = None
+    state: Iterable[StateShard],
+    copies: HostCopies | None = None,
+    quantities: Collection[str] = STORED,
 ) -> Iterable[TensorToWrite]:
     """What this rank writes: copies, which outlive the next training step, or what is taken
     from the engine when its turn comes."""
@@ -188,6 +194,8 @@ def entries_of(
         if not shard.saved_here:
             continue
         for quantity in shard.quantities:
+            if quantity not in quantities:
+                continue
             values = _Values(shard, quantity)
             if copies is not None:
                 values.keep(copies)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
+from toolkit.evaluator import with_evaluators
 from toolkit.features.base import changed, features_of, with_features
 from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
@@ -628,8 +629,9 @@ class ScheduleSection(Section):
         return math.ceil(self.warmup_ratio * total_steps)
 
 
+@with_evaluators
 class EvaluationSection(Section):
-    """Validation loss during training and at the end."""
+    """Validation loss during training and at the end; tasks and samples of the weights."""
 
     every_steps: Positive | None = None
     """Steps between evaluations; null for none before the end."""

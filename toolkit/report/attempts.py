@@ -162,6 +162,7 @@ def replay_s(attempt: Attempt) -> float:
 
 def _timed(event: Event) -> bool:
     try:
-        return bool(event["kind"]) and time_of(event) > 0
+        # What `dmt eval` found later is no part of a start.
+        return bool(event["kind"]) and time_of(event) > 0 and not event.get("afterwards")
     except (KeyError, ValueError):
         return False

@@ -25,6 +25,8 @@ EventKind = Literal[
     "failure",
     "skip",
     "evaluation",
+    "evaluation_tasks",
+    "samples",
     "window",
     "prediction",
     "signal",
@@ -58,6 +60,9 @@ class EventLog:
       launcher printed, also of a rank that was killed and wrote nothing;
     - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
       `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
+    - `evaluation_tasks` and `samples` (with the numbers or texts, and the `seconds` that
+      training waited) when an evaluator has judged the weights of a step; `afterwards: true`
+      if `dmt eval` did, which is no part of a start of the run;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """

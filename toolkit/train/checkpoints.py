@@ -301,7 +301,7 @@ class RunCheckpoints:
         mark("waiting for the save before")
         self.tell(wait=True)
         mark(f"saving step {progress.step}")
-        self.saver.save(self._manifest(engine, progress), engine.state(), self.companions)
+        self.saver.save(self.manifest(engine, progress), engine.state(), self.companions)
         self._stall_s = time.monotonic() - began
 
     def finish(self) -> None:
@@ -349,7 +349,8 @@ class RunCheckpoints:
             tell(f"warning: {message}")
             self.events.write("warning", message=message)
 
-    def _manifest(self, engine: Engine, progress: Progress) -> Manifest:
+    def manifest(self, engine: Engine, progress: Progress) -> Manifest:
+        """The manifest of a checkpoint that is to be saved."""
         plan = self.assignment.plan
         counters = engine.counters()
         return Manifest(

@@ -26,6 +26,7 @@ from toolkit.track.sample_log import SampleLog
 from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import wanted
 from toolkit.train.checkpoints import RunCheckpoints
+from toolkit.train.evaluating import RunEvaluations
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
@@ -124,6 +125,7 @@ class Observer:
         self.validation = validation
         self.checkpoints = checkpoints
         self.reporter = reporter
+        self.evaluations = RunEvaluations(start, engine, checkpoints)
         self._window = _Window()
         self._seconds: list[float] = []
         """Times of every step since this start with the planned sequence length."""
@@ -219,6 +221,7 @@ class Observer:
         every = self.start.recipe.evaluation.every_steps
         if every and step % every == 0:
             self.evaluate_now(progress)
+        self.evaluations.evaluate(progress)
         mark(f"step {step + 1}", step)
 
     def evaluate_now(self, progress: Progress) -> None:

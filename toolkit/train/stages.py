@@ -32,6 +32,7 @@ from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
+from toolkit.train.evaluating import prepare_evaluators
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun, train
 from toolkit.train.observer import Observer, Reporter
@@ -54,6 +55,7 @@ def work(start: Start) -> None:
     else:
         if data.streams is not None:
             _open_streams(start, data.streams, data, found)
+        prepare_evaluators(start, checkpoints)
         reference = _reference(start, config, data, steps, checkpoints, found)
         engine = _engine(start, config, checkpoints)
         if reference is not None:
@@ -273,6 +275,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         # kill loses no step.
         observer.save_now(progress)
         observer.evaluate_now(progress)
+        observer.evaluations.evaluate_now(progress)
         observer.compare(progress)
 
 

@@ -1,0 +1,224 @@
+"""`dmt eval`: judge a run, a checkpoint or a Hugging Face folder by tasks and samples."""
+
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.cli.bars import byte_progress
+from toolkit.cli.options import AsJson
+from toolkit.cli.output import Line, Table, output
+from toolkit.errors import DataError, DirectoryInUse
+from toolkit.evaluator import EVALUATORS, EvaluatorSection, chosen
+from toolkit.intake.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.run.evaluations import SAMPLES, TASKS, Recorded, metrics, record
+from toolkit.run.events import EventLog
+from toolkit.text.terminal import tell
+from toolkit.track.service import TrackerFollower
+from toolkit.track.trackers import wanted
+
+TRACKER_WAIT_S = 120.0
+"""How long each tracker may take to post the numbers."""
+_WORK = ".export-of-dmt-eval"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a path names."""
+
+    folder: Path | None = None
+    """A Hugging Face folder."""
+    checkpoint: Located | None = None
+    run: RunDirectory | None = None
+    """The run of the checkpoint, if it is in one."""
+
+    @classmethod
+    def of(cls, path: Path) -> "Judged":
+        """Raises CheckpointError for a path that is none of them."""
+        if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+            return cls(folder=path)
+        found = locate(path)
+        run = RunDirectory(found.folder.absolute().parent.parent)
+        inside = found.folder.absolute().parent.name == CHECKPOINTS and run.recipe.is_file()
+        return cls(checkpoint=found, run=run if inside else None)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The run's."""
+        return None if self.run is None else load_recipe(self.run.recipe)
+
+
+def eval_(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|FOLDER", help="A run, a checkpoint, or a Hugging Face folder."
+        ),
+    ],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", metavar="NAMES", help="Of the harness, separated by commas."),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="Folder with YAMLs of your own tasks.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task.")] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples in each prompt.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples computed at once.")] = 8,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A text to complete.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each completion.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the chat template.")] = False,
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="auto: the run's; a GPU for a folder.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate exported weights, or those of a checkpoint, in a process of its own.
+
+    Without --tasks and --prompt: what the run's recipe states in `evaluation`. The findings
+    about a run are written into RUN/evaluations, and to its trackers.
+
+    Example: `dmt eval runs/tiny-llama-bytes --tasks arc_easy,my_task --include-path tasks`
+    """
+    judged = Judged.of(path)
+    stated: dict[str, dict[str, Any]] = {}
+    if names := [name for text in tasks or () for name in text.split(",") if name]:
+        folder = None if include_path is None else str(include_path.absolute())
+        stated["tasks"] = {
+            "names": names, "include_path": folder, "limit": limit, "few_shot": few_shot,
+            "batch_size": batch_size, "chat": chat,
+        }  # fmt: skip
+    if prompts:
+        stated["samples"] = {"prompts": prompts, "max_tokens": max_tokens, "chat": chat}
+    settings = {n: EVALUATORS[n].section.model_validate(one) for n, one in stated.items()}
+    recipe = judged.recipe
+    if not settings and recipe is not None:
+        settings = chosen(recipe.evaluation)
+    if not settings:
+        raise DataError("nothing to evaluate", fix="add --tasks NAMES, or --prompt TEXT")
+    findings = _judge(judged, settings, device_of(device, recipe))
+    found = judged.checkpoint
+    step = {} if found is None else {"step": found.manifest.step}
+    data = {"folder": str(path), **step, "findings": jsonl.plain(findings)}
+    output(as_json, data, _lines(findings), wrap=False)
+
+
+def device_of(stated: str, recipe: Recipe | None) -> str:
+    """`cpu` or `cuda`: as stated, else that of the recipe. Raises DataError."""
+    if stated not in ("auto", "cpu", "cuda"):
+        raise DataError(f"--device: found {stated}, allowed are auto, cpu and cuda")
+    import torch
+
+    here = torch.cuda.is_available()
+    if stated == "cuda" and not here:
+        raise DataError("--device cuda: torch finds no GPU here", fix="leave it out")
+    if stated != "auto":
+        return stated
+    on_gpu = recipe is None or recipe.cluster.gpu != "cpu"
+    if recipe is not None and on_gpu and not here:
+        tell(f"cluster.gpu is {recipe.cluster.gpu}, torch finds no GPU here: on the CPU")
+    return "cuda" if on_gpu and here else "cpu"
+
+
+def _judge(
+    judged: Judged, settings: Mapping[str, EvaluatorSection], device: str
+) -> dict[str, Any]:
+    from toolkit.evaluate.evaluation import evaluate
+
+    with exported_folder(judged) as folder:
+        findings = evaluate(folder, settings, device)
+    if judged.run is not None and judged.checkpoint is not None:
+        _record(judged.run, judged.checkpoint.manifest, settings, findings)
+    return findings
+
+
+@contextmanager
+def exported_folder(judged: Judged) -> Iterator[Path]:
+    """The Hugging Face folder; of a checkpoint, a temporary export on the same disk."""
+    if judged.checkpoint is None:
+        assert judged.folder is not None
+        yield judged.folder.absolute()
+        return
+    from toolkit.checkpoint.export import exported_bytes
+    from toolkit.evaluate.evaluation import exported
+
+    checkpoint, manifest = judged.checkpoint.folder, judged.checkpoint.manifest
+    tell(f"step {manifest.step:,}: {checkpoint}")
+    work = judged.run.evaluations if judged.run else checkpoint.absolute().parent
+    nbytes = exported_bytes(checkpoint, merged=manifest.adapter is not None)
+    with _alone(work), ExitStack() as stack:
+        with byte_progress("export", nbytes) as tick:
+            folder = stack.enter_context(exported(checkpoint, work / _WORK, tick))
+        yield folder
+
+
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Keep a second `dmt eval` from the same temporary folder. Raises DirectoryInUse."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / f"{_WORK}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DirectoryInUse(
+                f"another dmt eval is exporting into {work}", fix="wait for its end"
+            ) from error
+        yield
+
+
+def _record(
+    run: RunDirectory,
+    manifest: Manifest,
+    settings: Mapping[str, EvaluatorSection],
+    findings: Mapping[str, Any],
+) -> None:
+    """Write the findings into the run, and post them where its trackers are."""
+    for name, found in findings.items():
+        stated = settings[name].model_dump(mode="json")
+        recorded = Recorded(name, manifest.step, stated, found)
+        record(run, EVALUATORS[name].event, recorded, afterwards=True)
+    recipe, events = load_recipe(run.recipe), EventLog(run.events)
+    followers = [
+        TrackerFollower(run, name, one, recipe.name, events)
+        for name, one in wanted(recipe.logging)
+    ]
+    for follower in followers:
+        follower.end()
+    for follower in followers:
+        if line := follower.finish(TRACKER_WAIT_S):
+            tell(line)
+
+
+def _lines(findings: Mapping[str, Any]) -> Iterator[Line]:
+    for name, found in findings.items():
+        if name == TASKS:
+            yield from _TASKS.lines([*metrics(Recorded(name, 0, {}, found))])
+        elif name == SAMPLES:
+            for sample in found:
+                yield f"{sample['prompt']!r} → {sample['completion']!r}"
+        else:
+            yield f"{name}: {found}"
+
+
+_TASKS = Table[Sequence[Any]](
+    {
+        "task": lambda row: row[0],
+        "metric": lambda row: row[1],
+        "value": lambda row: f"{row[2]:.4f}",
+        "±": lambda row: "" if row[3] is None else f"{row[3]:.4f}",
+    },
+    left=2,
+)

@@ -1,0 +1,1 @@
+"""Judges exported weights: tasks of the lm-evaluation-harness, and samples."""
