@@ -45,7 +45,7 @@ class Hub:
         return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
 
 
-def _entry(path: str, content: bytes) -> dict[str, Any]:
+def entry(path: str, content: bytes) -> dict[str, Any]:
     return {
         "type": "file",
         "path": path,
@@ -54,9 +54,10 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """What the hubs of tests have in common."""
+
     protocol_version = "HTTP/1.1"
-    hub: Hub
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -64,11 +65,38 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_GET(self) -> None:
+        raise NotImplementedError
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def json(self, value: object) -> None:
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def missing(self, code: str) -> None:
+        self.send(404, b"", {"X-Error-Code": code})
+
+    def send(
+        self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection = self.close_connection or cut
+
+
+class _Handler(Handler):
+    hub: Hub
+
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = self.body().decode()
         files = self.hub.at(self.path.rpartition("/")[2]) or {}
         asked = parse_qs(body).get("paths", []) if "=" in body else json.loads(body)["paths"]
-        self._json([_entry(path, files[path]) for path in asked if path in files])
+        self.json([entry(path, files[path]) for path in asked if path in files])
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -79,13 +107,13 @@ class _Handler(BaseHTTPRequestHandler):
             revision = path.removeprefix(_API).removeprefix("/revision/") or "main"
             commit = self.hub.commit() if revision == "main" else revision
             if commit in self.hub.commits:
-                self._json({"id": NAME, "sha": commit, "siblings": [], "tags": []})
+                self.json({"id": NAME, "sha": commit, "siblings": [], "tags": []})
             else:
-                self._missing("RevisionNotFound")
+                self.missing("RevisionNotFound")
         elif path.startswith(f"{_API}/tree/"):
             self._tree(path.removeprefix(f"{_API}/tree/"))
         else:
-            self._missing("RepoNotFound")
+            self.missing("RepoNotFound")
 
     def _tree(self, place: str) -> None:
         revision, _, folder = place.partition("/")
@@ -101,16 +129,16 @@ class _Handler(BaseHTTPRequestHandler):
                 depth = one.count("/") - (folder.count("/") + 1 if folder else 0)
                 if inside and (recursive or depth == 0):
                     kind = {"type": "directory", "path": one, "oid": "0", "size": 0}
-                    found[one] = _entry(path, content) if one == path else kind
+                    found[one] = entry(path, content) if one == path else kind
         if found:
-            self._json([found[one] for one in sorted(found)])
+            self.json([found[one] for one in sorted(found)])
         else:
-            self._missing("EntryNotFound")
+            self.missing("EntryNotFound")
 
     def _file(self, revision: str, name: str) -> None:
         content = (self.hub.at(revision) or {}).get(name)
         if content is None:
-            self._missing("EntryNotFound")
+            self.missing("EntryNotFound")
             return
         commit = self.hub.commit() if revision == "main" else revision
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
@@ -123,41 +151,31 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
             content, status = content[int(start) : last + 1], 206
         if failure == "error":
-            self._send(500, b"We are sorry", {})
+            self.send(500, b"We are sorry", {})
             return
-        self._send(status, content, headers, cut=failure == "cut")
+        self.send(status, content, headers, cut=failure == "cut")
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _missing(self, code: str) -> None:
-        self._send(404, b"", {"X-Error-Code": code})
-
-    def _send(
-        self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
-    ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection = self.close_connection or cut
+@contextmanager
+def serving(hub: Any, handler: type[Handler]) -> Iterator[None]:
+    """Serve `hub`, whose `url` is set, by a handler that has it as attribute."""
+    answering = type("Answering", (handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), answering)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextmanager
 def running() -> Iterator[Hub]:
     """A hub with an empty repository."""
     hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(hub, _Handler):
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

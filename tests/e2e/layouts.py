@@ -32,6 +32,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         ),
         "state": {name: record.sha256 for name, record in manifest.files.items()},
         "export": {
-            path.name: path.read_bytes() for path in sorted((run_dir / "export").iterdir())
+            path.name: path.read_bytes()
+            for path in sorted((run_dir / "export").iterdir())
+            if path.name != "README.md"  # has the whole recipe
         },
     }

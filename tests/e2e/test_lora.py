@@ -73,7 +73,9 @@ def test_exports_compute_the_same(tuned: Project) -> None:
     folder = tuned.folder
     for options in (["merged", "--merged"], ["adapter"]):
         ended = run(
-            dmt("checkpoint", "export", "moved", *options, "--compare-logits"), folder, code=0
+            dmt("checkpoint", "export", "moved", *options, "--compare-logits", "transformers"),
+            folder,
+            code=0,
         )
         (difference,) = re.findall(r"logits agree: largest difference (\S+)", ended.out)
         assert float(difference) <= 1e-5
@@ -102,7 +104,7 @@ def test_an_export_that_computes_something_else_is_told(tuned: Project) -> None:
     save_file(tensors, weights, {"format": "pt"})
     told = pytest.raises(RunFailed, match="its logits differ from those of")
     with told, chdir(tuned.folder):
-        compare(checkpoint, damaged)
+        compare(checkpoint, damaged, "transformers")
 
 
 def test_fits_reports_adapters(tuned: Project) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -210,6 +210,34 @@ def convert(checkpoint: Checkpoint, dst: Destination, as_json: AsJson = False) -
     _wrote(dst, found, {"files": len(manifest.files), "bytes": manifest.nbytes}, as_json)
 
 
+_CompareLogits = Annotated[
+    Literal["transformers", "vllm"] | None,
+    typer.Option(
+        "--compare-logits",
+        help="Compare the export, as transformers (or PEFT) or vLLM load it, with the trained "
+        "model; needs room for two in fp32.",
+    ),
+]
+_ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--shard-size",
+        help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated.",
+    ),
+]
+_PushToHub = Annotated[
+    str | None,
+    typer.Option(
+        "--push-to-hub",
+        metavar="REPO",
+        help="Upload the export to this model repository, which is created if needed.",
+    ),
+]
+_Private = Annotated[
+    bool, typer.Option("--private", help="With --push-to-hub: only to a private one.")
+]
+
+
 @app.command()
 def export(
     checkpoint: Checkpoint,
@@ -224,52 +252,63 @@ def export(
         bool,
         typer.Option("--merged", help="Add the adapters to their base: write a whole model."),
     ] = False,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare-logits",
-            help="Compare the export, as transformers or PEFT load it, with the trained model; "
-            "needs room for two in fp32.",
-        ),
-    ] = False,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            "--shard-size",
-            help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated.",
-        ),
-    ] = None,
+    compare: _CompareLogits = None,
+    shard_size: _ShardSize = None,
+    push_to_hub: _PushToHub = None,
+    private: _Private = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
+    """Write a Hugging Face folder: config, tokenizer, sharded safetensors and a model card.
 
     For a run with adapters, a PEFT folder: `adapter_model.safetensors`, `adapter_config.json`.
 
     Example: `dmt checkpoint export runs/tiny-llama-bytes model`
     """
     from toolkit.checkpoint import export as exporting
+    from toolkit.checkpoint import logits
+    from toolkit.checkpoint.hub_upload import HubRepository
     from toolkit.checkpoint.verify import require_whole
     from toolkit.models.new_folder import check_destination
+    from toolkit.run.model_card import is_generated, write_card
 
     found = _find(checkpoint)
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
-    if limit and found.manifest.adapter is not None and not merged:
-        fix = "remove --shard-size, or add --merged"
-        raise CheckpointError("--shard-size: adapters are one file", fix=fix)
+    if private and push_to_hub is None:
+        raise CheckpointError("--private: nothing is uploaded", fix="add --push-to-hub REPO")
+    if found.manifest.adapter is not None and not merged:
+        _refuse_for_adapters(shard_size, compare)
+    if compare is not None:
+        logits.require(compare)
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
+    repository = push_to_hub and HubRepository.prepare(push_to_hub, private=private)
     if verify:
         tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
         exporting.export(found.folder, dst, tick, merged=merged, **limit)
+    write_card(dst, found.folder)
     report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
-    if compare:
-        from toolkit.checkpoint import logits
-
-        report["logits"] = logits.compare(found.folder, dst)
+    if compare is not None:
+        report["logits"] = logits.compare(found.folder, dst, compare)
+    if repository:
+        message = (
+            f"Step {found.manifest.step:,} of {found.manifest.recipe.get('name', 'a run')}"
+        )
+        report["commit"] = repository.upload(dst, message, is_generated)
     _wrote(dst, found, report, as_json)
+
+
+def _refuse_for_adapters(shard_size: str | None, compare: str | None) -> None:
+    """Raise CheckpointError for options that need a whole model."""
+    if shard_size is not None:
+        fix = "remove --shard-size, or add --merged"
+        raise CheckpointError("--shard-size: adapters are one file", fix=fix)
+    if compare == "vllm":
+        raise CheckpointError(
+            "--compare-logits vllm: it loads whole models", fix="add --merged"
+        )
 
 
 def _shard_bytes(text: str) -> int:
@@ -292,6 +331,8 @@ def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) ->
     lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
     if "logits" in written:
         lines.append(str(written["logits"]))
+    if "commit" in written:
+        lines.append(f"uploaded: {written['commit']}")
     output(as_json, data | written, lines, wrap=False)
 
 

@@ -12,6 +12,7 @@ from toolkit.models.huggingface import add_end_tokens
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.run.model_card import CARD, is_generated, write_card
 from toolkit.run.recorded import read_events
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
@@ -21,18 +22,25 @@ from toolkit.train.phases import Phases
 def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     """Write RUN/export from the checkpoint of `step`, unless it already exists.
 
-    Replaces the export of another step, and one with a missing or truncated file.
-    Raises as `export` does.
+    Replaces the export of another step, and one with a missing or truncated file, but not a
+    model card that a user wrote. Raises as `export` does.
     """
     recorded = _recorded(run, step)
     if recorded and recorded.items() <= _files_of(run.export).items():
-        return  # other files there, such as a model card, belong to the user
+        return  # other files there, and the model card, may be the user's
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = phases.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
+    card, users_card = run.export / CARD, run.path / "export-README.md"
+    if card.is_file() and not is_generated(card.read_bytes()):
+        card.replace(users_card)  # a kill while exporting leaves it there
     shutil.rmtree(run.export, ignore_errors=True)
     export(checkpoint, run.export, tick)
-    EventLog(run.events).write("export", step=step, files=_files_of(run.export))
+    files = _files_of(run.export)
+    if users_card.exists():
+        users_card.replace(card)
+    write_card(run.export, checkpoint)
+    EventLog(run.events).write("export", step=step, files=files)
 
 
 def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
