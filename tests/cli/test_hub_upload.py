@@ -168,7 +168,7 @@ def test_logits_are_compared_with_those_of_another_program(
 ) -> None:
     dst = run.parent / "out"
     code, _, err = export(capsys, run, dst, "--compare-logits", "vllm")
-    assert code == 3 and "vLLM is not installed" in err and "pip install vllm" in err
+    assert code == 3 and "vLLM is not installed" in err and " vllm, or" in err
     assert not dst.exists()
     assert export(capsys, run, dst, "--compare-logits", "transformers")[0] == 0
     from toolkit.checkpoint.logits import compare

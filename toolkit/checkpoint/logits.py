@@ -42,7 +42,7 @@ def require(loader: Loader) -> None:
     if loader == "vllm" and find_spec("vllm") is None:
         raise BackendUnavailable(
             "--compare-logits vllm: vLLM is not installed",
-            fix=f"pip install vllm {source()}, or --compare-logits transformers",
+            fix=f"pip install {source()} vllm, or --compare-logits transformers",
         )
 
 
