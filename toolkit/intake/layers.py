@@ -93,6 +93,13 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
     return Mapping(over.place, entries)
 
 
+def layer_of(key: str, stated: YamlEntry) -> Mapping:
+    """A tree with one setting, by its dotted key, at the place of its entry."""
+    root = Mapping(stated.place, {})
+    _put(root, key.split("."), stated.node)
+    return root
+
+
 def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
     """Dotted name of every setting that a recipe states → the file, or `--set`, that states
     it; the recipe's own settings first, then those of the files that it extends.

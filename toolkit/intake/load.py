@@ -24,7 +24,7 @@ from toolkit.intake.explain import (
     parts_of,
     place_of,
 )
-from toolkit.intake.layers import read_layers
+from toolkit.intake.layers import layer_of, merge, read_layers
 from toolkit.intake.repair import repaired
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
@@ -100,6 +100,26 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> Examined:
     problems = [*stated, *(_placed(problem, layers.root) for problem in joined)]
     shown = tuple(_presentable(problems, layers.files, redactor))
     return Examined(usable, shown, frozenset(wrong), frozenset(guessed))
+
+
+def refused_value(
+    path: Path, overrides: Sequence[str], key: str, stated: yaml_nodes.YamlEntry
+) -> Problem | None:
+    """What the schema finds wrong when another file states a value for a setting of a recipe.
+
+    `stated`: the value, and the place of the key, in that file. Settings that disagree are not
+    looked for. Raises RecipeError as `read_layers`.
+    """
+    above = layer_of(key, stated)
+    root = merge(read_layers(path, overrides).root, above)
+    try:
+        Recipe.model_validate(yaml_nodes.to_data(root))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        found = [one.problem for one in explain(details, root)]
+        ours = [one for one in found if one.file == stated.place.file]
+        return _presentable(ours, (), Redactor())[0] if ours else None
+    return None
 
 
 def _rounds(

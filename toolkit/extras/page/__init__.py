@@ -45,8 +45,8 @@ def page(data: Mapping[str, Any]) -> str:
         "DATA": embedded(data),
         "CHARTS": _file("uPlot.iife.min.js"),
         "SCRIPT": _file("page.js"),
-        "MADE": "dmt plan --html" if "plan" in data else "dmt report",
-        "FROM": "" if "plan" in data else " from the run directory alone",
+        "MADE": data.get("made", "dmt plan --html" if "plan" in data else "dmt report"),
+        "FROM": "" if {"plan", "made"} & data.keys() else " from the run directory alone",
     }
     # At once: nothing that was put in is looked into.
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], _file("page.html"))

@@ -102,7 +102,7 @@ function named(part) {
 
 function header() {
   const title = data.runs.length === 1 ? data.runs[0].name : `${data.runs.length} runs`;
-  document.title = `${title} – DMT ${data.plan ? "plan" : "report"}`;
+  document.title = `${title} – DMT ${data.kind ?? (data.plan ? "plan" : "report")}`;
   put($("header"), data.runs.map((run) => [run.name, run.state, run.why, run.tiles]), () => heads(title));
 }
 
@@ -141,6 +141,11 @@ function warnings() {
 
 function controls() {
   if (data.plan) { $("charts").textContent = "Timeline"; return; }
+  if (data.coordinates) {
+    $("charts").textContent = "Trials";
+    document.querySelector(".bar-of-controls + .hint").remove();
+    return;
+  }
   const set = make("fieldset", {}, make("legend", {}, "Over"), ...Object.entries(AXES).map(([name, label]) => {
     const input = make("input", { type: "radio", name: "axis", value: name, checked: name === axis ? "" : null });
     input.addEventListener("change", () => { axis = name; draw(); });
@@ -414,6 +419,31 @@ function passesAt(item, at) {
   return [item.unit(x), ...parts].join(", ");
 }
 
+/** Every trial of a search as a line over its settings to its loss, the better the bolder. */
+function coordinates({ title, note, axes, lines }) {
+  const width = Math.max(480, 150 * axes.length, $("grid").clientWidth - 34), height = 330, top = 40, bottom = height - 20;
+  const x = (axis) => 70 + (axis * (width - 140)) / Math.max(1, axes.length - 1), y = (share) => bottom - share * (bottom - top);
+  const shape = (tag, attributes, ...children) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
+  };
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "coordinates",
+    "aria-label": `${title}. ${lines.length ? `Best: ${lines[0][3]}` : "No trial has a loss yet"}. The table below has all trials.` });
+  for (const [places, rank, done, text] of [...lines].reverse()) {
+    const points = places.map((share, axis) => (share === null ? null : `${x(axis)},${y(share)}`)).filter(Boolean);
+    svg.append(shape("polyline", { points: points.join(" "), class: rank === 0 ? "best" : "", "stroke-dasharray": done ? "" : "5 4",
+      "stroke-width": rank === 0 ? 3 : 1.5, opacity: rank === 0 ? 1 : 0.75 - 0.55 * rank }, shape("title", {}, text)));
+  }
+  axes.forEach(([name, ticks], axis) => {
+    svg.append(shape("line", { x1: x(axis), x2: x(axis), y1: top, y2: bottom }), shape("text", { x: x(axis), y: 14, class: "name" }, name));
+    for (const [share, text] of ticks) svg.append(shape("text", { x: x(axis) + 5, y: y(share) + (share === 1 ? -5 : share === 0 ? 15 : 4) }, text));
+  });
+  $("grid").append(make("figure", { class: "wide" }, make("figcaption", {}, title), make("p", { class: "hint" }, note),
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, svg)));
+}
+
 function draw() {
   const top = scrollY;
   minutes = areShort();
@@ -423,7 +453,8 @@ function draw() {
     $("grid").replaceChildren();
     data.charts.forEach(plot);
     (data.timelines ?? []).forEach(timeline);
-    if (!charts.length) $("grid").append(make("p", {}, "No step is logged yet."));
+    (data.coordinates ?? []).forEach(coordinates);
+    if (!$("grid").children.length) $("grid").append(make("p", {}, "No step is logged yet."));
   });
   document.body.dataset.drawn = String(charts.length);
   scrollTo(0, top);
@@ -500,7 +531,7 @@ function sectionsOf(run) {
 
 function runs() {
   cards($("comparison"), data.comparison ? [data.comparison] : []);
-  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : data.plan ? "The plan" : "The run"));
+  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : data.plan ? "The plan" : `The ${data.kind ?? "run"}`));
   put($("runs"), names, () => names.map((name) =>
     make("section", { class: "run" }, make("h2", {}, name), make("div", { class: "cards" }))));
   data.runs.forEach((run, at) => cards($("runs").children[at].lastChild, sectionsOf(run)));
