@@ -321,8 +321,8 @@ def losses(followed: Followed, validation: bool) -> dict[int, float]:
 
 
 def first_rung(recipe: Recipe, space: SearchSpace) -> int | None:
-    """Steps after which ASHA first ends trials: behind the warm-up of all, where a high learning
-    rate is still low. None if no trial has a loss there before its end."""
+    """Steps after which ASHA first ends trials: behind the warm-up of all of them, in which a
+    high learning rate is still low. None if no trial has a loss there before its end."""
     steps = recipe.total_steps()
     section = recipe.evaluation if validates(recipe) else recipe.logging
     every = section.every_steps
@@ -332,8 +332,9 @@ def first_rung(recipe: Recipe, space: SearchSpace) -> int | None:
     for one in space.parameters:
         section_name, _, name = one.key.partition(".")
         if section_name == "schedule" and name in ("warmup_steps", "warmup_ratio"):
-            high = one.high if isinstance(one, Range) else max(map(float, one.values))
-            schedules.append(recipe.schedule.with_values({name: high}))
+            values = [one.high] if isinstance(one, Range) else one.values
+            numbers = [float(value) for value in values if value != "null"]
+            schedules += [recipe.schedule.with_values({name: value}) for value in numbers]
     warmup = max(int(one.warmup(steps)) for one in schedules)
     rung = every * math.ceil(max(steps / REDUCTION**_RUNGS, warmup) / every)
     return rung if rung < steps else None

@@ -1,0 +1,78 @@
+"""What a search may vary: each mistake in a space is named with its line and its fix."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from toolkit.errors import RecipeError
+from toolkit.extras.tune.space import Choices, Range, SearchSpace, load_space
+from toolkit.intake.load import load_recipe
+
+TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
+
+
+def space(tmp_path: Path, text: str) -> SearchSpace:
+    file = tmp_path / "space.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_space(file, TINY)
+
+
+def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
+    found = space(
+        tmp_path,
+        "optimizer.learning_rate: {low: 1.0e-4, high: 1, log: true}\n"
+        "schedule.warmup_steps: {low: 0, high: 100, step: 10}\n"
+        "optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]\n"
+        "parallel.zero.stage: [1, auto]\n"
+        "model.config.hidden_size: {low: 64, high: 128, step: 64}\n",
+    )
+    assert found.parameters == (
+        Range("optimizer.learning_rate", 1e-4, 1.0, log=True),
+        Range("schedule.warmup_steps", 0, 100, step=10, whole=True),
+        Choices("optimizer.betas", ("[0.9, 0.95]", "[0.9, 0.99]")),
+        Choices("parallel.zero.stage", ("1", "auto")),
+        Range("model.config.hidden_size", 64, 128, step=64, whole=True),
+    )
+    overrides = found.overrides(
+        {"optimizer.learning_rate": 1e-05, "optimizer.betas": "[0.9, 0.99]"}
+    )
+    optimizer = load_recipe(TINY, [*overrides, "schedule.min_learning_rate=0"]).optimizer
+    assert (optimizer.learning_rate, optimizer.betas) == (1e-05, (0.9, 0.99))
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "fix"),
+    [
+        ("optimizer.learning_rat: [1, 2]", "optimizer.learning_rat", "`learning_rate`?"),
+        ("optimizer.weight_decay: [0, -1]", "optimizer.weight_decay", "write 0 or more"),
+        ("schedule.warmup_steps: {low: 0.5, high: 2}", "schedule.warmup_steps", "whole"),
+        ("training.seed: {low: 0, high: 9, step: 0.5}", "training.seed.step", ""),
+        ("schedule.name: {low: 1, high: 2}", "schedule.name", "write choices"),
+        ("parallel.zero.stage: [1, 5]", "parallel.zero.stage", "remove it"),
+        ("optimizer: {eps: [1, 2]}", "optimizer", "`optimizer.eps: …`"),
+        ("training.seed: 3", "training.seed", "--set training.seed=3"),
+        ("training.seed: [3, 3]", "training.seed", "--set training.seed=VALUE"),
+        ("cluster.nodes: [1, 2]", "cluster.nodes", "remove it"),
+        ("data.tokenizer: [bytes, gpt2]", "data.tokenizer", "remove it"),
+        ("optimizer.eps: {low: 1.0e-8, hig: 2}", "optimizer.eps.hig", "did you mean `high`?"),
+        ("optimizer.eps: {low: 2, high: 1}", "optimizer.eps", "exchange them"),
+        ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps.low", "above 0"),
+        ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "remove one"),
+        ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps.low", ""),
+    ],
+)  # fmt: skip
+def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        space(tmp_path, f"# a space\n{line}\n")
+    problem = error.value.problems[0]
+    assert (problem.key, problem.line) == (key, 2)
+    assert problem.file == str(tmp_path / "space.yaml") and fix in problem.fix, problem
+
+
+def test_files_that_are_no_space(tmp_path: Path) -> None:
+    for text in ("", "[1, 2]"):
+        with pytest.raises(RecipeError, match="a map of settings"):
+            space(tmp_path, text)
+    with pytest.raises(RecipeError, match="name a YAML file"):
+        load_space(tmp_path / "none.yaml", TINY)
