@@ -87,10 +87,9 @@ class Case:
         return torch.from_numpy(stream[places]), torch.from_numpy(labels)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("lengths")
-    (folder / "recipe.yaml").write_text(RECIPE)
+def written(folder: Path, recipe: str) -> Case:
+    """A folder with this recipe, indexed data and a model."""
+    (folder / "recipe.yaml").write_text(recipe)
     chance = np.random.default_rng(3)
     streams, ends = {}, {}
     for name, documents in {"train": 60, "validation": 9}.items():
@@ -109,6 +108,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return Case(folder, streams, ends)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return written(tmp_path_factory.mktemp("lengths"), RECIPE)
 
 
 @pytest.fixture(scope="module")

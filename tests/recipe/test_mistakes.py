@@ -438,6 +438,13 @@ MISTAKES = {
         "name: cosine", "name: cosine\n  decay: 1-sqrt", "schedule.decay", "wsd",
         at="decay: 1-sqrt",
     ),
+    "plateau without validations": M(
+        "name: cosine", "name: plateau", "schedule.name", "evaluation.every_steps",
+    ),
+    "settings of another schedule": M(
+        "name: cosine", "name: cosine\n  plateau: {patience: 2}", "schedule.plateau",
+        "name to plateau", at="plateau:",
+    ),
     "decay too long": M(
         "name: cosine",
         "name: wsd\n  decay_steps: 95",
@@ -573,7 +580,7 @@ MISTAKES = {
     ),
     "early stopping": M(
         "  steps: 100", "  steps: 100\n  early_stopping: 5", "training.early_stopping",
-        "RUN/stop", at="early_stopping",
+        "evaluation.early_stopping` (`{patience: N}`", at="early_stopping",
     ),
     "generation": M(
         "  steps: 100", "  steps: 100\n  predict_with_generate: true",
@@ -581,7 +588,7 @@ MISTAKES = {
     ),
     "the best model": M(
         "  steps: 100", "  steps: 100\n  load_best_model_at_end: true",
-        "training.load_best_model_at_end", "dmt checkpoint export", at="load_best",
+        "training.load_best_model_at_end", "checkpoint.keep_best", at="load_best",
     ),
     "completions": M(
         "  validation_fraction", "  completion_only: true\n  validation_fraction",

@@ -53,6 +53,7 @@ def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
         guard=SimpleNamespace(replica_check_every_steps=None),
         lengths=SequenceLengths.of([], 16, 8),
         trained_lengths=(16,),
+        follows_validation={},
     )
     start: Any = SimpleNamespace(
         recipe=recipe,
@@ -64,7 +65,7 @@ def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
         watchdog=SimpleNamespace(mark=lambda *_: None),
     )
     checkpoints: Any = saves
-    return Observer(start, checkpoints, {}, checkpoints, None)
+    return Observer(start, checkpoints, {}, checkpoints, None, 10)
 
 
 def test_the_peak_of_memory_is_that_of_training(

@@ -1,12 +1,23 @@
 """The learning rate at the boundaries, and against transformers' schedulers."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_scheduler,
+)
 
-from toolkit.recipe.schema import ScheduleSection
+from toolkit.checkpoint.validation import ValidationHistory
+from toolkit.recipe.schema import EarlyStoppingSection, PlateauSection, ScheduleSection
+from toolkit.train.plateau import after_validation
 from toolkit.train.schedule import learning_rate
 
 PEAK = 1.0
@@ -109,3 +120,51 @@ def test_rises_then_falls_and_every_step_trains(name, total, warmup, decay, lowe
 def test_a_step_outside_the_run_is_our_bug(step):
     with pytest.raises(ValueError, match="outside"):
         learning_rate(step, 8, PEAK, ScheduleSection())
+
+
+LOSSES = st.lists(st.floats(1, 2) | st.sampled_from([math.nan, math.inf]), max_size=30)
+
+
+@given(LOSSES, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.05]))
+def test_a_plateau_is_that_of_torch(losses, patience, cooldown, lowest):
+    """From its state alone, which is all that a checkpoint has."""
+    settings = {"factor": 0.3, "patience": patience, "threshold": 0.01, "cooldown": cooldown}
+    schedule = ScheduleSection(
+        name="plateau",
+        warmup_steps=2,
+        min_learning_rate=lowest,
+        plateau=PlateauSection(**settings),
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
+    scheduler = ReduceLROnPlateau(optimizer, min_lr=lowest, **settings)
+    state = None
+    for loss in losses:
+        state = after_validation(state, loss, PEAK, schedule)
+        scheduler.step(loss)
+        rate = learning_rate(2, 8, PEAK, schedule, state)
+        assert rate == optimizer.param_groups[0]["lr"]
+    assert [learning_rate(step, 8, PEAK, schedule, state) for step in (0, 1)] == [0.5, 1.0]
+    assert learning_rate(2, 8, 3.0, schedule, state) == 3.0, "another peak begins there"
+
+
+@given(LOSSES, st.integers(1, 4), st.sampled_from([0.0, 0.1]))
+def test_a_run_ends_where_the_trainer_ends_it(losses, patience, threshold):
+    """Transformers' callback, and its rule for the best metric."""
+    theirs = EarlyStoppingCallback(patience, threshold)
+    arguments = TrainingArguments(
+        "unused", metric_for_best_model="loss", greater_is_better=False, use_cpu=True
+    )
+    state, history = TrainerState(), ValidationHistory()
+    section = EarlyStoppingSection(patience=patience, threshold=threshold)
+    for step, loss in enumerate(filter(math.isfinite, losses), start=1):
+        control = TrainerControl()
+        theirs.on_evaluate(arguments, state, control, {"eval_loss": loss})
+        if state.best_metric is None or loss < state.best_metric:
+            state.best_metric, state.best_global_step = loss, step
+        history = history.after(step, loss, threshold)
+        assert history.ends_run(section) == control.should_training_stop
+        assert (history.best_loss, history.best_step) == (
+            state.best_metric,
+            state.best_global_step,
+        )
+    assert not history.ends_run(None)

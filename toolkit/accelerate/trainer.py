@@ -50,6 +50,7 @@ def arguments_of(
             "cannot state",
             fix="remove sequence_length from data.stages, or train with `dmt launch`",
         )
+    _refuse_plateau(recipe)
     for name in _ENGINE:
         if name in more:
             raise PlanError(
@@ -164,6 +165,7 @@ def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
     In transformers' own schedules the first step of a warm-up has the rate 0, and what
     follows is late by up to one step.
     """
+    _refuse_plateau(recipe)
     peak = recipe.optimizer.learning_rate
 
     def factor(step: int) -> float:
@@ -171,6 +173,14 @@ def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
         return learning_rate(min(step, steps - 1), steps, peak, recipe.schedule) / peak
 
     return LambdaLR(optimizer, factor)
+
+
+def _refuse_plateau(recipe: Recipe) -> None:
+    if recipe.schedule.name == "plateau":
+        raise PlanError(
+            "schedule.name is plateau, whose warm-up and state transformers' scheduler has not",
+            fix="choose another schedule, or train with `dmt launch`",
+        )
 
 
 def _schedule(recipe: Recipe, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Required
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
@@ -102,6 +103,8 @@ class Manifest:
     """For a run with adapters, the `fingerprint` of the base weights."""
     streams: tuple[StreamPlace | None, ...] = ()
     """Positions of the streamed sources, in the order of the recipe."""
+    validation: ValidationHistory = field(default_factory=ValidationHistory)
+    """Of the validations up to this step; a recipe that follows them has this step's, too."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
@@ -122,6 +125,11 @@ class Manifest:
             training.global_batch_size,
             training.rows_per_sample,
         )
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of these weights; None if they were saved before a validation, or without one."""
+        return self.validation.loss_at(self.step)
 
     @property
     def precision(self) -> str:

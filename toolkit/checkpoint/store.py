@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.validation import lowest
 from toolkit.errors import CheckpointError
 from toolkit.system.failpoints import failpoint
 
@@ -47,11 +48,13 @@ def set_aside(folder: Path, reason: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of a run; `keep` of the newest stay. Not collective: rank 0's work."""
+    """The checkpoints of a run; `keep` of the newest stay, and `keep_best` of those with the
+    lowest validation loss. Not collective: rank 0's work."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, keep_best: int = 0) -> None:
         self.folder = folder
         self.keep = keep
+        self.keep_best = keep_best
 
     def finished(self) -> list[Path]:
         """Finished folders, oldest step first, not verified.
@@ -68,6 +71,17 @@ class CheckpointStore:
     def of_step(self, step: int) -> Path:
         """The finished checkpoint of a step that has one."""
         return next(path for path in reversed(self.finished()) if step_of(path) == step)
+
+    def best(self, count: int = 1, until: int | None = None) -> set[int]:
+        """Steps of the finished checkpoints with the lowest validation loss, up to step
+        `until`; empty where none has one."""
+        losses = []
+        for folder in self.finished():
+            with suppress(CheckpointError):  # a damaged one is no candidate
+                manifest = Manifest.read(folder)
+                if until is None or manifest.step <= until:
+                    losses.append((manifest.validation_loss, manifest.step))
+        return lowest(losses, count)
 
     def expects_one(self) -> bool:
         """Whether a checkpoint was ever finished here."""
@@ -123,9 +137,13 @@ class CheckpointStore:
         hint.replace(self.folder / LATEST)
 
     def _prune(self, newest: int) -> None:
-        """Remove all but the newest `keep`; those after step `newest` are not touched."""
+        """Remove all but the newest `keep` and the best; those after step `newest` are not
+        touched."""
         until_now = [path for path in self.finished() if step_of(path) <= newest]
+        best = self.best(self.keep_best, newest) if self.keep_best else set()
         for old in until_now[: -self.keep]:
+            if step_of(old) in best:
+                continue
             # Renamed first, so that no reader sees a partly removed folder.
             leaving = old.with_name(f"{old.name}.old.tmp")
             old.rename(leaving)

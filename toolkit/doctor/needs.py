@@ -95,7 +95,7 @@ def needs_of(recipe: Recipe) -> Needs:
         run_dir=run_dir,
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),
-        checkpoints_kept=recipe.checkpoint.keep,
+        checkpoints_kept=recipe.checkpoint.keep + (recipe.checkpoint.keep_best or 0),
         note=note,
     )
 

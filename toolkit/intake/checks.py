@@ -17,6 +17,7 @@ from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.streams import streaming_problems
+from toolkit.intake.validation import following_problems
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
@@ -566,6 +567,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
+    ),
+    Rule(
+        (
+            "schedule.name",
+            "schedule.plateau",
+            "evaluation.early_stopping",
+            "evaluation.every_steps",
+            "checkpoint.keep_best",
+            "checkpoint.every_steps",
+            *_STEPS,
+        ),
+        following_problems,
     ),
     Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
     Rule(("training.objective", "data.train"), _objective_data),

@@ -122,12 +122,13 @@ _NAMES = {
         "load_in_4bit load_in_8bit quantization",
     # TRL, LLaMA-Factory
     Foreign(None, "no noise is added to embeddings; remove it"): "neftune_noise_alpha neftune",
-    Foreign(None, "the last weights are exported; `dmt checkpoint export` exports those of any "
-            "kept checkpoint; remove it"):
-        "load_best_model_at_end metric_for_best_model greater_is_better",
-    Foreign(None, "a run ends after `training.steps`; a file `RUN/stop` saves and ends it "
-            "before; remove it"):
-        "early_stopping early_stopping_patience early_stopping_steps early_stopping_threshold",
+    Foreign("checkpoint.keep_best", "a number; `export/` is then of the best checkpoint"):
+        "load_best_model_at_end",
+    Foreign(None, "the best checkpoint has the lowest validation loss; remove it"):
+        "metric_for_best_model greater_is_better",
+    Foreign("evaluation.early_stopping", "`{patience: N}`, in validations"):
+        "early_stopping early_stopping_patience early_stopping_steps",
+    Foreign("evaluation.early_stopping.threshold"): "early_stopping_threshold",
     Foreign(None, "evaluation computes losses; generate with the export; remove it"):
         "generate predict_with_generate do_sample generation_config generation_max_length",
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
@@ -171,6 +172,8 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "constant_with_warmup": "constant",
         "cosine_with_min_lr": "cosine",
         "warmup_stable_decay": "wsd",
+        "reduce_lr_on_plateau": "plateau",
+        "reducelronplateau": "plateau",
         "warmupdecaylr": "linear",
     },
     "parallel.engine": {

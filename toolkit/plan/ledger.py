@@ -183,6 +183,8 @@ def _approximated(
         yield ledger.amplified
     if ledger.approximated:
         yield ledger.approximated
+    if recipe.follows_validation and (sums or precision != "fp32"):
+        yield "validation loss", "a step that it decides may come later by a last digit"
     if layout.mlp == "tiled":
         yield "tiled MLP", "gradients of its weights are sums over chunks, in other last digits"
     if layout.compile != "none":

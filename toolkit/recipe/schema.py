@@ -604,11 +604,29 @@ else:
     )
 
 
+class PlateauSection(Section):
+    """When and how much `name: plateau` reduces the learning rate: torch's
+    ReduceLROnPlateau on the validation loss."""
+
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """New learning rate as a share of the old one."""
+    patience: Count = 10
+    """Validations in a row without improvement that are tolerated; the next one reduces the
+    rate."""
+    threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    """Share of the best loss by which a loss must be lower to be an improvement."""
+    cooldown: Count = 0
+    """Validations after a reduction that are not counted."""
+
+
 class ScheduleSection(Section):
     """Learning rate over the run: linear warm-up, then the named shape."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, then a decay over the last `decay_steps`."""
+    name: Literal["cosine", "linear", "constant", "wsd", "plateau"] = "cosine"
+    """`wsd`: warm-up, stable, then a decay over the last `decay_steps`. `plateau`: constant,
+    reduced each time the validation loss stops improving (docs/optimizers.md)."""
+    plateau: PlateauSection | None = None
+    """With `name: plateau` only; null for the defaults."""
     warmup_steps: Count = 0
     """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak rate."""
     warmup_ratio: Fraction | None = None
@@ -620,13 +638,24 @@ class ScheduleSection(Section):
     slowly."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Final value of the decay: the learning rate that the step after the last would have.
-    Every step of a run therefore has a positive learning rate, even if this is 0."""
+    Every step of a run therefore has a positive learning rate, even if this is 0. `plateau`:
+    the lowest rate."""
 
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of `total_steps`."""
         if self.warmup_ratio is None:
             return self.warmup_steps
         return math.ceil(self.warmup_ratio * total_steps)
+
+
+class EarlyStoppingSection(Section):
+    """The end of a run whose validation loss no longer improves."""
+
+    patience: Positive
+    """Validations in a row without improvement after which the run ends."""
+    threshold: NonNegativeFloat = 0.0
+    """How much lower than the lowest loss before (in nats) an improvement must be: by more
+    than this."""
 
 
 @with_evaluators
@@ -637,6 +666,8 @@ class EvaluationSection(Section):
     """Steps between evaluations; null for none before the end."""
     batches: Positive = 20
     """Global batches per evaluation (fewer when the validation data is smaller)."""
+    early_stopping: EarlyStoppingSection | None = None
+    """When the run ends before its last step, as a finished one; null: never."""
 
 
 @with_features("parallel.zero", after="nvme_path")
@@ -758,6 +789,9 @@ class CheckpointSection(Section):
     """Steps between checkpoints; null: only at the last step and on a signal."""
     keep: Positive = 3
     """Number of checkpoints to keep, the newest ones."""
+    keep_best: Positive | None = None
+    """Number of checkpoints to keep in addition, those with the lowest validation loss;
+    `export/` is then of the best one instead of the last."""
     resume: Literal["auto", "never"] = "auto"
     """`auto`: continue from the newest undamaged checkpoint of the run directory."""
     asynchronous: bool = True
@@ -970,6 +1004,16 @@ class Recipe(Section):
             training.global_batch_size,
             training.rows_per_sample,
         )
+
+    @property
+    def follows_validation(self) -> dict[str, str]:
+        """The settings that let a run depend on its validation losses, by dotted key; empty
+        without any."""
+        stopping, best = self.evaluation.early_stopping, self.checkpoint.keep_best
+        found = {"schedule.name": "plateau"} if self.schedule.name == "plateau" else {}
+        if stopping is not None:
+            found["evaluation.early_stopping"] = f"{{patience: {stopping.patience}}}"
+        return found | ({"checkpoint.keep_best": str(best)} if best is not None else {})
 
     def total_steps(self) -> int | None:
         """Optimizer steps of the run; None where it is given in epochs."""

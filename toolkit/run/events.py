@@ -27,6 +27,7 @@ EventKind = Literal[
     "evaluation",
     "evaluation_tasks",
     "samples",
+    "early_stop",
     "window",
     "prediction",
     "signal",
@@ -63,6 +64,8 @@ class EventLog:
     - `evaluation_tasks` and `samples` (with the numbers or texts, and the `seconds` that
       training waited) when an evaluator has judged the weights of a step; `afterwards: true`
       if `dmt eval` did, which is no part of a start of the run;
+    - `early_stop` (with a `message`, `best_step` and `best_loss`) where the validation losses
+      have ended a run before its last step; its `end` is that of a finished one;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """

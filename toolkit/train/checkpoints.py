@@ -72,7 +72,9 @@ class RunCheckpoints:
         self.directory = RunDirectory(assignment.run_dir)
         self.events = EventLog(self.directory.events)
         section = assignment.recipe.checkpoint
-        self.store = CheckpointStore(self.directory.checkpoints, section.keep)
+        self.store = CheckpointStore(
+            self.directory.checkpoints, section.keep, section.keep_best or 0
+        )
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
         self._prepared = False
         self.saved_at = 0
@@ -210,13 +212,17 @@ class RunCheckpoints:
         The export may be missing, or was not requested.
         """
         step, place = found.manifest.step, short(found.folder)
-        ended = step >= steps and any(
+        history, section = found.manifest.validation, self.assignment.recipe.evaluation
+        early = step < steps and history.ends_run(section.early_stopping)
+        ended = (step >= steps or early) and any(
             event.get("kind") == "end"
             and event.get("exit_code") == EXIT_DONE
             and event.get("step") == step
             for event in read_events(self.directory.events)
         )
-        if ended:
+        if early:
+            tell(f"stopped early: {place} is step {step} of {steps}; {history.reason}")
+        elif ended:
             tell(f"finished: {place} is step {step} of {steps}, nothing is left to train")
         else:
             tell(f"continuing from step {step} of {steps}, {place}")
@@ -242,6 +248,12 @@ class RunCheckpoints:
                 f"the run has {steps} steps, it had {before}: schedule {now.schedule.name} "
                 f"continues at learning rate {rate:.3g} instead of {was:.3g}"
             )
+
+    def exported_step(self, last: int) -> int:
+        """The step whose checkpoint becomes the export: the best one if the recipe keeps it,
+        otherwise the last."""
+        best = self.store.best() if self.store.keep_best else set()
+        return next(iter(best), last)
 
     def take(self, found: Found) -> Progress:
         """Continue after a checkpoint from which nothing is loaded: all steps are done."""
@@ -360,6 +372,7 @@ class RunCheckpoints:
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
             recent_losses=progress.recent_losses,
+            validation=progress.validation,
             data_fingerprint=self.data.fingerprint_at(progress.consumed_samples),
             streams=self.data.places_at(progress.consumed_samples),
             engine=plan.engine,
@@ -385,4 +398,5 @@ def _progress(manifest: Manifest) -> Progress:
         manifest.consumed_samples,
         manifest.recent_losses,
         manifest.consumed_tokens,
+        manifest.validation,
     )

@@ -2,16 +2,22 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from toolkit.batch import MicroBatch
+from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.data.batches import GlobalBatches
 from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
 from toolkit.layout import Layout
 from toolkit.objectives.base import Objective, check_batch
-from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import (
+    EarlyStoppingSection,
+    GuardSection,
+    OptimizerSection,
+    ScheduleSection,
+)
 from toolkit.system.failpoints import failpoint
 from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
@@ -32,11 +38,14 @@ class Progress:
     """Losses of the last steps that were not skipped, for spike detection."""
     consumed_tokens: int | None = 0
     """Unmasked tokens of `consumed_samples`; None if an older checkpoint did not count them."""
+    validation: ValidationHistory = field(default_factory=ValidationHistory)
+    """Of the validations done, as far as steps to come depend on them."""
 
     def continue_at(self, other: "Progress") -> None:
         """Take the progress of a checkpoint."""
         self.step, self.consumed_samples = other.step, other.consumed_samples
         self.recent_losses, self.consumed_tokens = other.recent_losses, other.consumed_tokens
+        self.validation = other.validation
 
     def advance(self, result: StepResult, samples: int, tokens: int) -> None:
         """Advance by one step, skipped or not."""
@@ -92,6 +101,12 @@ class TrainingRun:
     schedule: ScheduleSection
     guard: GuardSection
     objective: Objective
+    early_stopping: EarlyStoppingSection | None = None
+
+    def ends_at(self, progress: Progress) -> bool:
+        """Whether all steps are done, or the validation losses end the run early."""
+        done = progress.step >= self.total_steps
+        return done or progress.validation.ends_run(self.early_stopping)
 
     def micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
         """This rank's part of the global batch of `step`; empty after the last step."""
@@ -109,7 +124,7 @@ class TrainingRun:
 
 
 def train(job: TrainingRun, progress: Progress, hooks: Hooks, reduction: StepReduction) -> None:
-    """Train from `progress` to the last step.
+    """Train from `progress` to the last step, or to the validation that stops the run early.
 
     Raises Stopped after a signal to any rank, after saving; RunFailed if too many steps in a
     row were skipped or a hook finds a fault, without saving.
@@ -139,9 +154,13 @@ def _train(
     reduction.begin(*job.counts(coming))
     _, counted = reduction.finish()
     started = time.perf_counter()
-    while progress.step < job.total_steps:
+    while not job.ends_at(progress):
         rate = learning_rate(
-            progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
+            progress.step,
+            job.total_steps,
+            job.optimizer.learning_rate,
+            job.schedule,
+            progress.validation.plateau,
         )
         micro_batches, (tokens, count) = coming, (sum_ / replicas for sum_ in counted)
         coming, data_wait_s = prefetch.take()

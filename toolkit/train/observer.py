@@ -5,6 +5,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -29,6 +30,7 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.evaluating import RunEvaluations
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
+from toolkit.train.plateau import after_validation
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.start import Start
 
@@ -98,6 +100,18 @@ class Reporter:
         )
         self.progress.message(said)
 
+    def ended_early(self, progress: Progress) -> None:
+        """Report that the validation losses have ended the run."""
+        step, history = progress.step, progress.validation
+        self.events.write(
+            "early_stop",
+            step=step,
+            message=history.reason,
+            best_step=history.best_step,
+            best_loss=history.best_loss,
+        )
+        self.progress.message(f"stopped early at step {step}: {history.reason}")
+
     def finish(self) -> None:
         """Let all trackers post the remaining values, in parallel."""
         for tracker in self.trackers:
@@ -117,10 +131,13 @@ class Observer:
         validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]],
         checkpoints: RunCheckpoints,
         reporter: Reporter | None,
+        steps: int,
     ) -> None:
         """`validation`: this rank's validation batches by the title of their source, with every
-        sample split into the given number of parts; `reporter` is None on every rank but 0."""
+        sample split into the given number of parts; `reporter` is None on every rank but 0;
+        `steps` are those of the whole run."""
         self.start = start
+        self.steps = steps
         self.engine = engine
         self.validation = validation
         self.checkpoints = checkpoints
@@ -132,7 +149,6 @@ class Observer:
         recipe, ranks = start.recipe, start.ranks
         self._lengths = recipe.lengths
         self._planned_length = recipe.trained_lengths[-1]
-        self._validated_at = -1
         self._skipping = False
         """Whether the last step was skipped: the weights are those of an earlier step."""
         self._save_due = False
@@ -215,20 +231,22 @@ class Observer:
         )
 
     def evaluate(self, progress: Progress) -> None:
-        """Validate when due during training."""
+        """Validate when due: during training and, where the run depends on it, at the last
+        step. A run that continues does what a signal kept it from."""
         mark, step = self.start.watchdog.mark, progress.step
         mark(f"validating at step {step}", step)
-        every = self.start.recipe.evaluation.every_steps
-        if every and step % every == 0:
+        recipe = self.start.recipe
+        every = recipe.evaluation.every_steps
+        last = step == self.steps and recipe.follows_validation
+        if last or (every and step % every == 0):
             self.evaluate_now(progress)
         self.evaluations.evaluate(progress)
         mark(f"step {step + 1}", step)
 
     def evaluate_now(self, progress: Progress) -> None:
         """Validate, unless that was done at this step already."""
-        if not self.validation or self._validated_at == progress.step:
+        if not self.validation or progress.validation.step == progress.step:
             return
-        self._validated_at = progress.step
         started = time.perf_counter()
         results = {}
         parts = self._lengths.stage_of(max(progress.step - 1, 0)).parts
@@ -236,16 +254,33 @@ class Observer:
             self.start.phases.begin("building the validation batches")
             watched = HeartbeatBatches(batches(parts), self.start.phases.begin)
             results[name] = self.engine.evaluate(watched)
+        self._remember(progress, mean_of([*results.values()]).loss)
         if self.reporter is not None:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
+
+    def _remember(self, progress: Progress, loss: float) -> None:
+        """Let later steps depend on a validation loss. A plateau is looked for behind the
+        warm-up."""
+        recipe, step = self.start.recipe, progress.step
+        stopping, schedule = recipe.evaluation.early_stopping, recipe.schedule
+        threshold = stopping.threshold if stopping is not None else 0.0
+        history = progress.validation.after(step, loss, threshold)
+        if schedule.name == "plateau" and step >= schedule.warmup(self.steps):
+            peak = recipe.optimizer.learning_rate
+            state = after_validation(history.plateau, loss, peak, schedule)
+            history = replace(history, plateau=state)
+        progress.validation = history
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Start saving when due; when stopping, wait for it.
 
         A save that is due while steps are skipped is postponed to the next update: saves
         without new weights would evict good checkpoints, and reset the restart count of a run
-        that is stuck.
+        that is stuck. Where the run depends on a validation that is due, that comes first, so
+        that the checkpoint has it; not when stopping, which has little time.
         """
+        if self.start.recipe.follows_validation and not stopping:
+            self.evaluate(progress)
         self.start.watchdog.mark(f"saving step {progress.step}", progress.step)
         self.checkpoints.tell()
         every = self.start.recipe.checkpoint.every_steps

@@ -1,11 +1,19 @@
-"""Learning rate of each optimizer step: a pure function of the step's number."""
+"""Learning rate of each optimizer step: a pure function of the step's number and, with
+`plateau`, of the validation losses before."""
 
 import math
 
+from toolkit.checkpoint.validation import PlateauState
 from toolkit.recipe.schema import ScheduleSection
 
 
-def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSection) -> float:
+def learning_rate(
+    step: int,
+    total_steps: int,
+    peak: float,
+    schedule: ScheduleSection,
+    plateau: PlateauState | None = None,
+) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     Every step has a positive rate. Warm-up is peak · (step + 1) / warm-up steps, so step 0
@@ -14,7 +22,8 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     after the run, would run at `min_learning_rate`: the last step still trains if that is 0.
     Megatron-LM's scheduler decays in the same way, and so does transformers' without a warm-up.
 
-    `constant` stays at the peak. `wsd` (warm-up, stable, decay; arXiv:2404.06395)
+    `constant` stays at the peak, and so does `plateau` until a validation has reduced its rate
+    to that of the state `plateau`. `wsd` (warm-up, stable, decay; arXiv:2404.06395)
     stays at the peak up to step `total_steps - decay_steps` and then falls as its `decay`
     says. A warm-up as long as the run or longer is cut off at the end of the run, and a
     `wsd` decay never starts before the warm-up is over.
@@ -27,7 +36,9 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     warmup = schedule.warmup(total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule.name == "constant":
+    if schedule.name == "plateau" and plateau is not None and plateau.peak == peak:
+        return plateau.learning_rate
+    if schedule.name in ("constant", "plateau"):
         return peak
 
     start = max(warmup - 1, 0)

@@ -69,7 +69,8 @@ def work(start: Start) -> None:
             for name, held_out in samples.validation.items()
         }
         job = _training_run(start, engine, samples.train, data, steps)
-        _train(start, job, Observer(start, engine, validation, checkpoints, reporter))
+        observer = Observer(start, engine, validation, checkpoints, reporter, steps)
+        _train(start, job, observer)
         _close(start, checkpoints, engine)
 
 
@@ -256,6 +257,7 @@ def _training_run(
         recipe.schedule,
         recipe.guard,
         recipe.objective(),
+        recipe.evaluation.early_stopping,
     )
 
 
@@ -265,6 +267,8 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
     start.watchdog.mark(f"step {progress.step + 1}", progress.step)
     with reporter.progress if reporter is not None else nullcontext():
         try:
+            if start.recipe.follows_validation and progress.step:
+                observer.evaluate(progress)
             reduction = StepReduction(start.stop, start.together.group)
             train(job, progress, observer, reduction)
         except (RunFailed, PeerFailed):
@@ -277,15 +281,21 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         observer.evaluate_now(progress)
         observer.evaluations.evaluate_now(progress)
         observer.compare(progress)
+        if progress.step < job.total_steps and reporter is not None:
+            reporter.ended_early(progress)
 
 
 def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:
-    """Close what writes checkpoints, and export the last one."""
+    """Close what writes checkpoints, and export one."""
     start.phases.show()
     start.phases.begin("closing")
     checkpoints.close()
     if engine is not None:
         engine.close()
     if start.recipe.checkpoint.export:
-        step = start.progress.step
-        start.together.rank_zero(lambda: export_last(start.directory, step, start.phases))
+        start.together.rank_zero(lambda: _export(start, checkpoints))
+
+
+def _export(start: Start, checkpoints: RunCheckpoints) -> None:
+    step = checkpoints.exported_step(start.progress.step)
+    export_last(start.directory, step, start.phases)

@@ -334,6 +334,7 @@ _KEYS: Mapping[str, Row] = {
     "num_epochs": COMMON["num_train_epochs"],
     "optimizer": COMMON["optim"],
     "lr_scheduler": COMMON["lr_scheduler_type"],
+    "early_stopping_patience": "evaluation.early_stopping.patience",
     "cosine_min_lr_ratio": _lowest_rate,
     "warmup_steps": _warmup,
     "bf16": _precision,

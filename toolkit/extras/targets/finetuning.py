@@ -111,11 +111,12 @@ def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
 
 
 def lowest_rate(setting: ForeignSetting, _: Settings) -> list[Result]:
-    """The row of the options of a schedule, of which there is one."""
+    """The row of the options of a schedule."""
     options = setting.value if isinstance(setting.value, Mapping) else {}
-    if options.keys() != {"min_lr"}:
+    known = trainer.SCHEDULE_OPTIONS
+    if not options or options.keys() - known.keys():
         return [changes("of these options, min_lr is schedule.min_learning_rate")]
-    return [Stated("schedule.min_learning_rate", options["min_lr"], setting)]
+    return [Stated(known[name], value, setting) for name, value in options.items()]
 
 
 def stated_sources(
@@ -134,6 +135,7 @@ _SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "reduce_lr_on_plateau": "plateau",
 }
 COMMON: Mapping[str, Row] = {
     **{name: KEYS[name] for name in KEYS if name not in ("max_seq_length", "data_seed")},
@@ -222,6 +224,8 @@ class FinetuningTarget(TableTarget):
             section, name = key.split(".")
             if values[section][name] != without_it and key not in self.expressed:
                 raise self.refuse(recipe, key, f"{key}={shown(without_it)}")
+        for key in recipe.follows_validation:
+            raise self.refuse(recipe, key, f"{key}={'cosine' if 'schedule' in key else 'null'}")
         if features := recipe.features:
             raise self.refuse(recipe, ", ".join(features), f"{next(iter(features))}=null")
         targets = recipe.adapter.targets if recipe.adapter else ()

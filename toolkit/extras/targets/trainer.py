@@ -49,7 +49,10 @@ _FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
 _FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
 """Where Accelerate's names are not transformers' with `fsdp_` before them."""
 _RENAMED = {"evaluation_strategy": "eval_strategy"}
-_MIN_LR = "lr_scheduler_kwargs.min_lr"
+SCHEDULE_OPTIONS = {"min_lr": "schedule.min_learning_rate"} | {
+    name: f"schedule.plateau.{name}" for name in ("factor", "patience", "threshold", "cooldown")
+}
+"""Of `lr_scheduler_kwargs`."""
 _PAIRS = {
     "beta": "dpo.beta",
     "loss_type": "dpo.loss",
@@ -96,9 +99,11 @@ class TrainerTarget(Target):
             if value not in (None, [], {}, "")  # transformers writes every default out
         }
         options = file.values.get("lr_scheduler_kwargs")
-        if isinstance(options, dict) and "min_lr" in options:
+        if isinstance(options, dict) and options.keys() & SCHEDULE_OPTIONS.keys():
             del settings["lr_scheduler_kwargs"]
-            settings[_MIN_LR] = ForeignSetting(_MIN_LR, options["min_lr"], file.place(_MIN_LR))
+            for option in SCHEDULE_OPTIONS.keys() & options.keys():
+                name = f"lr_scheduler_kwargs.{option}"
+                settings[name] = ForeignSetting(name, options[option], file.place(name))
         found = SettingSource(str(file.path), self.kind, self.who)
         for table in (KEYS, DEPENDENT):
             names = [name for name in table if name in settings]
@@ -241,6 +246,16 @@ def _reports(setting: ForeignSetting, _: Settings) -> list[Result]:
     ]
 
 
+def _best(setting: ForeignSetting, _: Settings) -> list[Result]:
+    return [Stated("checkpoint.keep_best", 1, setting) if setting.value else NO_EFFECT]
+
+
+def _metric(setting: ForeignSetting, _: Settings) -> list[Result]:
+    """What decides which checkpoint is the best one, and whether a run stops early."""
+    is_loss = setting.value in ("loss", "eval_loss")
+    return [NO_EFFECT if is_loss else changes("the best one has the lowest validation loss")]
+
+
 _RECOMPUTE = TargetKey(
     # `selective` has no name there: a plain "off" does not exclude it.
     "parallel.recompute",
@@ -255,7 +270,7 @@ DEPENDENT: Mapping[str, Row] = {
     "num_train_epochs": _epochs,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
-    _MIN_LR: "schedule.min_learning_rate",
+    **{f"lr_scheduler_kwargs.{name}": ours for name, ours in SCHEDULE_OPTIONS.items()},
     **_interval("logging", "logging.every_steps"),
     **_interval("eval", "evaluation.every_steps"),
     **_interval("save", "checkpoint.every_steps"),
@@ -265,6 +280,8 @@ DEPENDENT: Mapping[str, Row] = {
         Stated("cluster.gpu", "cpu", setting) if setting.value else NO_EFFECT
     ],
     "report_to": _reports,
+    "load_best_model_at_end": _best,
+    "metric_for_best_model": _metric,
 }
 """Settings whose meaning depends on others."""
 

@@ -341,6 +341,10 @@ class TableTarget(Target):
         if recipe.total_steps() is None:
             epochs = f"{recipe.training.epochs:g}"
             problems.append(Problem("training.epochs", epochs, f"{here}a number of steps"))
+        for key, value in recipe.follows_validation.items():
+            if key not in limits:
+                fix = f"remove {key}, or train it with `dmt launch`"
+                problems.append(Problem(key, value, f"{here}no such setting", fix))
         for key, value in leaves(recipe.model_dump(exclude={"model": {"config"}})):
             setting = recipe_settings().get(key)
             default = setting.info.get_default() if setting else value

@@ -1,0 +1,187 @@
+"""Runs that follow their validation loss, against a plain transformers loop with torch's
+ReduceLROnPlateau."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.layouts import outcome
+from tests.e2e.product import checkpoints, curve, dmt, events, records, run, settings
+from tests.e2e.test_lengths import Case, written
+from toolkit.checkpoint.manifest import Manifest
+
+RECIPE = """
+name: adaptive
+model: {hub: model, init: pretrained}
+data:
+  train: {kind: megatron, prefix: train}
+  validation: {kind: megatron, prefix: validation}
+  cache: cache
+training: {steps: 40, sequence_length: 16, global_batch_size: 8, precision: fp32, seed: 7}
+optimizer: {learning_rate: 3.0e-2, eps: 1.0e-5, weight_decay: 0.1, clip_grad_norm: 1.0}
+schedule:
+  name: plateau
+  warmup_steps: 3
+  min_learning_rate: 1.0e-2
+  plateau: {factor: 0.5, patience: 0, cooldown: 1}
+evaluation: {every_steps: 2, batches: 2, early_stopping: {patience: 4, threshold: 0.001}}
+parallel: {engine: ddp}
+cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
+checkpoint: {every_steps: 4, keep: 1, keep_best: 2}
+logging: {every_steps: 1, samples: true}
+"""
+STEPS, WARMUP, LENGTH = 40, 3, 16
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Reference:
+    """What the same run is in transformers and torch alone."""
+
+    curve: dict[int, tuple[float, float]] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return written(tmp_path_factory.mktemp("adaptive"), RECIPE)
+
+
+@pytest.fixture(scope="module")
+def one_process(case: Case) -> Path:
+    case.launch("one", {})
+    return case.folder / "one"
+
+
+@pytest.fixture(scope="module")
+def reference(case: Case, one_process: Path) -> Reference:
+    """The samples that the run names, trained here until four validations are no better."""
+    lines = records(one_process / "samples" / "rank-0.jsonl")
+    numbers = {line["step"]: line["samples"] for line in lines}
+    model = AutoModelForCausalLM.from_pretrained(case.folder / "model", dtype=torch.float32)
+    decayed = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups, lr=3e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1
+    )
+    scheduler = ReduceLROnPlateau(
+        optimizer, mode="min", factor=0.5, patience=0, cooldown=1, min_lr=1e-2
+    )
+    found, best, worse = Reference(), float("inf"), 0
+    for step in range(1, STEPS + 1):
+        if step <= WARMUP:
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-2 * step / WARMUP
+        found.rates.append(optimizer.param_groups[1]["lr"])
+        inputs, labels = case.batch(numbers[step], LENGTH, "train")
+        loss = mean_loss(model, inputs, labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.curve[step] = loss.item(), norm.item()
+        if step % 2 == 0:
+            samples = min(2 * 8, (len(case.streams["validation"]) - 1) // LENGTH)
+            with torch.no_grad():
+                now = mean_loss(model, *case.batch([*range(samples)], LENGTH, "validation"))
+            found.validation[step] = float(now)
+            if step >= WARMUP:
+                scheduler.step(now)
+            worse = 0 if float(now) < best - 0.001 else worse + 1
+            best = min(best, float(now))
+            if worse == 4:
+                break
+    return found
+
+
+def mean_loss(
+    model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    logits = model(input_ids=inputs).logits
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def assert_equal(run_dir: Path, reference: Reference) -> None:
+    found = curve(run_dir)
+    assert found.keys() == reference.curve.keys()
+    for step, (loss, norm) in reference.curve.items():
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+    rates = [line["lr"] for line in records(run_dir / "metrics.jsonl")]
+    assert rates == pytest.approx(reference.rates, rel=1e-12)
+    losses = {event["step"]: event["loss"] for event in events(run_dir, "evaluation")}
+    assert losses == {
+        step: pytest.approx(loss, rel=1e-5) for step, loss in reference.validation.items()
+    }
+
+
+def test_one_process(one_process: Path, reference: Reference) -> None:
+    """It ends early, keeps its best checkpoints, and exports the best one."""
+    assert_equal(one_process, reference)
+    assert {3e-2, 1.5e-2, 1e-2} <= set(reference.rates), "warm-up, reduced, and at the floor"
+    last = max(reference.curve)
+    assert last < STEPS
+    (event,) = events(one_process, "early_stop")
+    losses = reference.validation
+    assert (event["step"], event["best_step"]) == (last, min(losses, key=losses.__getitem__))
+    saved = {step: losses[step] for step in range(4, last, 4)} | {last: losses[last]}
+    best = sorted(saved, key=saved.__getitem__)[:2]
+    assert checkpoints(one_process) == sorted({last, *best})
+    assert last not in best, "the export is not that of the last step"
+    assert [event["step"] for event in events(one_process, "export")] == [best[0]]
+
+
+def test_a_run_that_ended_early_does_nothing_more(case: Case, one_process: Path) -> None:
+    before = (one_process / "metrics.jsonl").read_bytes()
+    ended = case.launch("one", {})
+    assert "stopped early: one/checkpoints/step-" in ended.err
+    assert (one_process / "metrics.jsonl").read_bytes() == before
+    assert len(events(one_process, "export")) == len(events(one_process, "early_stop")) == 1
+
+
+def test_killed_and_resumed_to_the_bit(case: Case, one_process: Path) -> None:
+    """Behind the first reduction, between two checkpoints."""
+    saved = {"checkpoint.asynchronous": "false"}
+    argv = dmt("launch", "recipe.yaml", "--run-dir", "killed", *settings(saved))
+    run(argv, case.folder, {"DMT_FAILPOINTS": "step=kill@hit12"})
+    assert checkpoints(case.folder / "killed")[-1] == 8
+    case.launch("killed", saved)
+    runs = [outcome(folder) for folder in (case.folder / "killed", one_process)]
+    assert runs[0] == runs[1]
+    files = [
+        sorted((one / "checkpoints").glob("*/manifest.json"))
+        for one in (one_process, case.folder / "killed")
+    ]
+    histories = [[Manifest.read(file.parent).validation for file in found] for found in files]
+    assert histories[0] == histories[1]
+
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "ddp": {},
+    "zero2": {"parallel.engine": "deepspeed", "parallel.zero.stage": 2},
+    "fsdp3": {"parallel.engine": "fsdp", "parallel.zero.stage": 3},
+    "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
+    "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
+}
+TWO = {"cluster.gpus_per_node": 2, "training.micro_batch_size": 2}
+
+
+def test_each_part_in_another_layout(case: Case, reference: Reference) -> None:
+    """Every engine takes over the history that another one left."""
+    plain = TWO | {"checkpoint.keep_best": "null", "checkpoint.export": "false"}
+    for steps, layout in zip((4, 8, 12, 16, STEPS), LAYOUTS.values(), strict=True):
+        case.launch("parts", plain | layout | {"training.steps": steps})
+    assert_equal(case.folder / "parts", reference)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_engine(case: Case, reference: Reference, name: str) -> None:
+    case.launch(name, TWO | LAYOUTS[name])
+    assert_equal(case.folder / name, reference)
