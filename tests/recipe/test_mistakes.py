@@ -438,8 +438,13 @@ MISTAKES = {
         "name: cosine", "name: cosine\n  decay: 1-sqrt", "schedule.decay", "wsd",
         at="decay: 1-sqrt",
     ),
-    "plateau without validations": M(
-        "name: cosine", "name: plateau", "schedule.name", "evaluation.every_steps",
+    "early stopping without validations": M(
+        "evaluation:\n  every_steps: 50", "evaluation:\n  early_stopping: {patience: 3}",
+        "evaluation.early_stopping", "set evaluation.every_steps", at="early_stopping",
+    ),
+    "no checkpoint of a step that is validated": M(
+        "checkpoint:\n  every_steps: 50", "checkpoint:\n  keep_best: 1\n  every_steps: 30",
+        "checkpoint.every_steps", "to 50", at="every_steps: 30",
     ),
     "settings of another schedule": M(
         "name: cosine", "name: cosine\n  plateau: {patience: 2}", "schedule.plateau",
@@ -580,7 +585,7 @@ MISTAKES = {
     ),
     "early stopping": M(
         "  steps: 100", "  steps: 100\n  early_stopping: 5", "training.early_stopping",
-        "evaluation.early_stopping` (`{patience: N}`", at="early_stopping",
+        "belongs under `evaluation`", at="early_stopping",
     ),
     "generation": M(
         "  steps: 100", "  steps: 100\n  predict_with_generate: true",
