@@ -231,17 +231,20 @@ class Observer:
         )
 
     def evaluate(self, progress: Progress) -> None:
+        """Validate when due, and let evaluators judge the weights."""
+        self.validate(progress)
+        self.evaluations.evaluate(progress)
+        self.start.watchdog.mark(f"step {progress.step + 1}", progress.step)
+
+    def validate(self, progress: Progress) -> None:
         """Validate when due: during training and, where the run depends on it, at the last
         step. A run that continues does what a signal kept it from."""
-        mark, step = self.start.watchdog.mark, progress.step
-        mark(f"validating at step {step}", step)
-        recipe = self.start.recipe
+        recipe, step = self.start.recipe, progress.step
+        self.start.watchdog.mark(f"validating at step {step}", step)
         every = recipe.evaluation.every_steps
         last = step == self.steps and recipe.follows_validation
         if last or (every and step % every == 0):
             self.evaluate_now(progress)
-        self.evaluations.evaluate(progress)
-        mark(f"step {step + 1}", step)
 
     def evaluate_now(self, progress: Progress) -> None:
         """Validate, unless that was done at this step already."""
@@ -280,7 +283,7 @@ class Observer:
         that the checkpoint has it; not when stopping, which has little time.
         """
         if self.start.recipe.follows_validation and not stopping:
-            self.evaluate(progress)
+            self.validate(progress)
         self.start.watchdog.mark(f"saving step {progress.step}", progress.step)
         self.checkpoints.tell()
         every = self.start.recipe.checkpoint.every_steps

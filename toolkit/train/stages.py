@@ -264,11 +264,11 @@ def _training_run(
 def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
     """Run the remaining steps, save, validate, and compare with the plan."""
     progress, reporter = start.progress, observer.reporter
-    start.watchdog.mark(f"step {progress.step + 1}", progress.step)
     with reporter.progress if reporter is not None else nullcontext():
         try:
             if start.recipe.follows_validation and progress.step:
-                observer.evaluate(progress)
+                observer.validate(progress)
+            start.watchdog.mark(f"step {progress.step + 1}", progress.step)
             reduction = StepReduction(start.stop, start.together.group)
             train(job, progress, observer, reduction)
         except (RunFailed, PeerFailed):
