@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.indexed import Case, written
 from tests.e2e.layouts import outcome
 from tests.e2e.product import checkpoints, curve, dmt, events, records, run, settings
-from tests.e2e.test_lengths import Case, written
 from toolkit.checkpoint.manifest import Manifest
 
 RECIPE = """

@@ -4,14 +4,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from tests.e2e.product import Ended, curve, dmt, events, records, run, settings
-from toolkit.data.formats.indexed import IndexedWriter
+from tests.e2e.indexed import Case, written
+from tests.e2e.product import curve, events, records
 
 RECIPE = """
 name: lengths
@@ -65,49 +64,6 @@ class Reference:
     curve: dict[int, tuple[float, float]]
     """Loss and gradient norm of every step."""
     validation: dict[int, float]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A folder with data, model and recipe."""
-
-    folder: Path
-    streams: dict[str, np.ndarray]
-    ends: dict[str, np.ndarray]
-
-    def launch(self, name: str, changes: dict[str, object], code: int | None = 0) -> Ended:
-        argv = dmt("launch", "recipe.yaml", "--run-dir", name, *settings(changes))
-        return run(argv, self.folder, code=code)
-
-    def batch(self, numbers: list[int], length: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Inputs and labels of the samples with these numbers, cut out of the documents."""
-        places = np.array(numbers)[:, None] * length + np.arange(length)
-        stream, last = self.streams[name], self.ends[name]
-        labels = np.where(np.isin(places, last), -100, stream[places + 1])
-        return torch.from_numpy(stream[places]), torch.from_numpy(labels)
-
-
-def written(folder: Path, recipe: str) -> Case:
-    """A folder with this recipe, indexed data and a model."""
-    (folder / "recipe.yaml").write_text(recipe)
-    chance = np.random.default_rng(3)
-    streams, ends = {}, {}
-    for name, documents in {"train": 60, "validation": 9}.items():
-        sizes = chance.integers(5, 90, documents)
-        streams[name] = chance.integers(0, 256, sizes.sum())
-        ends[name] = np.cumsum(sizes) - 1
-        with IndexedWriter(folder / name, np.uint16) as writer:
-            for document in np.split(streams[name], ends[name] + 1)[:-1]:
-                writer.append(document)
-                writer.end_document()
-            writer.commit()
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    return Case(folder, streams, ends)
 
 
 @pytest.fixture(scope="module")
