@@ -105,14 +105,15 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             f"in Megatron-LM's pretrain_gpt.py, adamw: {reason}",
             "set optimizer.name to adamw, or start the run with `dmt launch`",
         )
-    for key, value in recipe.follows_validation.items():
-        yield Problem(
-            key,
-            value,
-            "in Megatron-LM, nothing that depends on a validation loss",
-            "remove it, or start the run with `dmt launch`",
-        )
+    yield from _adaptive_problems(recipe)
     yield from _data_problems(recipe.data)
+
+
+def _adaptive_problems(recipe: Recipe) -> Iterator[Problem]:
+    fix = "remove it, or start the run with `dmt launch`"
+    for key, value in recipe.follows_validation.items():
+        allowed = "in Megatron-LM, nothing that depends on a validation loss"
+        yield Problem(key, value, allowed, fix)
 
 
 def _data_problems(data: DataSection) -> Iterator[Problem]:
