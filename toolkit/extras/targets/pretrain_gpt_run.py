@@ -6,6 +6,7 @@ Megatron-LM's arguments are those of core_v0.16.1.
 
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from itertools import chain
 
 from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem
@@ -105,8 +106,7 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             f"in Megatron-LM's pretrain_gpt.py, adamw: {reason}",
             "set optimizer.name to adamw, or start the run with `dmt launch`",
         )
-    yield from _adaptive_problems(recipe)
-    yield from _data_problems(recipe.data)
+    yield from chain(_adaptive_problems(recipe), _data_problems(recipe.data))
 
 
 def _adaptive_problems(recipe: Recipe) -> Iterator[Problem]:
