@@ -22,6 +22,11 @@ class EvaluatorSection(Section):
     every_steps: Positive | None = None
     """Steps between two; null: as `evaluation.every_steps`. Always once more at the end."""
 
+    @property
+    def can_lack_something(self) -> bool:
+        """Whether `Evaluator.prepare` could find that something is missing."""
+        return True
+
 
 AnySection = TypeVar("AnySection", bound=type[Section])
 

@@ -1,7 +1,7 @@
 """`dmt eval`: judge a run, a checkpoint or a Hugging Face folder by tasks and samples."""
 
 import fcntl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,14 @@ from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson
-from toolkit.cli.output import Line, Table, output
+from toolkit.cli.output import output
 from toolkit.errors import DataError, DirectoryInUse
 from toolkit.evaluator import EVALUATORS, EvaluatorSection, chosen
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.evaluations import SAMPLES, TASKS, Recorded, metrics, record
+from toolkit.run.evaluations import Recorded, described, record
 from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 from toolkit.track.service import TrackerFollower
@@ -113,7 +113,8 @@ def eval_(
     found = judged.checkpoint
     step = {} if found is None else {"step": found.manifest.step}
     data = {"folder": str(path), **step, "findings": jsonl.plain(findings)}
-    output(as_json, data, _lines(findings), wrap=False)
+    lines = (line for n, one in findings.items() for line in described(Recorded(n, 0, {}, one)))
+    output(as_json, data, lines, wrap=False)
 
 
 def device_of(stated: str, recipe: Recipe | None) -> str:
@@ -200,25 +201,3 @@ def _record(
     for follower in followers:
         if line := follower.finish(TRACKER_WAIT_S):
             tell(line)
-
-
-def _lines(findings: Mapping[str, Any]) -> Iterator[Line]:
-    for name, found in findings.items():
-        if name == TASKS:
-            yield from _TASKS.lines([*metrics(Recorded(name, 0, {}, found))])
-        elif name == SAMPLES:
-            for sample in found:
-                yield f"{sample['prompt']!r} → {sample['completion']!r}"
-        else:
-            yield f"{name}: {found}"
-
-
-_TASKS = Table[Sequence[Any]](
-    {
-        "task": lambda row: row[0],
-        "metric": lambda row: row[1],
-        "value": lambda row: f"{row[2]:.4f}",
-        "±": lambda row: "" if row[3] is None else f"{row[3]:.4f}",
-    },
-    left=2,
-)

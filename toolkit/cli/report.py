@@ -72,6 +72,7 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
         "total_s": spent.total_s,
         "idle_s": spent.idle_s,
         "time_s": dict(spent.parts_s),
+        "evaluations": [asdict(one) for one in record.evaluations],
         "losses": {"first": first and asdict(first), "last": last and asdict(last)},
         "prediction": None if prediction is None else summary_numbers(prediction),
     }
@@ -79,7 +80,7 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
 
 def _lines(record: RunRecord) -> Iterator[Text]:
     yield Text(str(record.run.path), "bold")
-    for label, value in rows(record.state, record.summary, record.pace):
+    for label, value in rows(record.state, record.summary, record.pace, record.evaluations):
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
     yield from _time_lines(record.spent, record.summary.steps)

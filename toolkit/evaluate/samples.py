@@ -18,6 +18,11 @@ class SamplesSection(EvaluatorSection):
     chat: bool = False
     """Each prompt is a user's turn of the tokenizer's chat template, and is answered."""
 
+    @property
+    def can_lack_something(self) -> bool:
+        """A chat template."""
+        return self.chat
+
 
 SAMPLES = Evaluator(
     "samples",

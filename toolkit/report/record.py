@@ -17,6 +17,7 @@ from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.run.evaluations import Recorded, recorded
 from toolkit.run.recorded import MAPPING, PLAN, checked, parse_recipe, valid_event
 from toolkit.system.untrusted import parse_json, read_bytes
 from toolkit.text.units import duration
@@ -49,6 +50,8 @@ class RunRecord:
     environment: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """What each rank waited for; empty in runs that did not record it."""
+    evaluations: Sequence[Recorded] = ()
+    """What evaluators found, the newest weights last."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, one sentence per file."""
 
@@ -162,6 +165,7 @@ def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
         run.plan, lambda text: checked(PLAN, parse_json(text)), record.missing
     )
     record.environment = _mapping(run.environment, _any_json, record.missing)
+    record.evaluations = recorded(run)
     record.missing += _unlogged(record)
     return record
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
-from toolkit.run.recorded import MAPPING, checked
 from toolkit.system.untrusted import read_json
 
 TASKS, SAMPLES = "tasks", "samples"
@@ -29,6 +30,13 @@ class Recorded:
     step: int
     settings: Mapping[str, Any]
     findings: Any
+
+
+_RECORDED = TypeAdapter(Recorded)
+_FINDINGS: dict[str, TypeAdapter[Any]] = {
+    TASKS: TypeAdapter(dict[str, dict[str, float]]),
+    SAMPLES: TypeAdapter(list[dict[Literal["prompt", "completion"], str]]),
+}
 
 
 def record(run: RunDirectory, event: str, recorded: Recorded, **fields: Any) -> None:
@@ -54,11 +62,6 @@ def recorded(run: RunDirectory) -> list[Recorded]:
     return [one for path in sorted(run.evaluations.glob("step-*.json")) for one in _read(path)]
 
 
-def last(run: RunDirectory, evaluator: str) -> Recorded | None:
-    """The findings of one evaluator about the newest weights."""
-    return next((one for one in reversed(recorded(run)) if one.evaluator == evaluator), None)
-
-
 def numbers_of(findings: Any, name: str) -> Iterator[tuple[str, float]]:
     """Every number by its path, e.g. `tasks/arc_easy/acc`."""
     if isinstance(findings, Mapping):
@@ -68,23 +71,27 @@ def numbers_of(findings: Any, name: str) -> Iterator[tuple[str, float]]:
         yield name, float(findings)
 
 
-def metrics(tasks: Recorded) -> Iterator[tuple[str, str, float, float | None]]:
-    """Task, metric, value and standard error, if there is one."""
-    for task, found in tasks.findings.items():
-        for metric, value in found.items():
-            name, comma, of_filter = metric.partition(",")
-            if not name.endswith(ERROR_OF):
-                yield task, metric, value, found.get(f"{name}{ERROR_OF}{comma}{of_filter}")
+def described(one: Recorded) -> Iterator[str]:
+    """The findings in words: a line for each metric of a task, or completion."""
+    if one.evaluator == SAMPLES:
+        yield from (f"{found['prompt']!r} → {found['completion']!r}" for found in one.findings)
+    elif one.evaluator != TASKS:
+        yield f"{one.evaluator}: {one.findings}"
+    else:
+        for task, found in one.findings.items():
+            for metric, value in found.items():
+                name, comma, of_filter = metric.partition(",")
+                error = found.get(f"{name}{ERROR_OF}{comma}{of_filter}")
+                spread = "" if error is None else f" ± {float(error):.4f}"
+                if not name.endswith(ERROR_OF):
+                    yield f"{task} {metric} {float(value):.4f}{spread}"
 
 
 def _read(path: Path) -> Iterator[Recorded]:
     try:
-        found = checked(MAPPING, read_json(path))
-        yield Recorded(
-            str(found["evaluator"]),
-            int(found["step"]),
-            dict(found["settings"]),
-            found["findings"],
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        found = _RECORDED.validate_python(read_json(path))
+        if schema := _FINDINGS.get(found.evaluator):
+            schema.validate_python(found.findings)
+        yield found
+    except (OSError, ValueError):
         return

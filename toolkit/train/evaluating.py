@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,13 +14,15 @@ from toolkit.engines.base import Engine
 from toolkit.errors import DmtError, RunFailed
 from toolkit.evaluate.evaluation import evaluate, exported
 from toolkit.evaluator import EVALUATORS, chosen
-from toolkit.run.evaluations import Recorded, record
+from toolkit.run.evaluations import Recorded, described, record
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress
 from toolkit.train.start import Start
 
 _WORK = ".training"
 """Folder in RUN/evaluations for weights while they are evaluated."""
+_SHOWN = 8
+"""Lines of an evaluator's findings in the terminal."""
 
 
 class RunEvaluations:
@@ -31,7 +33,15 @@ class RunEvaluations:
     that fails is a warning.
     """
 
-    def __init__(self, start: Start, engine: Engine, checkpoints: RunCheckpoints) -> None:
+    def __init__(
+        self,
+        start: Start,
+        engine: Engine,
+        checkpoints: RunCheckpoints,
+        show: Callable[[str], object],
+    ) -> None:
+        """`show` prints a line; called on rank 0."""
+        self._show = show
         self._start, self._engine, self._checkpoints = start, engine, checkpoints
         self._settings = chosen(start.recipe.evaluation)
         self._work = start.directory.evaluations / _WORK
@@ -129,9 +139,15 @@ class RunEvaluations:
                     start.directory, EVALUATORS[name].event, recorded, seconds=round(seconds, 3)
                 )
                 seconds = 0.0  # all of it is the first one's: they share the export
+                lines = [*described(recorded)]
+                for line in lines[:_SHOWN]:
+                    self._show(f"step {step}  {line}")
+                if len(lines) > _SHOWN:
+                    self._show(f"  and {len(lines) - _SHOWN} more: `dmt report`")
         except (DmtError, OSError) as error:
             what = ", ".join(names)
             message = f"{what} of step {step} not evaluated, training continues: {error}"
+            self._show(f"warning: {message}")
             start.events.write("warning", source="evaluation", step=step, message=message)
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
@@ -142,7 +158,8 @@ def prepare_evaluators(start: Start, checkpoints: RunCheckpoints) -> None:
 
     Raises its DmtError: a wrong name shall not be found after hours. Collective.
     """
-    settings = chosen(start.recipe.evaluation)
+    all_ = chosen(start.recipe.evaluation)
+    settings = {name: one for name, one in all_.items() if one.can_lack_something}
 
     def prepare() -> None:
         shutil.rmtree(start.directory.evaluations / _WORK, ignore_errors=True)

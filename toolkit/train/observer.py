@@ -142,7 +142,8 @@ class Observer:
         self.validation = validation
         self.checkpoints = checkpoints
         self.reporter = reporter
-        self.evaluations = RunEvaluations(start, engine, checkpoints)
+        show = reporter.progress.message if reporter else str
+        self.evaluations = RunEvaluations(start, engine, checkpoints, show)
         self._window = _Window()
         self._seconds: list[float] = []
         """Times of every step since this start with the planned sequence length."""

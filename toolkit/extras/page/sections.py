@@ -15,6 +15,7 @@ from toolkit.report.facts import rows
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
+from toolkit.run.evaluations import SAMPLES
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.redact import redact
 from toolkit.text.units import duration, seconds, size
@@ -34,7 +35,7 @@ Section = dict[str, Any]
 
 def sections(record: RunRecord) -> list[Section]:
     """All there are of a run, in the order of the page."""
-    facts = rows(record.state, record.summary, record.pace)
+    facts = rows(record.state, record.summary, record.pace, record.evaluations)
     found = [
         {"title": "Summary", "facts": [*map(list, facts)]},
         _time(record),
@@ -43,6 +44,7 @@ def sections(record: RunRecord) -> list[Section]:
         _ranks(record),
         _data(record),
         _samples(record),
+        _completions(record),
         _recipe(record),
         _plan(record),
         _environment(record),
@@ -188,6 +190,21 @@ def _samples(record: RunRecord) -> Section | None:
         return None
     header = ["log", "data rank", "step", "samples (numbers in the training data)"]
     return {"title": "Samples of the last steps", "table": [header, *table]}
+
+
+def _completions(record: RunRecord) -> Section | None:
+    """What the weights of each evaluated step make of the recipe's prompts."""
+    table = [
+        [f"{one.step:,}", str(sample["prompt"]), str(sample["completion"])]
+        for one in record.evaluations
+        if one.evaluator == SAMPLES
+        for sample in one.findings
+    ]
+    if not table:
+        return None
+    header = ["step", "prompt", "completion"]
+    note = "Greedy completions by the exported weights, the newest first."
+    return {"title": "Completions", "note": note, "table": [header, *reversed(table)]}
 
 
 def _recipe(record: RunRecord) -> Section | None:
