@@ -20,6 +20,7 @@ from toolkit.cli.main import main
 from toolkit.models.agreement import huggingface_logits
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.run.evaluations import Recorded, record
 from toolkit.run.events import EventLog
 from toolkit.run.model_card import write_card
 from toolkit.train.exporting import export_last
@@ -39,9 +40,7 @@ def run(tmp_path: Path) -> Path:
         EventLog(made.events).write("evaluation", step=step, loss=6.0 - step / 10)
     for step in (5, 10, 20):
         findings = {"arc": {"acc": step / 100, "acc_stderr": 0.01}}
-        path = made.path / "evaluations" / f"step-{step:08d}.tasks.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"step": step, "findings": findings}))
+        record(made, "evaluation_tasks", Recorded("tasks", step, {}, findings))
     return made.path
 
 

@@ -4,11 +4,11 @@ A file is one object: `evaluator` (its name), `step`, `time`, `settings`, and `f
 are `{TASK: {METRIC: number}}` of `tasks` and `[{prompt, completion}]` of `samples`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -30,6 +30,16 @@ class Recorded:
     step: int
     settings: Mapping[str, Any]
     findings: Any
+
+
+class Score(NamedTuple):
+    """One number of an evaluation on a task."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    step: int
 
 
 _RECORDED = TypeAdapter(Recorded)
@@ -78,13 +88,21 @@ def described(one: Recorded) -> Iterator[str]:
     elif one.evaluator != TASKS:
         yield f"{one.evaluator}: {one.findings}"
     else:
-        for task, found in one.findings.items():
-            for metric, value in found.items():
+        for score in scores([one]):
+            spread = "" if score.error is None else f" ± {score.error:.4f}"
+            yield f"{score.task} {score.metric} {score.value:.4f}{spread}"
+
+
+def scores(found: Iterable[Recorded]) -> Iterator[Score]:
+    """The numbers of all tasks, each with its standard error."""
+    for one in found:
+        for task, metrics in one.findings.items() if one.evaluator == TASKS else ():
+            for metric, value in metrics.items():
                 name, comma, of_filter = metric.partition(",")
-                error = found.get(f"{name}{ERROR_OF}{comma}{of_filter}")
-                spread = "" if error is None else f" ± {float(error):.4f}"
+                error = metrics.get(f"{name}{ERROR_OF}{comma}{of_filter}")
                 if not name.endswith(ERROR_OF):
-                    yield f"{task} {metric} {float(value):.4f}{spread}"
+                    shown = None if error is None else float(error)
+                    yield Score(task, metric, float(value), shown, one.step)
 
 
 def _read(path: Path) -> Iterator[Recorded]:

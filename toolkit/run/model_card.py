@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,26 +22,16 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ModelSection, Recipe, RowsSource
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.run.evaluations import Score, recorded, scores
 from toolkit.run.recorded import read_events
-from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_BASE = ("license", "license_name", "license_link", "language")
 """Metadata of a base model that hold for what is trained from it."""
-_ERROR = "_stderr"
 _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{64}) -->\n\Z")
-
-
-class Score(NamedTuple):
-    """One number of an evaluation on a task."""
-
-    task: str
-    metric: str
-    value: float
-    error: float | None
-    step: int
 
 
 def write_card(folder: Path, checkpoint: Path) -> None:
@@ -71,24 +61,26 @@ def _text(folder: Path, checkpoint: Path) -> str:
     manifest = Manifest.read(checkpoint)
     recipe = _recipe_of(manifest)
     run = RunDirectory(checkpoint.absolute().parent.parent)
-    validations, metrics, scores = [], [], []
+    validations, metrics, of_tasks = [], [], []
     if checkpoint.absolute().parent.name == CHECKPOINTS and run.events.exists():
         events = read_events(run.events)
         validations = [event for event in events if event.get("kind") == "evaluation"]
-        metrics, scores = jsonl.read(run.metrics), _scores(run, manifest.step)
+        metrics, of_tasks = jsonl.read(run.metrics), _scores(run, manifest.step)
     validations, metrics = (
         [line for line in lines if 0 <= (line.get("step") or 0) <= manifest.step]
         for lines in (validations, metrics)
     )
     name = str(manifest.recipe.get("name", folder.name))
     is_adapter = (folder / PEFT_WEIGHTS).exists()
-    metadata = _metadata(name, recipe, scores, is_adapter=is_adapter)
+    metadata = _metadata(name, recipe, of_tasks, is_adapter=is_adapter)
     sections = (
         _origin(recipe, manifest, is_adapter=is_adapter),
         _table("Training", ("", ""), _training(manifest, recipe)),
         _table("Data", ("source", "kind", "weight"), _sources(recipe)),
         _table("Loss", ("step", "training", "validation"), _losses(metrics, validations)),
-        _table("Tasks", ("task", "metric", "value", "error", "step"), map(_score_row, scores)),
+        _table(
+            "Tasks", ("task", "metric", "value", "error", "step"), map(_score_row, of_tasks)
+        ),
         _table("Versions", ("", ""), _versions(manifest.versions)),
         _settings(manifest, recipe),
     )
@@ -220,17 +212,8 @@ def _is_number(value: object) -> bool:
 
 def _scores(run: RunDirectory, last_step: int) -> list[Score]:
     """The last numbers of every task."""
-    scores: dict[tuple[str, str], Score] = {}
-    for path in sorted((run.path / "evaluations").glob("step-*.tasks.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            content = read_json(path)
-            step = int(content["step"])
-            for task, metrics in content["findings"].items() if step <= last_step else ():
-                for metric, value in metrics.items():
-                    if not metric.partition(",")[0].endswith(_ERROR):
-                        error = metrics.get(f"{metric}{_ERROR}")
-                        scores[task, metric] = Score(task, metric, float(value), error, step)
-    return [*scores.values()]
+    found = (one for one in recorded(run) if one.step <= last_step)
+    return [*{(score.task, score.metric): score for score in scores(found)}.values()]
 
 
 def _score_row(score: Score) -> Sequence[object]:
