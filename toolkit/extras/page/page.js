@@ -140,6 +140,7 @@ function warnings() {
 }
 
 function controls() {
+  if (data.kind === "tuning") { $("charts").closest("section").hidden = true; return; }
   if (data.plan) { $("charts").textContent = "Timeline"; return; }
   if (data.coordinates) {
     $("charts").textContent = "Trials";
@@ -531,7 +532,7 @@ function sectionsOf(run) {
 
 function runs() {
   cards($("comparison"), data.comparison ? [data.comparison] : []);
-  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : data.plan ? "The plan" : `The ${data.kind ?? "run"}`));
+  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : `The ${data.kind ?? (data.plan ? "plan" : "run")}`));
   put($("runs"), names, () => names.map((name) =>
     make("section", { class: "run" }, make("h2", {}, name), make("div", { class: "cards" }))));
   data.runs.forEach((run, at) => cards($("runs").children[at].lastChild, sectionsOf(run)));

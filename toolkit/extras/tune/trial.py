@@ -303,6 +303,6 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(2 * _POLL_S)
-    with suppress(ProcessLookupError):
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

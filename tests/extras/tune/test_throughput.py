@@ -1,0 +1,147 @@
+"""`dmt tune --throughput`: real trials of a small recipe, with a fault in some layouts."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dmt import Dmt
+from tests.e2e.conftest import write_project
+from tests.warm import SUBPROCESS, WarmPython
+from toolkit.extras.tune import trial
+from toolkit.extras.tune.candidates import Candidates, differences, key_of, settings_of
+from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import explore
+
+CLUSTER = """nodes: 1
+gpus_per_node: 2
+gpu: cpu
+measured:
+  tflops: {fp32: 0.05}
+  memory_gigabytes_per_s: 8.0
+  node_link_gigabytes_per_s: 1.0
+"""
+FAULTS = {
+    "training.micro_batch_size=4": "step=exit@rank1,hit2",
+    "training.micro_batch_size=2": "step=hang@rank1,hit3",
+}
+"""What happens in the layouts with these micro batches; the one with 1 is measured."""
+
+
+@dataclass
+class Starts:
+    """Starts warm launchers in the place of `subprocess.Popen`, some with a fault."""
+
+    commands: list[Sequence[str]] = field(default_factory=list)
+    killed_in: int | None = None
+    """The start that ends the tuning instead."""
+
+    def popen(self, argv: Sequence[str], *, env: dict[str, str], **options: Any) -> WarmPython:
+        if len(self.commands) == self.killed_in:
+            self.killed_in = None
+            raise KeyboardInterrupt
+        self.commands.append(argv)
+        faults = [fault for setting, fault in FAULTS.items() if setting in argv]
+        env = env | {"DMT_FAILPOINTS": ";".join(faults)}
+        return WarmPython(argv, env=env, **options)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    found = Starts()
+    names = vars(SUBPROCESS) | {"Popen": found.popen}
+    monkeypatch.setattr(trial, "subprocess", SimpleNamespace(**names))
+    return found
+
+
+@pytest.mark.slow
+def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
+    tmp_path: Path, starts: Starts, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    words = ["tune", recipe, "--throughput", "--steps", 3, "--hang-seconds", 5]
+    words += ["--set", "training.micro_batch_size=auto", "--cluster", "cluster.yaml"]
+    expected = dmt(*words, "--dry-run", "--json").json
+    assert [one["layout"]["micro_batch"] for one in expected] == [4, 2, 1]
+    assert not (tmp_path / "runs").exists()
+
+    starts.killed_in = 1
+    dmt(*words, code=130)
+    results = tmp_path / "runs" / "e2e-tune" / "results.jsonl"
+    first = results.read_text()
+    assert first.count("\n") == 1
+    results.write_text(first + '{"number": 1, "lay')  # killed while it wrote
+
+    found = dmt(*words, "--json").json
+    assert results.read_text().startswith(first)
+    assert len(starts.commands) == 3, "no layout is measured twice"
+    done, hung, failed = found["trials"]
+    assert [one["ending"] for one in found["trials"]] == ["done", "hung", "failed"]
+    assert failed["reason"] == "rank 1 failed with exit code 1"
+    assert re.fullmatch(r"(rank 1 hung|all ranks waited) in step 3", hung["reason"])
+    assert done["step"] >= 5 and done["step_time_s"] > 0 and done["tokens_per_s"] > 0
+    assert found["best"]["number"] == done["number"]
+
+    tuned = tmp_path / "recipe.tuned.yaml"
+    assert load_recipe(tuned).training.micro_batch_size == 1
+    assert "extends: recipe.yaml" in tuned.read_text()
+    cluster = find_cluster(found["cluster"])
+    predicted_s = explore(load_recipe(tuned), cluster).best.step_s
+    before, after = (
+        abs(math.log(one / done["step_time_s"])) for one in (done["predicted_s"], predicted_s)
+    )
+    assert after < before, "the speeds that it wrote predict what was measured"
+    shown = dmt(*words).out
+    assert "measured" in shown and "hung: " in shown and "failed: rank 1" in shown
+    assert len(starts.commands) == 3
+    page = (tmp_path / "runs" / "e2e-tune" / "tune.html").read_text()
+    assert "dmt tune" in page and "rank 1 failed with exit code 1" in page
+
+    dmt(*words, "--set", "training.global_batch_size=16", code=2)
+    tuned.write_text("name: mine\n")
+    assert "was not written by this command" in dmt(*words, code=2).err
+
+
+def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -> None:
+    recipe = load_recipe("recipes/tiny/llama-bytes.yaml", "parallel.engine=auto")
+    search = explore(recipe)
+    candidates = Candidates(search, 12)
+    times: dict[str, float | None] = {}
+    order = []
+    slow = 1.0
+    while candidate := candidates.following(times):
+        order.append(candidate)
+        # As on a machine where only tensor parallelism is fast, and one engine does not run.
+        tensor, engine = candidate.layout.tp == 2, candidate.pair.engine
+        slow += 0.01
+        time = None if engine == "ddp" else slow * (0.1 if tensor else 1.0)
+        times[key_of(settings_of(candidate))] = time
+    assert len(order) == len({*order}) == 12
+    assert order[:6] == search.strategies[:6]
+    fastest = next(one for one in order if one.layout.tp == 2)
+    assert all(differences(one, fastest) == 1 for one in order[6:9])
+
+
+def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    event = {"kind": "end", "exit_code": 4, "error": f"RuntimeError: {raised.value}"}
+    assert trial._ending(4, [event], Path(os.devnull), 0)[0] == "out_of_memory"
+
+
+def test_slices_of_a_machine_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    cluster = load_recipe("recipes/tiny/llama-bytes.yaml", "cluster.gpu=h100-80gb").cluster
+    first, second = trial.device_slices(cluster, 2)
+    assert (first.gpus, second.gpus) == (("4", "5"), ("6", "7"))
+    assert not {*first.ports} & {*second.ports}

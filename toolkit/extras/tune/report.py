@@ -1,0 +1,212 @@
+"""What a tuning for throughput reports: a table, machine output and a page."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.cli.output import Line
+from toolkit.extras.page import write
+from toolkit.extras.tune.throughput import Measurement, Tuning, fastest
+from toolkit.plan.dimensions import layout_text
+from toolkit.plan.search import Candidate
+from toolkit.text.units import seconds, size
+
+WORDS: Mapping[str, tuple[str, str]] = {
+    "done": ("measured", "green"),
+    "stopped": ("given up", "dim"),
+    "out_of_memory": ("out of memory", "red"),
+    "hung": ("hung", "red"),
+    "failed": ("failed", "red"),
+}
+"""How the end of a trial is called, and its colour."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a tuning."""
+
+    tuning: Tuning
+    results: Sequence[Measurement]
+    file: Path
+    """The recipe with the fastest layout."""
+    factor: float | None
+    """Predicted over measured seconds per step."""
+    cluster: Path | None
+    """The cluster file with the speeds that these measurements imply."""
+
+    @property
+    def page(self) -> Path:
+        return self.tuning.folder / "tune.html"
+
+    @property
+    def order(self) -> list[Measurement]:
+        """The fastest first, then what was given up, then what did not run."""
+        return sorted(
+            self.results,
+            key=lambda one: (
+                [*WORDS].index(one.ending),
+                one.step_time_s or 0.0,
+                one.number,
+            ),
+        )
+
+    def tokens_per_s(self, one: Measurement) -> float | None:
+        """Of all ranks: tokens of the global batch per second."""
+        training = self.tuning.recipe.training
+        rows = training.global_batch_size * training.rows_per_sample
+        tokens = rows * training.sequence_length
+        return None if one.step_time_s is None else tokens / one.step_time_s
+
+    def machine_output(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        best = fastest(self.results)
+        return {
+            "recipe": str(self.tuning.path),
+            "directory": str(self.tuning.folder),
+            "considered": len(self.tuning.search.fitting),
+            "best": best and asdict(best),
+            "planned": layout_text(*_planned(self.tuning)),
+            "tuned": str(self.file),
+            "predicted_over_measured": self.factor,
+            "cluster": None if self.cluster is None else str(self.cluster),
+            "page": str(self.page),
+            "trials": [
+                asdict(one) | {"tokens_per_s": self.tokens_per_s(one)} for one in self.order
+            ],
+        }
+
+
+def _planned(tuning: Tuning) -> tuple[str, str, Any]:
+    best = tuning.search.best
+    return best.pair.engine, best.pair.model, best.layout
+
+
+def planned_table(candidates: Sequence[Candidate]) -> Table:
+    """What would be measured: `--dry-run`."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("#", justify="right")
+    table.add_column("layout")
+    for name in ("predicted", "memory"):
+        table.add_column(name, justify="right")
+    for number, one in enumerate(candidates):
+        layout = layout_text(*one.pair, one.layout)
+        table.add_row(str(number), layout, seconds(one.step_s or 0.0), size(one.memory_gib))
+    return table
+
+
+COLUMNS = ("#", "layout", "measured", "predicted", "tokens/s", "outcome")
+
+
+def _cells(tuned: Tuned, one: Measurement) -> list[str]:
+    speed = tuned.tokens_per_s(one) if one.measured else None
+    reason = f": {one.reason}" if one.reason else ""
+    return [
+        str(one.number),
+        one.layout,
+        "-" if one.step_time_s is None else seconds(one.step_time_s),
+        seconds(one.predicted_s),
+        "-" if speed is None else f"{speed:,.0f}",
+        WORDS[one.ending][0] + reason,
+    ]
+
+
+def results_table(tuned: Tuned) -> Table:
+    """Measured next to predicted, the fastest first; why a layout was not measured."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in COLUMNS:
+        right = name in ("#", "measured", "predicted", "tokens/s")
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            no_wrap=right,
+            overflow="fold",
+        )
+    best = fastest(tuned.results)
+    for one in tuned.order:
+        style = "bold green" if one is best else WORDS[one.ending][1]
+        cells = _cells(tuned, one)
+        plain = one.ending == "done" and one is not best
+        table.add_row(*cells[:-1], Text(cells[-1], style), style="" if plain else style)
+    return table
+
+
+def lines(tuned: Tuned) -> list[Line]:
+    """The table, and what to do with it."""
+    best = fastest(tuned.results)
+    found: list[Line] = [results_table(tuned), ""]
+    if best is None:
+        return found
+    planned = layout_text(*_planned(tuned.tuning))
+    own = next((one for one in tuned.results if one.layout == planned and one.measured), None)
+    if own is best:
+        found.append(f"fastest: {best.layout}, which is the planner's choice, too")
+    elif own is not None and own.step_time_s and best.step_time_s:
+        gain = own.step_time_s / best.step_time_s
+        found.append(f"fastest: {best.layout}, {gain:.2f} × as fast as the planner's choice")
+    else:
+        found.append(f"fastest: {best.layout}")
+    found.append(f"wrote {tuned.file}: dmt launch {tuned.file}")
+    if tuned.factor is not None:
+        found.append(
+            f"predicted steps take {tuned.factor:.2f} × as long as measured ones (median)"
+        )
+    if tuned.cluster is not None:
+        found.append(f"wrote {tuned.cluster}: these speeds, for --cluster")
+    return [*found, f"wrote {tuned.page}; trials are in {tuned.tuning.folder}/trials"]
+
+
+def write_page(tuned: Tuned) -> None:
+    """The same as a page, `TUNE_DIR/tune.html`."""
+    best = fastest(tuned.results)
+    measured = [one for one in tuned.order if one.measured]
+    names = [one.layout.replace(", ", "\n", 1) for one in measured]
+    bars = [
+        {
+            "title": f"Seconds per step, {what}",
+            "stacks": {
+                "parts": [what],
+                "rows": [
+                    [name, seconds(time), False, [time]]
+                    for name, time in zip(names, times, strict=True)
+                ],
+                "limit": None,
+            },
+        }
+        for what, times in (
+            ("measured", [one.step_time_s or 0.0 for one in measured]),
+            ("predicted", [one.predicted_s for one in measured]),
+        )
+        if measured
+    ]
+    table = {
+        "title": "All trials",
+        "table": [[*COLUMNS], *(_cells(tuned, one) for one in tuned.order)],
+    }
+    facts = [[key, str(value)] for key, value in (best.settings if best else {}).items()]
+    run = {
+        "name": f"{tuned.tuning.recipe.name} on {tuned.tuning.search.cluster.name}",
+        "state": "tuned" if best else "failed",
+        "why": best.layout if best else "no layout ran",
+        "tiles": _tiles(tuned, best),
+        "marks": [],
+        "more_marks": 0,
+        "missing": [],
+        "lines": 0,
+        "sections": [*bars, table, {"title": "The fastest layout", "facts": facts}],
+    }
+    data = {"plan": True, "made": "dmt tune", "runs": [run], "charts": [], "timelines": []}
+    write(data | {"comparison": None}, tuned.page)
+
+
+def _tiles(tuned: Tuned, best: Measurement | None) -> list[list[str]]:
+    tiles = [["layouts", str(len(tuned.results)), f"of {len(tuned.tuning.search.fitting)}"]]
+    if best is not None and best.step_time_s is not None:
+        tiles.append(["step", seconds(best.step_time_s), "measured"])
+        tiles.append(["tokens/s", f"{tuned.tokens_per_s(best):,.0f}", "all ranks"])
+    if tuned.factor is not None:
+        tiles.append(["predicted", f"{tuned.factor:.2f} ×", "the measured time, median"])
+    return tiles
