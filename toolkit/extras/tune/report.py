@@ -103,19 +103,27 @@ COLUMNS = ("#", "layout", "measured", "predicted", "tokens/s", "outcome")
 
 def _cells(tuned: Tuned, one: Measurement) -> list[str]:
     speed = tuned.tokens_per_s(one) if one.measured else None
-    reason = f": {one.reason}" if one.reason else ""
     return [
         str(one.number),
         one.layout,
         "-" if one.step_time_s is None else seconds(one.step_time_s),
         seconds(one.predicted_s),
         "-" if speed is None else f"{speed:,.0f}",
-        WORDS[one.ending][0] + reason,
+        WORDS[one.ending][0],
+    ]
+
+
+def _reasons(tuned: Tuned) -> list[str]:
+    """Why layouts were not measured to the end, by their numbers in the table."""
+    return [
+        f"#{one.number} {WORDS[one.ending][0]}: {one.reason}"
+        for one in tuned.order
+        if one.reason
     ]
 
 
 def results_table(tuned: Tuned) -> Table:
-    """Measured next to predicted, the fastest first; why a layout was not measured."""
+    """Measured next to predicted, the fastest first."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in COLUMNS:
         right = name in ("#", "measured", "predicted", "tokens/s")
@@ -137,7 +145,7 @@ def results_table(tuned: Tuned) -> Table:
 def lines(tuned: Tuned) -> list[Line]:
     """The table, and what to do with it."""
     best = fastest(tuned.results)
-    found: list[Line] = [results_table(tuned), ""]
+    found: list[Line] = [results_table(tuned), *_reasons(tuned), ""]
     if best is None:
         return found
     planned = layout_text(*_planned(tuned.tuning))
@@ -185,6 +193,7 @@ def write_page(tuned: Tuned) -> None:
     table = {
         "title": "All trials",
         "table": [[*COLUMNS], *(_cells(tuned, one) for one in tuned.order)],
+        "items": _reasons(tuned),
     }
     facts = [[key, str(value)] for key, value in (best.settings if best else {}).items()]
     run = {
