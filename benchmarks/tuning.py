@@ -22,10 +22,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from toolkit.extras.tune.throughput import Measurement, Tuning, fastest, measure
+from toolkit.extras.tune.throughput import Measurement, Tuning, fastest, measure, searched
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import explore
 
 RECIPE = Path("recipes/tiny/llama-bytes.yaml")
 SETTINGS = (
@@ -61,8 +60,8 @@ def tune(folder: Path, trials: int, steps: int) -> None:
 
 def every_layout(folder: Path, machine: Path, steps: int) -> Tuning:
     """All that fit, in the order of their predicted times."""
-    recipe, cluster = load_recipe(RECIPE, SETTINGS, str(machine)), find_cluster(str(machine))
-    search = explore(recipe, cluster)
+    loaded = load_recipe(RECIPE, SETTINGS, str(machine))
+    recipe, search = searched(loaded, find_cluster(str(machine)))
     options = ("--cluster", str(machine))
     count = len(search.fitting)
     return Tuning(RECIPE, SETTINGS, recipe, search, folder, count, steps, 60, options, inf)

@@ -1,19 +1,24 @@
 """`dmt tune`: measures layouts of a recipe on this machine."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from toolkit.backend import adopt_engine_config
 from toolkit.cli.bars import count_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.output import output
-from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, RunFailed
+from toolkit.extras.tune.candidates import Candidates
 from toolkit.extras.tune.report import Tuned, lines, planned_table, write_page
-from toolkit.extras.tune.throughput import Measurement, Tuning, calibration, fastest, measure
+from toolkit.extras.tune.throughput import (
+    Measurement,
+    Tuning,
+    calibration,
+    fastest,
+    measure,
+    searched,
+)
 from toolkit.extras.tune.tuned import (
     calibrated_cluster,
     check_out,
@@ -24,8 +29,6 @@ from toolkit.extras.tune.tuned import (
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import explore, placed_on
-from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.assignment import check_local_files
 from toolkit.run.claim import claimed
@@ -77,9 +80,9 @@ def tune(
     folder = folder or Path("runs") / f"{loaded.name}-tune"
     if dry_run:
         stated = None if cluster is None else find_cluster(cluster)
-        tuning = _tuning(recipe, overrides, loaded, stated, folder, trials, steps, hang_seconds)
-        expected = tuning.candidates.expected()
-        data = [{"pair": one.pair, "layout": one.layout, "predicted_s": one.step_s}
+        search = searched(loaded, stated)[1]
+        expected = Candidates(search, trials).expected()
+        data = [{**one.pair._asdict(), "layout": one.layout, "predicted_s": one.step_s}
                 for one in expected]  # fmt: skip
         output(as_json, data, [planned_table(expected)])
         return
@@ -92,33 +95,14 @@ def tune(
         named = cluster if speeds is None else str(speeds)
         stated = None if named is None else find_cluster(named)
         options = [] if named is None else ["--cluster", named]
-        tuning = _tuning(
-            recipe, overrides, loaded, stated, folder, trials, steps, hang_seconds, options
-        )
+        found = searched(loaded, stated)
+        tuning = Tuning(recipe, overrides, *found, folder, trials, steps, hang_seconds, options)
         tuned = _run(tuning, file, speeds, stated)
     output(as_json, tuned.machine_output(), lines(tuned), wrap=False)
     if fastest(tuned.results) is None:
         raise RunFailed(
             "no layout could be measured", fix=f"logs: {folder}/trials/*/launch.log"
         )
-
-
-def _tuning(
-    path: Path,
-    overrides: Sequence[str],
-    loaded: Recipe,
-    where: Cluster | None,
-    folder: Path,
-    trials: int,
-    steps: int,
-    hang_s: float,
-    options: Sequence[str] = (),
-) -> Tuning:
-    recipe = with_embedding_rows(adopt_engine_config(loaded))
-    if where is not None:
-        recipe = placed_on(recipe, where)
-    found = explore(recipe, where)
-    return Tuning(path, overrides, recipe, found, folder, trials, steps, hang_s, options)
 
 
 def _run(tuning: Tuning, file: Path, speeds: Path | None, where: Cluster | None) -> Tuned:

@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from toolkit.backend import adopt_engine_config
+from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError
 from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
@@ -25,8 +27,10 @@ from toolkit.extras.tune.trial import (
     run_trial,
     trial_folder,
 )
+from toolkit.hardware.cluster import Cluster
 from toolkit.launcher import LAUNCHERS
 from toolkit.plan.dimensions import layout_text
+from toolkit.plan.planner import explore, placed_on
 from toolkit.plan.search import Candidate, Search
 from toolkit.recipe.dump import dump_recipe, in_yaml
 from toolkit.recipe.schema import Recipe
@@ -144,6 +148,14 @@ class Tuning:
         if self.recipe.cluster.nodes == 1:
             values["launch.launcher"] = "local"
         return [*self.overrides, *(f"{key}={in_yaml(value)}" for key, value in values.items())]
+
+
+def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
+    """The recipe as it is trained, and all its layouts. Raises as `explore` does."""
+    recipe = with_embedding_rows(adopt_engine_config(recipe))
+    if cluster is not None:
+        recipe = placed_on(recipe, cluster)
+    return recipe, explore(recipe, cluster)
 
 
 def measure(

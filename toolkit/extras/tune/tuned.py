@@ -8,13 +8,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
 from toolkit.extras.tune.candidates import key_of
-from toolkit.extras.tune.throughput import Measurement, Tuning
+from toolkit.extras.tune.throughput import Measurement, Tuning, searched
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.plan.planner import explore
 from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import Recipe
@@ -44,16 +43,14 @@ def check_out(file: Path) -> None:
 
 
 def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
-    """The recipe with the settings of the fastest layout that it leaves open."""
-    values = chosen_settings(tuning.recipe, best.settings)
+    """The recipe with the settings of the fastest layout, and those of this command line,
+    where its file says something else."""
     notes = [
         f"{HEADER}: {best.layout}",
         f"# measured: {best.step_time_s:.4g} s per step; predicted: {best.predicted_s:.4g} s",
     ]
-    if tuning.overrides:
-        notes.append(f"# measured with --set {' --set '.join(tuning.overrides)}")
     tree: dict[str, Any] = {"extends": _extended(find_recipe(tuning.path), file)}
-    for key, value in values.items():
+    for key, value in chosen_settings(tuning, best).items():
         inner = tree
         *sections, name = key.split(".")
         for section in sections:
@@ -62,15 +59,25 @@ def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
     return "\n".join([*notes, dump(tree, flow=False)])
 
 
-def chosen_settings(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a layout's settings that the recipe does not state with the same value."""
-    stated: dict[str, Any] = {}
-    for key in values:
-        value: Any = recipe
-        for name in key.split("."):
-            value = getattr(value, name)
-        stated[key] = value
-    return {key: value for key, value in values.items() if value != stated[key]}
+def chosen_settings(tuning: Tuning, best: Measurement) -> dict[str, Any]:
+    """What the tuned recipe states."""
+    keys = [override.partition("=")[0] for override in tuning.overrides]
+    if tuning.options:  # a cluster was named
+        keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
+    values = {key: _value(tuning.recipe, key) for key in keys} | best.settings
+    try:
+        stated = load_recipe(tuning.path)
+    except RecipeError:  # without the overrides
+        return values
+    return {key: value for key, value in values.items() if value != _value(stated, key)}
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    """A setting as plain data; None where the recipe has no such part."""
+    value: Any = recipe.model_dump()
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _extended(recipe: Path, file: Path) -> str:
@@ -83,8 +90,7 @@ def _extended(recipe: Path, file: Path) -> str:
 def write_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
     """Write the tuned recipe. Raises RunFailed if planning it gives another layout."""
     jsonl.write_atomically(file, tuned_recipe(tuning, best, file))
-    recipe = load_recipe(file, tuning.overrides)
-    planned = explore(recipe, cluster).best
+    planned = searched(load_recipe(file), cluster)[1].best
     measured = tuning.candidates.by_key.get(key_of(best.settings))
     if measured is not None and (planned.pair, planned.layout) != measured[:2]:
         raise RunFailed(f"{file}: it is planned as another layout than {best.layout}")
