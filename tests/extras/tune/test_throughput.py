@@ -105,7 +105,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert "measured" in shown and "hung: " in shown and "failed: rank 1" in shown
     assert len(starts.commands) == 3
     page = (tmp_path / "runs" / "e2e-tune" / "tune.html").read_text()
-    assert "dmt tune" in page and "rank 1 failed with exit code 1" in page
+    assert "dmt tune --throughput" in page and "rank 1 failed with exit code 1" in page
 
     dmt(*words, "--set", "training.global_batch_size=16", code=2)
     tuned.write_text("name: mine\n")

@@ -207,8 +207,9 @@ def write_page(tuned: Tuned) -> None:
         "lines": 0,
         "sections": [*bars, table, {"title": "The fastest layout", "facts": facts}],
     }
-    data = {"plan": True, "made": "dmt tune", "runs": [run], "charts": [], "timelines": []}
-    write(data | {"comparison": None}, tuned.page)
+    kind = {"plan": True, "kind": "tuning", "made": "dmt tune --throughput"}
+    drawn: dict[str, Any] = {"charts": [], "timelines": [], "comparison": None}
+    write({**kind, "runs": [run], **drawn}, tuned.page)
 
 
 def _tiles(tuned: Tuned, best: Measurement | None) -> list[list[str]]:

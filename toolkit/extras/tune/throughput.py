@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from toolkit.backend import adopt_engine_config
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError
+from toolkit.evaluator import EVALUATORS
 from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
     WARM_UP_STEPS,
@@ -50,11 +51,15 @@ _WITHOUT = {
     "logging.mlflow": None,
     "logging.trackio": None,
     "evaluation.every_steps": None,
+    "evaluation.early_stopping": None,
+    **{f"evaluation.{name}": None for name in EVALUATORS.names},
     "checkpoint.every_steps": None,
+    "checkpoint.keep_best": None,
     "checkpoint.export": False,
     "launch.max_restarts": 0,
 }
 """Every trial trains and does nothing else."""
+_NEVER = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ class Tuning:
     def settings(self, candidate: Candidate) -> list[str]:
         """The overrides of a trial."""
         values = {**settings_of(candidate), **_WITHOUT}
+        if self.recipe.schedule.name == "plateau":  # it needs validations: behind all steps
+            values["evaluation.every_steps"] = _NEVER
         if self.recipe.cluster.nodes == 1:
             values["launch.launcher"] = "local"
         return [*self.overrides, *(f"{key}={in_yaml(value)}" for key, value in values.items())]
