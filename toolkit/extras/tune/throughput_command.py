@@ -1,0 +1,121 @@
+"""`dmt tune --throughput`: from the command line's words to the table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cli.bars import count_progress
+from toolkit.cli.output import output
+from toolkit.errors import RunFailed
+from toolkit.extras.tune.candidates import Candidates
+from toolkit.extras.tune.report import Tuned, lines, planned_table, write_page
+from toolkit.extras.tune.throughput import (
+    Measurement,
+    Tuning,
+    calibration,
+    fastest,
+    measure,
+    searched,
+)
+from toolkit.extras.tune.tuned import (
+    calibrated_cluster,
+    check_out,
+    rescaled,
+    tuned_path,
+    write_tuned,
+)
+from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
+from toolkit.run import jsonl
+from toolkit.run.assignment import check_local_files
+from toolkit.run.claim import claimed
+from toolkit.run.directory import RunDirectory
+from toolkit.text.terminal import tell
+from toolkit.text.units import seconds
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed."""
+
+    recipe: Path
+    overrides: Sequence[str]
+    cluster: str | None
+    folder: Path | None
+    trials: int
+    steps: int
+    hang_s: float
+
+
+def list_layouts(request: Request, as_json: bool) -> None:
+    """Print what would be measured if every prediction were right."""
+    loaded = load_recipe(request.recipe, request.overrides, request.cluster)
+    where = None if request.cluster is None else find_cluster(request.cluster)
+    expected = Candidates(searched(loaded, where)[1], request.trials).expected()
+    data = [
+        {**one.pair._asdict(), "layout": one.layout, "predicted_s": one.step_s}
+        for one in expected
+    ]
+    output(as_json, data, [planned_table(expected)])
+
+
+def tune_throughput(request: Request, out: Path | None, as_json: bool) -> None:
+    """Measure layouts and print the result. Raises RunFailed if none could be measured."""
+    loaded = load_recipe(request.recipe, request.overrides, request.cluster)
+    folder = request.folder or Path("runs") / f"{loaded.name}-tune"
+    file = out or tuned_path(request.recipe)
+    check_out(file)
+    check_local_files(loaded, request.recipe, request.overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    with claimed(RunDirectory(folder)):
+        speeds = calibrated_cluster(folder, loaded, request.cluster)
+        named = request.cluster if speeds is None else str(speeds)
+        where = None if named is None else find_cluster(named)
+        tuning = Tuning(
+            request.recipe,
+            request.overrides,
+            *searched(loaded, where),
+            folder,
+            request.trials,
+            request.steps,
+            request.hang_s,
+            [] if named is None else ["--cluster", named],
+        )
+        tuned = _run(tuning, file, speeds, where)
+    output(as_json, tuned.machine_output(), lines(tuned), wrap=False)
+    if fastest(tuned.results) is None:
+        logs = f"{folder}/trials/*/launch.log"
+        raise RunFailed("no layout could be measured", fix=f"the reasons are in {logs}")
+
+
+def _run(tuning: Tuning, file: Path, speeds: Path | None, where: Cluster | None) -> Tuned:
+    """Measure, and write the recipe, the cluster file and the page."""
+    done = len(tuning.read())
+    if done:
+        tell(f"{done} layouts were measured before, in {tuning.results}")
+    total = min(tuning.trials, len(tuning.search.fitting))
+    with count_progress(total) as update:
+        update(completed=done)
+        for result in measure(tuning, lambda _, text: update(description=text)):
+            update(completed=result.number + 1)
+            tell(_line(result, total))
+    results = tuning.read()
+    best, factor, cluster = fastest(results), calibration(results), None
+    if best is not None:
+        write_tuned(tuning, best, file, where)
+    if speeds is not None and factor is not None:
+        cluster = tuning.folder / "cluster.yaml"
+        note = f"dmt tune: measured speeds × {factor:.4g}, of {tuning.recipe.name}"
+        text = rescaled(speeds.read_text(encoding="utf-8"), factor, [note])
+        jsonl.write_atomically(cluster, text)
+    tuned = Tuned(tuning, results, file, factor, cluster)
+    write_page(tuned)
+    return tuned
+
+
+def _line(result: Measurement, total: int) -> str:
+    time = "" if result.step_time_s is None else f", {seconds(result.step_time_s)} per step"
+    why = f": {result.reason}" if result.reason else ""
+    ending = result.ending.replace("_", " ")
+    return f"{result.number + 1} of {total}: {result.layout}: {ending}{time}{why}"
