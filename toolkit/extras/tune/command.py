@@ -7,7 +7,11 @@ import typer
 
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.errors import PlanError
-from toolkit.extras.tune.throughput_command import Request, list_layouts, tune_throughput
+from toolkit.extras.tune.throughput_command import (
+    ThroughputRequest,
+    list_layouts,
+    tune_throughput,
+)
 
 Throughput = Annotated[
     bool, typer.Option("--throughput", help="Measure layouts, and keep the fastest.")
@@ -52,7 +56,7 @@ def tune(
     """
     if not throughput:
         raise PlanError("dmt tune: nothing is asked for", fix="add --throughput")
-    request = Request(recipe, overrides, cluster, folder, trials, steps, hang_seconds)
+    request = ThroughputRequest(recipe, overrides, cluster, folder, trials, steps, hang_seconds)
     if dry_run:
         list_layouts(request, as_json)
     else:

@@ -36,7 +36,7 @@ from toolkit.text.units import seconds
 
 
 @dataclass(frozen=True)
-class Request:
+class ThroughputRequest:
     """What was typed."""
 
     recipe: Path
@@ -48,7 +48,7 @@ class Request:
     hang_s: float
 
 
-def list_layouts(request: Request, as_json: bool) -> None:
+def list_layouts(request: ThroughputRequest, as_json: bool) -> None:
     """Print what would be measured if every prediction were right."""
     loaded = load_recipe(request.recipe, request.overrides, request.cluster)
     where = None if request.cluster is None else find_cluster(request.cluster)
@@ -60,7 +60,7 @@ def list_layouts(request: Request, as_json: bool) -> None:
     output(as_json, data, [planned_table(expected)])
 
 
-def tune_throughput(request: Request, out: Path | None, as_json: bool) -> None:
+def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool) -> None:
     """Measure layouts and print the result. Raises RunFailed if none could be measured."""
     loaded = load_recipe(request.recipe, request.overrides, request.cluster)
     folder = request.folder or Path("runs") / f"{loaded.name}-tune"
