@@ -28,6 +28,8 @@ PACKAGES = {
     "openssh-server": "sshd",
     "openssh-client": "ssh",
     "iproute2": "ip",
+    "openmpi-bin": "mpirun.openmpi",
+    "mpich": "mpirun.mpich",
     "chromium": "chromium",
     "chromium-driver": "chromedriver",
 }

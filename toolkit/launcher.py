@@ -70,6 +70,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
         "slurm": "toolkit.launchers:SLURM",
         "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
         "ray": "toolkit.extras.launchers.ray:RAY",
+        "mpi": "toolkit.extras.launchers.mpi:MPI",
     },
 )
 """Every launcher by its name; other packages add theirs as entry points."""

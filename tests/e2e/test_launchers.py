@@ -1,12 +1,25 @@
 """The same recipe under every way to start it: the same losses, a complete run directory."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.e2e.conftest import Project
 from tests.e2e.exported import assert_export_reproduces_validation
-from tests.e2e.product import checkpoints, curve, events, run, settings, tool
+from tests.e2e.product import (
+    assert_saved_and_stopped,
+    checkpoints,
+    curve,
+    events,
+    run,
+    settings,
+    started,
+    steps_logged,
+    tool,
+)
 from tests.processes import ROOT
 from toolkit.launchers.base import free_port
 
@@ -62,6 +75,28 @@ def test_started_directly(project: Project, ddp_run: Path, start):
     assert ended.err.count("\nready after ") == 1
     assert ended.err.count("\nstep time    ") == 1
     assert ended.err.count(f"\nexport       {run_dir}/export\n") == 1
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.soak)])
+def test_mpirun_stops_saves_and_continues_with_more_ranks(
+    project: Project, ddp_run: Path, mpi: str
+):
+    needs.require({"openmpi": "openmpi-bin"}.get(mpi, mpi))
+    run_dir = project.folder / mpi
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    start = ["--launcher", "mpi", "--set", f"launch.mpi.command=mpirun.{mpi}"]
+    with started(
+        project.command(mpi, {"training.steps": 100_000}, *start), project.folder, env
+    ) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
+        os.kill(command.process.pid, signal.SIGTERM)
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+    steps = steps_logged(run_dir) + 3
+    more = {"training.steps": steps, "cluster.gpus_per_node": 4}
+    project.launch(mpi, more, *start, env=env)
+    assert_same_start(run_dir, ddp_run)
+    assert checkpoints(run_dir)[-1] == steps
 
 
 def test_a_single_process(project: Project, ddp_run: Path):

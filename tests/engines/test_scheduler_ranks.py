@@ -40,16 +40,23 @@ def test_a_launcher_inside_an_allocation_has_the_word():
     assert scheduler_ranks({**STEP, "RANK": "0"}) == {}
 
 
-def test_open_mpi():
-    rank = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    assert scheduler_ranks(rank)["MASTER_ADDR"] == "127.0.0.1"
-    with pytest.raises(PlanError, match="-x MASTER_ADDR=HOST"):
-        scheduler_ranks({**rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+MPI = {
+    "open": [
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ],
+    "hydra": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+}
+
+
+@pytest.mark.parametrize("names", MPI.values(), ids=MPI)
+def test_mpi(names):
+    rank = dict(zip(names, ("3", "4", "1", "2"), strict=True)) | {"MASTER_ADDR": "node-1"}
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [scheduler_ranks(rank)[name] for name in ours] == ["3", "4", "1", "2", "node-1"]
+    del rank["MASTER_ADDR"]
+    with pytest.raises(PlanError, match="env MASTER_ADDR=HOST"):
+        scheduler_ranks(rank)
+    assert scheduler_ranks({**rank, names[1]: "2"})["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

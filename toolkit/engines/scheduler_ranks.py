@@ -1,8 +1,9 @@
-"""PyTorch's variables of a rank started by Slurm's `srun` or Open MPI's `mpirun`.
+"""PyTorch's variables of a rank started by Slurm's `srun` or an MPI's `mpirun`.
 
 PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers use their
-own names (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`). Only a step
-of `srun` counts: the batch script itself also has a SLURM_PROCID.
+own names (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`; MPICH and
+Intel MPI: what hydra sets). Only a step of `srun` counts: the batch script itself also has a
+SLURM_PROCID.
 """
 
 import re
@@ -23,7 +24,9 @@ def scheduler_ranks(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     # Inside Slurm, mpirun starts its own processes by srun, whose variables are not the ranks'.
     if "OMPI_COMM_WORLD_SIZE" in env:
-        return _open_mpi(env)
+        return _mpi(env, _OPEN_MPI)
+    if "MPI_LOCALNRANKS" in env:
+        return _mpi(env, _HYDRA)
     if "SLURM_STEP_NUM_TASKS" in env:
         return _slurm(env)
     return {}
@@ -44,13 +47,24 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str]:
     return {**found, **_stated(env)}
 
 
-def _open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_HYDRA = {
+    "RANK": "PMI_RANK",
+    "WORLD_SIZE": "PMI_SIZE",
+    "LOCAL_RANK": "MPI_LOCALRANKID",
+    "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
+}
+
+
+def _mpi(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     job = env.get("PMIX_NAMESPACE", "").encode()
     found = {
-        "RANK": env["OMPI_COMM_WORLD_RANK"],
-        "WORLD_SIZE": env["OMPI_COMM_WORLD_SIZE"],
-        "LOCAL_RANK": env["OMPI_COMM_WORLD_LOCAL_RANK"],
-        "LOCAL_WORLD_SIZE": env["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        **{ours: env[theirs] for ours, theirs in names.items()},
         "MASTER_PORT": str(_FIRST_PORT + crc32(job) % _PORTS),
         **_stated(env),
     }
@@ -58,7 +72,7 @@ def _open_mpi(env: Mapping[str, str]) -> dict[str, str]:
         if found["WORLD_SIZE"] != found["LOCAL_WORLD_SIZE"]:
             raise PlanError(
                 "mpirun started ranks on several machines, and MASTER_ADDR is not set",
-                fix="mpirun -x MASTER_ADDR=HOST …, the machine of rank 0",
+                fix="mpirun … env MASTER_ADDR=HOST python …, the machine of rank 0",
             )
         found["MASTER_ADDR"] = "127.0.0.1"
     return found

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from toolkit.launchers.base import (
     worker_env,
 )
 from toolkit.launchers.foreign import run_guarded, run_remote
-from toolkit.launchers.hostfile import read_hostfile
+from toolkit.launchers.hostfile import check_address, hosts_of, read_hostfile
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.system.interpreter import program
@@ -74,11 +73,11 @@ class DeepSpeedStarter:
 
 def _on_several(job: Job) -> LaunchSpec:
     """The command that starts the ranks of all machines of the hostfile."""
-    hosts = _hosts(job)
+    hosts = hosts_of(job)
     runner = job.launch.remote_start
     _check_programs(runner)
     _check_paths(job)
-    address, port = _address(hosts[0]), str(free_port())
+    address, port = check_address(hosts[0]), str(free_port())
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
     variables = {**_users_file(), **_settings_here(), **worker_env(job), **meeting}
     if runner == "slurm" and (cut := [k for k, v in variables.items() if "," in v]):
@@ -151,18 +150,6 @@ def _check_paths(job: Job) -> None:
             )
 
 
-def _address(host: str) -> str:
-    """The host, if its name can be resolved; an ssh alias may not be."""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        raise PlanError(
-            f"launch.hostfile: {host}, the first machine, has no address: {error}",
-            fix="write its name or address as the ranks can resolve it",
-        ) from error
-    return host
-
-
 def _users_file() -> dict[str, str]:
     """The content of the user's `.deepspeed_env`, which ours replaces."""
     found: dict[str, str] = {}
@@ -187,26 +174,6 @@ def _settings_here() -> dict[str, str]:
                 fix=f"unset {name}, or set it on the machines themselves",
             )
     return chosen
-
-
-def _hosts(job: Job) -> list[str]:
-    """The hostfile's machines. Raises PlanError when they are not those of the cluster."""
-    hostfile, cluster = job.launch.hostfile, job.cluster
-    wanted = f"{cluster.nodes} lines of `HOST slots={cluster.gpus_per_node}`"
-    if hostfile is None:
-        raise PlanError(
-            f"launch.hostfile: nothing, but cluster.nodes is {cluster.nodes}",
-            fix=f"--set launch.hostfile=FILE, a file with {wanted}",
-        )
-    found = read_hostfile(Path(hostfile))
-    slots = f"slots={cluster.gpus_per_node}"
-    if len(found) != cluster.nodes or any(line[1:] != [slots] for line in found):
-        raise PlanError(
-            f"launch.hostfile: {hostfile} has {len(found)} machine(s): "
-            f"{'; '.join(' '.join(line) for line in found[:4])}",
-            fix=f"{wanted}, or --cluster with what is there",
-        )
-    return [line[0] for line in found]
 
 
 def _on_all(spec: LaunchSpec, *command: str) -> "dict[str, subprocess.Popen[str]]":

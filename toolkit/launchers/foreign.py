@@ -6,7 +6,10 @@ import shlex
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from shutil import which
+
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
 from toolkit.launchers.base import LaunchSpec, Outcome
@@ -92,11 +95,17 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
 
 def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Terminate the launcher and its processes here, and kill them if they do not exit."""
+    below = psutil.Process(process.pid).children(
+        recursive=True
+    )  # some have groups of their own
     os.killpg(process.pid, number)
     try:
         process.wait(FAILED_GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        for one in below:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         process.wait()
 
 

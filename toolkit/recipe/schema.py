@@ -885,10 +885,11 @@ class _EveryLaunch(Section):
     """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""
     hostfile: NonEmpty | None = None
-    """`launcher: deepspeed` on several machines: DeepSpeed's hostfile, one `HOST slots=N` per
-    line. Run `dmt launch` once, on the first machine."""
+    """`launcher: deepspeed` or `mpi` on several machines: a file with a line `HOST slots=N` for
+    each. Run `dmt launch` once, on the first machine."""
     remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
-    """With `hostfile`: the program that starts processes on the other machines."""
+    """With `launcher: deepspeed` and `hostfile`: the program that starts processes on the other
+    machines."""
 
     def own(self, kind: type[OwnSection]) -> OwnSection:
         """The settings of one launcher, by the class of its section."""
