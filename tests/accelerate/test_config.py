@@ -266,7 +266,7 @@ def test_accelerate_makes_the_mesh_of_the_plan(
     strategy = getattr(found.cp_handler, "cp_comm_strategy", None)
     sizes = (found.dp_replicate_size, found.dp_shard_size, found.cp_size)
     assert ((*sizes, strategy), found.total_size) == (expected, 4)
-    assert found.tp_size == found.sp_size == 1
+    assert found.tp_size == getattr(found, "sp_size", 1) == 1  # accelerate 1.10 has none
     (report,) = against(str(tmp_path / "accelerate.yaml"), recipe, plan)
     assert report.agrees, report
     (report, *_) = against("env", recipe, plan)
