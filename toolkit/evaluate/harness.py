@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 import torch
 from transformers import AutoTokenizer
 
@@ -71,8 +72,10 @@ def _model_arguments(folder: Path, device: str) -> dict[str, Any]:
     if (adapters := folder / _ADAPTERS).is_file():
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
         found = {"pretrained": base, "tokenizer": str(folder), "peft": str(folder)}
-    if device == "cuda" and torch.cuda.device_count() > 1:
-        found["parallelize"] = True  # one model over all GPUs, as much as fits
+    if device == "cuda":
+        # One model over all GPUs, as much as they have room for; the rest in host memory.
+        room = psutil.virtual_memory().available
+        found |= {"parallelize": True, "max_cpu_memory": room}
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.adapters import lora
 from toolkit.errors import Problem
+from toolkit.evaluator import chosen
 from toolkit.features.base import Settings
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
@@ -49,6 +50,8 @@ class PlanRequest:
     """Of sequences, where `data.stages` changes it; `training` has the longest."""
     has_weights: bool = False
     """Training begins with weights that exist."""
+    evaluators: tuple[str, ...] = ()
+    """Names of those that judge the weights during training."""
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class PlanRequest:
             recipe.features,
             lengths if len(lengths) > 1 else (),
             recipe.model.init != "random",
+            tuple(chosen(recipe.evaluation)),
         )
 
     def uneven(self, tensor: int) -> int | None:
