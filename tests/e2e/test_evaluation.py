@@ -87,6 +87,7 @@ def test_what_is_missing_is_named(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
     (tasks / "task.yaml").write_text(text)
     gone = dmt("eval", ddp_run / "export", *OWN, "--include-path", tasks, code=2)
     assert "no/such-data" in gone.err and "HF_HUB_OFFLINE" in gone.err
+    assert "it is empty" in dmt("eval", ddp_run, "--prompt", "", code=2).err
     assert "Traceback" not in unknown.err + gone.err
 
 

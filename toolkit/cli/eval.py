@@ -19,6 +19,7 @@ from toolkit.evaluator import EVALUATORS, EvaluatorSection, chosen
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
+from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import Recorded, described, record
 from toolkit.run.events import EventLog
@@ -103,6 +104,8 @@ def eval_(
         }  # fmt: skip
     if prompts:
         stated["samples"] = {"prompts": prompts, "max_tokens": max_tokens, "chat": chat}
+    if "" in (prompts or ()):
+        raise DataError("--prompt: it is empty", fix="state a text to complete")
     settings = {n: EVALUATORS[n].section.model_validate(one) for n, one in stated.items()}
     recipe = judged.recipe
     if not settings and recipe is not None:
@@ -154,10 +157,13 @@ def exported_folder(judged: Judged) -> Iterator[Path]:
         yield judged.folder.absolute()
         return
     from toolkit.checkpoint.export import exported_bytes
+    from toolkit.checkpoint.verify import require_whole
     from toolkit.evaluate.evaluation import exported
 
     checkpoint, manifest = judged.checkpoint.folder, judged.checkpoint.manifest
     tell(f"step {manifest.step:,}: {checkpoint}")
+    with byte_progress("verify", manifest.nbytes) as tick:
+        require_whole(checkpoint, tick)
     work = judged.run.evaluations if judged.run else checkpoint.absolute().parent
     nbytes = exported_bytes(checkpoint, merged=manifest.adapter is not None)
     with _alone(work), ExitStack() as stack:
@@ -191,6 +197,10 @@ def _record(
         stated = settings[name].model_dump(mode="json")
         recorded = Recorded(name, manifest.step, stated, found)
         record(run, EVALUATORS[name].event, recorded, afterwards=True)
+    try:
+        refuse_if_claimed(run)
+    except DirectoryInUse:
+        return  # it still runs, and its trackers follow its events
     recipe, events = load_recipe(run.recipe), EventLog(run.events)
     followers = [
         TrackerFollower(run, name, one, recipe.name, events)

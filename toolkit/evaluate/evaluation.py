@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from toolkit.models.new_folder import check_destination
 from toolkit.system.interpreter import python
 
 _POLL_S = 0.1
+_STDERR = 2
 _RANKS = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_",
     "ACCELERATE_", "OMPI_", "PMI", "MV2_", "SLURM_",
@@ -89,9 +89,9 @@ def evaluate(
 
 
 @contextmanager
-def _output(log: Path | None) -> Iterator[IO[Any]]:
+def _output(log: Path | None) -> Iterator[IO[Any] | int]:
     if log is None:
-        yield sys.stderr
+        yield _STDERR
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -99,7 +99,7 @@ def _output(log: Path | None) -> Iterator[IO[Any]]:
 
 
 @contextmanager
-def _started(request: Request, output: IO[Any]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(request: Request, output: IO[Any] | int) -> Iterator[subprocess.Popen[bytes]]:
     """The running process; nothing that it started is left at the end."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(_RANKS)}
     kept["TOKENIZERS_PARALLELISM"] = "false"  # as the harness's command line
