@@ -120,7 +120,7 @@ def _started(request: Request, output: IO[Any] | int) -> Iterator[subprocess.Pop
             process.stdin.close()
         yield process
     finally:
-        with suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
