@@ -10,6 +10,7 @@ import torch
 from toolkit.engines.base import StepResult
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.schema import EvaluationSection
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.observer import HeartbeatBatches, Observer
@@ -49,6 +50,7 @@ def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
     plan = SimpleNamespace(layout=Layout(), flops_per_token_at=lambda _: 1.0)
     recipe = SimpleNamespace(
         checkpoint=section,
+        evaluation=EvaluationSection(),
         logging=SimpleNamespace(every_steps=100, samples=False),
         guard=SimpleNamespace(replica_check_every_steps=None),
         lengths=SequenceLengths.of([], 16, 8),
