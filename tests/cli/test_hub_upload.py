@@ -22,7 +22,7 @@ from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import Recorded, record
 from toolkit.run.events import EventLog
-from toolkit.run.model_card import write_card
+from toolkit.run.model_card import refresh_card
 from toolkit.train.exporting import export_last
 from toolkit.train.phases import Phases
 
@@ -76,6 +76,10 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     ):  # fmt: skip
         assert line in card.content
     assert "| 20 |" not in card.content, "a later step"
+    record(made, "evaluation_tasks", Recorded("tasks", 10, {}, {"mine": {"acc,none": 0.5}}))
+    checkpoint = run / "checkpoints" / "step-00000010"
+    refresh_card(made, 10, checkpoint)
+    assert "| mine | acc,none | 0.5000 |  | 10 |" in (run / "export/README.md").read_text()
     path = run / "export" / "README.md"
     edited = card.content.replace("arc", "my favourite task")
     path.write_text(edited)
@@ -85,7 +89,7 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     assert weights.stat().st_mtime_ns == written
     weights.unlink()
     export_last(made, 10, Phases(1))
-    write_card(run / "export", run / "checkpoints" / "step-00000010")
+    refresh_card(made, 10, checkpoint)
     assert weights.exists() and path.read_text() == edited
 
 

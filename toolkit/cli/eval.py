@@ -23,6 +23,7 @@ from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import Recorded, described, record
 from toolkit.run.events import EventLog
+from toolkit.run.model_card import refresh_card
 from toolkit.text.terminal import tell
 from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import wanted
@@ -67,10 +68,10 @@ def eval_(
     ],
     tasks: Annotated[
         list[str] | None,
-        typer.Option("--tasks", metavar="NAMES", help="Of the harness, separated by commas."),
+        typer.Option(metavar="NAMES", help="Of the harness, separated by commas."),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", help="Folder with YAMLs of your own tasks.")
+        Path | None, typer.Option(help="Folder with YAMLs of your own tasks.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task.")] = None,
     few_shot: Annotated[
@@ -145,7 +146,9 @@ def _judge(
     with exported_folder(judged) as folder:
         findings = evaluate(folder, settings, device)
     if judged.run is not None and judged.checkpoint is not None:
-        _record(judged.run, judged.checkpoint.manifest, settings, findings)
+        manifest = judged.checkpoint.manifest
+        _record(judged.run, manifest, settings, findings)
+        refresh_card(judged.run, manifest.step, judged.checkpoint.folder)
     return findings
 
 

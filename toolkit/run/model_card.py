@@ -42,6 +42,13 @@ def write_card(folder: Path, checkpoint: Path) -> None:
         jsonl.write_atomically(path, _signed(_text(folder, checkpoint)))
 
 
+def refresh_card(run: RunDirectory, step: int, checkpoint: Path) -> None:
+    """Write the card of the run's export again, if it is that of this checkpoint."""
+    exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
+    if exports and exports[-1].get("step") == step and run.export.is_dir():
+        write_card(run.export, checkpoint)
+
+
 def is_generated(card: bytes) -> bool:
     """Whether a card is as DMT wrote it."""
     text = card.decode(errors="replace")
