@@ -57,15 +57,9 @@ class Verdict:
 
 
 def check(
-    recipes: Annotated[
-        list[Path],
-        typer.Argument(metavar="RECIPE", help="Recipe files.", show_default=False),
-    ],
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a setting.", show_default=False
-        ),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
     ] = None,
     others: Annotated[
         list[str] | None,
@@ -74,7 +68,6 @@ def check(
             metavar="FILE|env",
             help="Compare with what another tool reads: a DeepSpeed or Accelerate config, "
             "TrainingArguments, Megatron-LM arguments, or the environment; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -51,8 +51,7 @@ _COLOURS = {
 @app.command("list")
 def list_(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or its checkpoints."),
+        Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or its checkpoints.")
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -220,15 +219,11 @@ _CompareLogits = Annotated[
 ]
 _ShardSize = Annotated[
     str | None,
-    typer.Option(
-        "--shard-size",
-        help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated.",
-    ),
+    typer.Option(help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated."),
 ]
 _PushToHub = Annotated[
     str | None,
     typer.Option(
-        "--push-to-hub",
         metavar="REPO",
         help="Upload the export to this model repository, which is created if needed.",
     ),

@@ -35,7 +35,7 @@ CalibrateOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="Cluster file that --calibrate writes; default: cluster.yaml."),
+    typer.Option(help="Cluster file that --calibrate writes; default: cluster.yaml."),
 ]
 SelfTestOption = Annotated[
     bool,
@@ -51,26 +51,20 @@ GpuSelfTestOption = Annotated[
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--only",
         metavar="STEP",
         help="Run only this step of --selftest, or those that begin so, e.g. losses; "
         "repeatable.",
-        show_default=False,
     ),
 ]
 JobsOption = Annotated[
     int,
     typer.Option(
-        "--jobs", min=1, help="Steps of --selftest that run at once; speeds are measured alone."
+        min=1, help="Steps of --selftest that run at once; speeds are measured alone."
     ),
 ]
 FolderOption = Annotated[
     Path | None,
-    typer.Option(
-        "--folder",
-        help="Where --selftest works and writes report.md; default: dmt-selftest.",
-        show_default=False,
-    ),
+    typer.Option(help="Where --selftest works and writes report.md; default: dmt-selftest."),
 ]
 
 
@@ -80,16 +74,13 @@ def doctor(
         typer.Argument(
             metavar="RECIPE",
             help="Recipe YAML: exit 3 when something that it needs is missing here.",
-            show_default=False,
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     hostfile: Annotated[
         Path | None,
         typer.Option(
-            "--hostfile",
-            help="Also ask these machines whether they answer: one HOST slots=N a line.",
-            show_default=False,
+            help="Also ask these machines whether they answer: one HOST slots=N a line."
         ),
     ] = None,
     bandwidth: BandwidthOption = False,

@@ -33,12 +33,8 @@ def estimate(
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     cluster: ClusterOption = None,
-    cases: Annotated[
-        Path | None, typer.Option("--cases", help="JSON list of published cases.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where the results of --cases go.")
-    ] = None,
+    cases: Annotated[Path | None, typer.Option(help="JSON list of published cases.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the results of --cases go.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and step time of a recipe's layout, or of a list of cases.

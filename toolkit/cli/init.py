@@ -23,7 +23,6 @@ _Files = Annotated[
         metavar="FILE",
         help="Another tool's configuration, from which the recipe is written; may be "
         "repeated. MODEL and --task are then what the files do not state.",
-        show_default=False,
     ),
 ]
 
@@ -36,16 +35,12 @@ def init(
             help="Hub id, local folder with a config.json, or a shipped size (see "
             "`dmt recipes`), e.g. llama-3.1-8b.",
             autocompletion=lambda: _SIZES,
-            show_default=False,
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster",
-            metavar="CLUSTER",
-            help="NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a cluster file.",
-            show_default=False,
+            metavar="CLUSTER", help="NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a cluster file."
         ),
     ] = None,
     files: _Files = None,
@@ -55,14 +50,12 @@ def init(
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data",
             help="A local file to train on, for an epoch: text, or rows of conversations or "
-            "preferences. It decides the data section, the batch and the warm-up.",
+            "preferences. It decides the data section, the batch and the warm-up."
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="File to write; by default, standard output."),
+        Path | None, typer.Option(help="File to write; by default, standard output.")
     ] = None,
 ) -> None:
     """Write a short recipe whose layout is `auto`, with the planned values in comments.

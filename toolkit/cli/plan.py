@@ -59,7 +59,6 @@ Clusters = Annotated[
 MemoryFraction = Annotated[
     float | None,
     typer.Option(
-        "--memory-fraction",
         metavar="F",
         help="Share of each GPU's memory that the plan may need (cluster.memory_fraction).",
     ),
@@ -83,7 +82,6 @@ RestartMinutes = Annotated[
 HtmlFile = Annotated[
     Path | None,
     typer.Option(
-        "--html",
         metavar="FILE",
         help="Also write a page: timeline of the pipeline, memory and time by part, "
         "alternatives.",
@@ -98,9 +96,7 @@ def plan(
     ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     clusters: Clusters = [],  # noqa: B006
-    top: Annotated[
-        int, typer.Option("--top", min=1, metavar="N", help="Strategies to show.")
-    ] = 5,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Strategies to show.")] = 5,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,

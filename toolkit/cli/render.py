@@ -41,13 +41,12 @@ def render(
     to: Annotated[
         Name | None,
         typer.Option(
-            "--to",
-            help="Whose configuration; default: that of the engine that the recipe runs on.",
+            help="Whose configuration; default: that of the engine that the recipe runs on."
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     out: Annotated[
-        Path | None, typer.Option("--out", help="File to write; default: standard output.")
+        Path | None, typer.Option(help="File to write; default: standard output.")
     ] = None,
 ) -> None:
     """Print the configuration that a recipe becomes, every value filled.

@@ -31,8 +31,7 @@ def report(
         ),
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with curves instead."),
+        Path | None, typer.Option(metavar="FILE", help="Write a page with curves instead.")
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print text (the default).")] = False,
     as_json: AsJson = False,
