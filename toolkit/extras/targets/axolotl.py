@@ -9,14 +9,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.errors import Problem
 from toolkit.extras.targets import axolotl_file, trainer
 from toolkit.extras.targets.finetuning import (
     COMMON,
     TEMPLATE,
     FinetuningTarget,
+    adapter_rows,
     held_out,
     model_of,
-    only_with,
     stated_sources,
 )
 from toolkit.extras.targets.values import Chosen, is_on, together, unless_off
@@ -39,13 +40,6 @@ from toolkit.targets.base import (
     shown,
 )
 
-_LORA = {
-    "lora_r": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "lora_model_dir": "folder",
-    "peft_use_rslora": "rslora",
-}
 _ADAPTERS = ("lora", "qlora")
 _DOCUMENTS = ("completion", "pretrain")
 _READ = ("ds_type", "trust_remote_code")
@@ -121,7 +115,12 @@ class AxolotlTarget(FinetuningTarget):
         named["distributed_type"] = ForeignSetting(at.name, "FSDP", at.place, shown(at.value))
         found.add(accelerate.collect(named, file.path))
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+        """See `FinetuningTarget`."""
+        yield from super().problems(recipe, plan)
+        yield from axolotl_file.problems(self, recipe, plan)
+
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
         """See `FinetuningTarget`."""
         return axolotl_file.values(self, recipe, plan)
 
@@ -324,7 +323,7 @@ _KEYS: Mapping[str, Row] = {
     "rl": _rl,
     **dict.fromkeys(("rl_beta", "dpo_beta", "orpo_alpha"), _beta),
     "adapter": _adapter,
-    **{name: only_with(_is_lora, TargetKey(f"adapter.{ours}")) for name, ours in _LORA.items()},
+    **adapter_rows(axolotl_file.LORA, _is_lora),
     "lora_target_modules": _targets,
     "peft_init_lora_weights": Chosen(
         "adapter.init",

@@ -1,21 +1,21 @@
 """What LLaMA-Factory's and Axolotl's files have in common: both fine-tune with transformers'
 Trainer, PEFT and TRL."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.json_file import JsonFile
-from toolkit.errors import PlanError
+from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.extras.targets.values import Chosen, TableTarget, is_on, together, written_rows
+from toolkit.extras.targets.values import Chosen, TableTarget, together, written_rows
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ChatSource, HfSource, PreferenceSource, Recipe
 from toolkit.targets.accelerate_file import in_accelerate, in_scripts
 from toolkit.targets.base import (
     ForeignSetting,
@@ -26,7 +26,6 @@ from toolkit.targets.base import (
     Rule,
     Settings,
     SettingSource,
-    ShareOfSteps,
     Stated,
     TargetKey,
     Unknown,
@@ -69,27 +68,6 @@ def only_with(switch: Callable[[Settings], bool], row: TargetKey) -> Rule:
     return rule
 
 
-def _epochs(setting: ForeignSetting, settings: Settings) -> list[Result]:
-    """Passes over the data, unless steps are stated; in silence if the tool implies both."""
-    if is_on(settings, "max_steps") and settings["max_steps"].value != -1:
-        return [] if setting.text else [NotCarried("not in effect next to max_steps")]
-    if number(setting.value) is None:
-        return [Unknown(setting.name, setting.place, "not a number")]
-    return [Stated("training.epochs", setting.value, setting)]
-
-
-def _warmup(setting: ForeignSetting, settings: Settings) -> list[Result]:
-    """A number of steps, or a share of them, which is not in effect next to the number."""
-    key, value = "schedule.warmup_steps", number(setting.value)
-    if value is None:
-        return [Unknown(setting.name, setting.place, "not a number")]
-    others = {"warmup_ratio", "warmup_steps"} - {setting.name}
-    if is_on(settings, others.pop()) and (setting.name == "warmup_ratio" or not value):
-        return [NotCarried("not in effect next to the other one")]
-    share = setting.name == "warmup_ratio" or 0 < value < 1
-    return [Stated(key, ShareOfSteps(value) if share else int(value), setting)]
-
-
 def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
     word = str(setting.value).lower()
     found = (name for name, kind in OPTIMIZERS.items() if word in (name, *kind.aliases))
@@ -101,6 +79,12 @@ def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
     plain = OPTIMIZERS.names[0]
     what = f"with {OPTIMIZERS[plain].title}, where this is {kind.title}: {kind.no_adapter}"
     return [Stated("optimizer.name", Nearest(plain, what), setting)]
+
+
+def adapter_rows(names: Mapping[str, str], is_on: Callable[[Settings], bool]) -> dict[str, Row]:
+    """Rows of settings of `adapter`, which are in effect where there is one."""
+    rows = {theirs: TargetKey(f"adapter.{ours}") for theirs, ours in names.items()}
+    return {theirs: only_with(is_on, row) for theirs, row in rows.items()}
 
 
 def held_out(setting: ForeignSetting, _: Settings) -> list[Result]:
@@ -117,6 +101,16 @@ def lowest_rate(setting: ForeignSetting, _: Settings) -> list[Result]:
     if not options or options.keys() - known.keys():
         return [changes("of these options, min_lr is schedule.min_learning_rate")]
     return [Stated(known[name], value, setting) for name, value in options.items()]
+
+
+def lowest_rate_written(recipe: Recipe) -> dict[str, object]:
+    """The schedule in TrainingArguments that ends above 0, if it does."""
+    if not (least := recipe.schedule.min_learning_rate):
+        return {}
+    return {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": least},
+    }
 
 
 def stated_sources(
@@ -141,8 +135,6 @@ COMMON: Mapping[str, Row] = {
     **{name: KEYS[name] for name in KEYS if name not in ("max_seq_length", "data_seed")},
     **trainer.DEPENDENT,
     **dict.fromkeys(trainer.BLOCKS, together),
-    **dict.fromkeys(("warmup_ratio", "warmup_steps"), _warmup),
-    "num_train_epochs": _epochs,
     "optim": _optimizer,
     "lr_scheduler_type": Chosen("schedule.name", _SCHEDULES, changes("no such schedule")),
     "lr_scheduler_kwargs": lowest_rate,
@@ -167,7 +159,7 @@ class FinetuningTarget(TableTarget):
 
     def implied(self, values: Mapping[str, Any]) -> Mapping[str, object]:
         """Defaults of the tool on which the meaning of other settings depends."""
-        raise NotImplementedError
+        return {}
 
     def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
         """See `TableTarget`; and what the tool implies."""
@@ -199,21 +191,26 @@ class FinetuningTarget(TableTarget):
 
     def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
         """See `Target`."""
-        self._refuse(recipe, plan, {})
+        if problems := [*self.problems(recipe, plan)]:
+            raise RecipeError(problems)
         values, notes = self.file(recipe, plan)
-        return dump(values, flow=False), notes
+        return self.text(recipe, values), notes
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def text(self, recipe: Recipe, values: dict[str, Any]) -> str:
+        """See `TableTarget`."""
+        return dump(values, flow=False)
+
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
         """The file as plain data, and notes."""
         raise NotImplementedError
 
-    def refuse(self, recipe: Recipe, what: str, instead: str) -> PlanError:
-        """The error of a recipe that has something which the tool cannot express."""
-        fix = f"--set {instead}; or train with `dmt launch`"
-        return PlanError(f"{recipe.name} has {what}, which {self.tool} cannot express", fix=fix)
+    def problem(self, key: str, found: object, instead: object) -> Problem:
+        """What the tool cannot express, and what it has instead."""
+        fix = f"--set {key}={shown(instead)}, or train it with `dmt launch`"
+        return Problem(key, shown(found), f"in {self.tool}, {shown(instead)}", fix)
 
-    def _refuse(self, recipe: Recipe, plan: Plan, table: Mapping[str, Row]) -> None:
-        """Raise PlanError where training depends on what neither tool has."""
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+        """See `TableTarget`: what neither the Trainer has, nor the tools around it."""
         plain = {
             "model.freeze": (), "model.balance": None, "model.resize_embeddings": None,
             "data.stages": (), "optimizer.groups": (), "optimizer.layer_decay": None,
@@ -223,36 +220,42 @@ class FinetuningTarget(TableTarget):
         for key, without_it in plain.items():
             section, name = key.split(".")
             if values[section][name] != without_it and key not in self.expressed:
-                raise self.refuse(recipe, key, f"{key}={shown(without_it)}")
-        for key in recipe.follows_validation:
-            raise self.refuse(recipe, key, f"{key}={'cosine' if 'schedule' in key else 'null'}")
-        if features := recipe.features:
-            raise self.refuse(recipe, ", ".join(features), f"{next(iter(features))}=null")
+                yield self.problem(key, "one", without_it)
+        for key, value in recipe.follows_validation.items():
+            yield self.problem(key, value, "cosine" if "schedule" in key else None)
+        yield from (self.problem(name, "a section", None) for name in recipe.features)
         targets = recipe.adapter.targets if recipe.adapter else ()
         stated = {targets} if isinstance(targets, str) else {*targets}
         if words := stated & {"attention", "mlp", "experts"}:
-            what = f"adapter.targets {', '.join(words)}"
-            raise self.refuse(recipe, what, "adapter.targets=all-linear")
+            yield self.problem("adapter.targets", ", ".join(words), "all-linear")
         if recipe.model.hub is None or recipe.model.init == "checkpoint":
-            raise self.refuse(recipe, "weights of its own", "model.hub=FOLDER")
+            yield self.problem("model.hub", "weights of its own", "FOLDER")
+        kind, schedule = recipe.optimizer.kind, recipe.schedule
+        if (self.elsewhere or self.tool) not in kind.elsewhere:
+            yield self.problem("optimizer.name", recipe.optimizer.name, "adamw")
+        if (least := schedule.min_learning_rate) and schedule.name != "cosine":
+            yield self.problem("schedule.min_learning_rate", least, 0)
+
+    def source_problems(self, recipe: Recipe) -> Iterator[Problem]:
+        """Data that both tools around the Trainer have no words for."""
+        for key, source in recipe.data.named_sources:
+            if not isinstance(source, HfSource | ChatSource | PreferenceSource):
+                yield self.problem(f"{key}.kind", source.kind, "hf")
+            elif source.weight:
+                yield self.problem(f"{key}.weight", source.weight, None)
+            elif isinstance(source, ChatSource) and source.format not in FORMATS:
+                yield self.problem(f"{key}.format", source.format, "messages")
 
     def trainer(self, recipe: Recipe, plan: Plan) -> dict[str, Any]:
-        """The run in TrainingArguments.
-
-        Raises PlanError naming what a Trainer cannot do.
-        """
+        """The run in TrainingArguments. Raises PlanError for a layout that no script has."""
         kind, schedule = recipe.optimizer.kind, recipe.schedule
-        if (name := self.elsewhere or self.tool) not in kind.elsewhere:
-            raise self.refuse(recipe, f"the optimizer {kind.title}", "optimizer.name=adamw")
-        if schedule.min_learning_rate and schedule.name != "cosine":
-            raise self.refuse(recipe, "a lowest rate", "schedule.min_learning_rate=0")
         whole = replace(plan, layout=replace(plan.layout, cp=1))
         words = in_accelerate(recipe, whole)
         config = BACKENDS[plan.engine].render(recipe, plan.layout)
         ratio, steps = schedule.warmup_ratio, recipe.total_steps()
         return {
             **dict(written_rows(_TRAINER, recipe, plan)),
-            "optim": kind.elsewhere[name],
+            "optim": kind.elsewhere[self.elsewhere or self.tool],
             **({"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}),
             "lr_scheduler_type": _WRITTEN_SCHEDULES.get(schedule.name, schedule.name),
             **({"warmup_ratio": ratio} if ratio else {"warmup_steps": schedule.warmup_steps}),
@@ -265,6 +268,8 @@ class FinetuningTarget(TableTarget):
         }
 
 
+FORMATS = ("messages", "sharegpt", "alpaca")
+"""Conversations that both tools read."""
 _WRITTEN_SCHEDULES = {"constant": "constant_with_warmup"}
 _TRAINER: Mapping[str, Row] = {
     **{name: row for name, row in KEYS.items() if name != "optim"},

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
+from toolkit.errors import Problem
 from toolkit.extras.targets import llama_factory_file as words
 from toolkit.extras.targets.finetuning import (
     COMMON,
     TEMPLATE,
     FinetuningTarget,
+    adapter_rows,
     held_out,
     listed,
     model_of,
@@ -96,7 +98,12 @@ class LlamaFactoryTarget(FinetuningTarget):
         rows = {name: partial(_datasets, key, file) for name, key in data.items()}
         return {**COMMON, **words.OPTIONS.rows, **_KEYS, **rows}
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+        """See `FinetuningTarget`."""
+        yield from super().problems(recipe, plan)
+        yield from words.problems(self, recipe, plan)
+
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
         """See `FinetuningTarget`."""
         return words.values(self, recipe, plan)
 
@@ -165,10 +172,7 @@ _KEYS: Mapping[str, Row] = {
     ),
     "stage": _stage,
     "finetuning_type": _method,
-    "lora_rank": only_with(_is_lora, TargetKey("adapter.rank")),
-    "lora_alpha": only_with(_is_lora, TargetKey("adapter.alpha")),
-    "lora_dropout": only_with(_is_lora, TargetKey("adapter.dropout")),
-    "use_rslora": only_with(_is_lora, TargetKey("adapter.rslora")),
+    **adapter_rows(words.LORA, _is_lora),
     "lora_target": only_with(_is_lora, TargetKey("adapter.targets", _targets)),
     **{name: _of_pairs(name) for name in words.PAIRS},
     "template": Chosen("data.chat_template", {"chatml": "chatml"}, TEMPLATE),

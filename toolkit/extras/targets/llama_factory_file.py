@@ -1,10 +1,11 @@
 """LLaMA-Factory's YAML from a recipe and its plan, and what its data sets are."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.extras.targets.finetuning import FinetuningTarget
+from toolkit.errors import Problem
+from toolkit.extras.targets.finetuning import FinetuningTarget, lowest_rate_written
 from toolkit.extras.targets.values import read_options, written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
@@ -16,7 +17,6 @@ from toolkit.recipe.schema import (
     PreferenceSource,
     Recipe,
 )
-from toolkit.targets.base import Row
 
 INFO = "dataset_info.json"
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo"}
@@ -44,53 +44,59 @@ OPENAI = {
 }
 """How it says that the messages of the format sharegpt are OpenAI's."""
 
-OPTIONS = read_options("llama_factory")
-_KEYS: Mapping[str, Row] = {
-    **OPTIONS.rows,
-    "model_name_or_path": "model.hub",
-    "model_revision": "model.revision",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "use_rslora": "adapter.rslora",
-    "val_size": "data.validation_fraction",
+LORA = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "use_rslora": "rslora",
 }
+"""Its names of the settings of `adapter`."""
+
+OPTIONS = read_options("llama_factory")
 _SPLITS = {"dataset": "data.train", "eval_dataset": "data.validation"}
+
+
+def problems(target: FinetuningTarget, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+    """What LLaMA-Factory cannot express."""
+    data, model, kernels, adapter = recipe.data, recipe.model, recipe.kernels, recipe.adapter
+    rows = (
+        ("data.chat_template", data.chat_template, (None, "chatml")),
+        ("data.tokenizer", data.tokenizer, (model.hub,)),
+        ("data.packing", data.packing, ("none", "greedy")),
+        ("data.isolate_documents", data.isolate_documents, (False,)),
+        ("parallel.context", plan.layout.cp, (1,)),
+        ("kernels.mlp", kernels.mlp, ("whole",)),
+        ("kernels.loss", kernels.loss, ("auto", "whole", "chunked")),
+        ("adapter.init", adapter.init if adapter else "kaiming", ("kaiming",)),
+    )
+    for key, value, known in rows:
+        if value not in known:
+            yield target.problem(key, value, known[0])
+    yield from target.source_problems(recipe)
+    masks = {one.loss_on for one in data.sources if isinstance(one, ChatSource)}
+    if len(masks) > 1:
+        yield target.problem("data.train.loss_on", ", ".join(sorted(masks)), "assistant")
 
 
 def values(
     target: FinetuningTarget, recipe: Recipe, plan: Plan
-) -> tuple[dict[str, object], Sequence[str]]:
-    """The file as plain data, and dataset_info.json as a note.
-
-    Raises PlanError naming what it cannot express.
-    """
+) -> tuple[dict[str, Any], Sequence[str]]:
+    """The file as plain data, and dataset_info.json as a note."""
     data, model = recipe.data, recipe.model
-    refused = (
-        (data.chat_template not in (None, "chatml"), "data.chat_template", "chatml"),
-        (data.tokenizer != model.hub, "data.tokenizer", model.hub),
-        (data.packing == "best_fit", "data.packing", "none"),
-        (data.isolate_documents, "data.isolate_documents", "false"),
-        (plan.layout.cp > 1, "parallel.context", "1"),
-        (recipe.kernels.mlp != "whole", "kernels.mlp", "whole"),
-        (recipe.kernels.loss == "liger", "kernels.loss", "auto"),
-        (recipe.adapter and recipe.adapter.init != "kaiming", "adapter.init", "kaiming"),
-    )
-    for is_so, key, instead in refused:
-        if is_so:
-            raise target.refuse(recipe, key, f"{key}={instead}")
     info = {
-        key.removeprefix("data.").replace("[", "_").removesuffix("]"): _entry(
-            target, recipe, source
-        )
+        key.removeprefix("data.").replace("[", "_").removesuffix("]"): _entry(source)
         for key, source in data.named_sources
     }
-    found: dict[str, object] = {
-        **dict(written_rows(_KEYS, recipe, plan)),
+    masks = {one.loss_on for one in data.sources if isinstance(one, ChatSource)}
+    found: dict[str, Any] = {
+        **dict(written_rows(OPTIONS.rows, recipe, plan)),
+        "model_name_or_path": model.hub,
+        **({"model_revision": model.revision} if model.revision else {}),
+        "val_size": data.validation_fraction,
         **_method(recipe),
         **target.trainer(recipe, plan),
         "dataset_dir": "data",
-        **_masks(target, recipe),
+        **{name: True for name, word in LOSS_ON.items() if word in masks},
         "neat_packing": data.packing == "greedy",
         "enable_liger_kernel": recipe.kernels.fused == "liger",
         "train_from_scratch": model.init == "random",
@@ -99,9 +105,7 @@ def values(
     for name, side in _SPLITS.items():
         listed = [one for one in info if f"data.{one}".startswith(side)]
         found |= {name: ",".join(listed)} if listed else {}
-    if recipe.schedule.min_learning_rate:
-        found["lr_scheduler_type"] = "cosine_with_min_lr"
-        found["lr_scheduler_kwargs"] = {"min_lr": recipe.schedule.min_learning_rate}
+    found |= lowest_rate_written(recipe)
     if data.chat_template:
         found["template"] = data.chat_template
     return found, [f"{found['dataset_dir']}/{INFO}: {json.dumps(info)}"]
@@ -120,21 +124,12 @@ def _method(recipe: Recipe) -> dict[str, object]:
     if adapter is None:
         return {**found, "finetuning_type": "full"}
     targets = "all" if adapter.targets == "all-linear" else ",".join(adapter.targets)
+    found |= {theirs: getattr(adapter, ours) for theirs, ours in LORA.items()}
     return {**found, "finetuning_type": "lora", "lora_target": targets}
 
 
-def _masks(target: FinetuningTarget, recipe: Recipe) -> dict[str, bool]:
-    """What is trained of conversations, of all data sets alike."""
-    chats = [one.loss_on for one in recipe.data.sources if isinstance(one, ChatSource)]
-    if len(set(chats)) > 1:
-        raise target.refuse(recipe, "several loss_on", "data.train.loss_on=assistant")
-    return {name: True for name, word in LOSS_ON.items() if word in chats}
-
-
-def _entry(target: FinetuningTarget, recipe: Recipe, source: Any) -> dict[str, object]:
+def _entry(source: Any) -> dict[str, object]:
     """What dataset_info.json says of a source."""
-    if not isinstance(source, HfSource | ChatSource | PreferenceSource) or source.weight:
-        raise target.refuse(recipe, f"the source {source.title}", "data.train.kind=hf")
     entry: dict[str, object] = {
         "file_name" if source.path.startswith("/") else "hf_hub_url": source.path
     }
@@ -148,9 +143,7 @@ def _entry(target: FinetuningTarget, recipe: Recipe, source: Any) -> dict[str, o
     if source.format == "alpaca":
         columns = {theirs: source.column(ours) for theirs, ours in ALPACA.items()}
         return {**entry, "columns": columns}
-    entry["formatting"] = "sharegpt"
-    if source.format == "sharegpt":
-        return {**entry, "columns": {"messages": source.column("conversations")}}
-    if source.format == "messages":
-        return {**entry, "columns": {"messages": source.column("messages")}, "tags": OPENAI}
-    raise target.refuse(recipe, f"format {source.format}", "data.train.format=messages")
+    openai = source.format == "messages"
+    column = source.column("messages" if openai else "conversations")
+    tags = {"tags": OPENAI} if openai else {}
+    return {**entry, "formatting": "sharegpt", "columns": {"messages": column}, **tags}

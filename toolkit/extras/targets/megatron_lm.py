@@ -5,7 +5,7 @@ in a script that is read count as well.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from toolkit.extras.targets import megatron_lm_rules as rules
 from toolkit.extras.targets import pretrain_gpt
 from toolkit.extras.targets.pretrain_gpt_run import OPTIMIZER_KEYS, RUN_KEYS, WSD_DECAYS
 from toolkit.extras.targets.shell_flags import read_flags
+from toolkit.extras.targets.values import Implied, TableTarget, together, value_in
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -24,12 +25,10 @@ from toolkit.targets.base import (
     NotCarried,
     OneOf,
     Row,
-    Rule,
     Settings,
     SettingSource,
     ShareOfSteps,
     Stated,
-    Target,
     TargetKey,
     Unknown,
     as_in_recipes,
@@ -37,7 +36,6 @@ from toolkit.targets.base import (
     changes,
     none_if_zero,
     number,
-    read_settings,
     translated,
     unknown,
 )
@@ -55,8 +53,6 @@ TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
 
 _GIVEN = "given"
 """How a flag without a value is shown."""
-_PARTS = frozenset(("--lr-warmup-init", "--group-query-attention"))
-"""Parts of what another flag states."""
 _DATA = {
     "--data-path": "data.train",
     "--train-data-path": "data.train",
@@ -65,14 +61,14 @@ _DATA = {
 """Flags of several words."""
 
 
-class MegatronLmTarget(Target):
+class MegatronLmTarget(TableTarget):
     """The arguments, one per line; a shell script is read as well."""
 
     kind = "Megatron-LM arguments"
     form = "Megatron-LM arguments (text)"
     tool = "Megatron-LM"
-    rendered = True
     engine = "megatron"
+    interleaves = True
     defaults: ClassVar[Mapping[str, object]] = {
         "optimizer.weight_decay": 0.01,
         "optimizer.betas": [0.9, 0.999],
@@ -88,11 +84,6 @@ class MegatronLmTarget(Target):
         "logging.every_steps": 100,
         ACCUMULATION: 1,
     }
-    who = (
-        "DMT does not read these arguments (`dmt render --to megatron-lm` writes them): the "
-        "recipe takes precedence",
-        "Megatron-LM's pretrain_gpt.py reads only them: there they take precedence",
-    )
 
     def parse(self, text: str, path: Path) -> JsonFile | None:
         """See `Target`. Raises RecipeError where the arguments are no shell words."""
@@ -102,9 +93,9 @@ class MegatronLmTarget(Target):
         flags = {flag.name.replace("_", "-"): flag for flag in read_flags(text, str(path))}
         return JsonFile(path, flags, {name: flag.line for name, flag in flags.items()})
 
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`."""
-        settings = {
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """See `TableTarget`."""
+        return {
             name: ForeignSetting(
                 flag.name,
                 _read(name, flag.values),
@@ -113,13 +104,25 @@ class MegatronLmTarget(Target):
             )
             for name, flag in file.values.items()
         }
-        names = [name for name in settings if name not in _PARTS]
-        found = read_settings(settings, _table(), _judge, names)
+
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """See `TableTarget`: the rows of the model, and above those, the run's own."""
+        return _table()
+
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`. A flag of another program is no misspelt one."""
+        setting = replace(setting, name=setting.name.replace("_", "-"))
+        known = megatron_options() | TORCHRUN
+        guess = unknown(setting, known)
+        return None if setting.name in known or not guess.hint else guess
+
+    def add(
+        self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None
+    ) -> None:
+        """Add what `pretrain_gpt.py` derives, and what to do about switches and variables."""
         if recipe is None:
             found.stated += rules.model_defaults(settings, str(file.path))
         found.stated = [_with_advice(stated) for stated in found.stated]
-        found.name, found.kind, found.who = str(file.path), self.kind, self.who
-        return found
 
     def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
         """See `Target`."""
@@ -135,14 +138,6 @@ def _read(name: str, words: Sequence[str]) -> Any:
     if name in _DATA and len(words) > 1:
         return list(words)
     return as_yaml(words[0]) if words else None
-
-
-def _judge(setting: ForeignSetting) -> Unknown | None:
-    """A flag that no recipe has, or that of another program, is no misspelt one."""
-    setting = replace(setting, name=setting.name.replace("_", "-"))
-    known = megatron_options() | TORCHRUN
-    guess = unknown(setting, known)
-    return None if setting.name in known or not guess.hint else guess
 
 
 def _with_advice(stated: Stated) -> Stated:
@@ -167,8 +162,8 @@ def _says(ours: str, meaning: object) -> TargetKey:
     return TargetKey(ours, lambda _: meaning, None)
 
 
-def _table() -> dict[str, Row]:
-    """The rows of the model, and above those, the run's own."""
+@cache
+def _table() -> Mapping[str, Row]:
     fields = {**pretrain_gpt.TRANSFORMER_VALUES, **pretrain_gpt.GPT_VALUES}
     switches = {**pretrain_gpt.TRANSFORMER_SWITCHES, **pretrain_gpt.GPT_SWITCHES}
     return {
@@ -245,106 +240,78 @@ _ONLY_READ: Mapping[str, Row] = {
 }
 
 
-_NOTHING = object()
-
-
-def _rule(ours: str, meaning: Callable[[Settings], object]) -> Rule:
-    """A row for a flag whose meaning depends on others; `_NOTHING` states nothing."""
-
-    def rule(setting: ForeignSetting, settings: Settings) -> list[Stated]:
-        value = meaning(settings)
-        return [] if value is _NOTHING else [Stated(ours, value, setting)]
-
-    return rule
-
-
-def _value(flags: Settings, name: str) -> Any:
-    """The value of a flag; None if absent."""
-    return flags[name].value if name in flags else None
-
-
 def _number(flags: Settings, name: str) -> float | None:
     """The value of a flag, if present and a number."""
-    return number(_value(flags, name))
+    return number(value_in(flags, name))
 
 
-def _steps(flags: Settings) -> object:
-    samples, batch = _number(flags, "--train-samples"), _number(flags, "--global-batch-size")
-    return math.ceil(samples / batch) if samples and batch else _NOTHING
+def _steps_of(samples: object, flags: Settings) -> object:
+    count, batch = number(samples), _number(flags, "--global-batch-size")
+    return math.ceil(count / batch) if count and batch else None
 
 
-def _warmup_of_samples(flags: Settings) -> object:
-    batch = _number(flags, "--global-batch-size")
-    samples = _number(flags, "--lr-warmup-samples")
-    return math.ceil(samples / batch) if samples and batch else _NOTHING
-
-
-def _warmup(flags: Settings) -> object:
+def _warmup(value: object, flags: Settings) -> object:
     """A warm-up that begins at DMT's first rate is one step shorter than one from 0."""
-    steps, first = _number(flags, "--lr-warmup-iters"), _number(flags, "--lr-warmup-init")
-    peak = _number(flags, "--lr")
-    if steps is None:
-        return _NOTHING
-    if first and peak and math.isclose(first * (steps + 1), peak, rel_tol=1e-6):
+    steps, first, peak = (
+        number(value),
+        *(_number(flags, n) for n in ("--lr-warmup-init", "--lr")),
+    )
+    if steps and first and peak and math.isclose(first * (steps + 1), peak, rel_tol=1e-6):
         return int(steps) + 1
     return OneOf((0, 1)) if steps == 0 else steps
 
 
-def _warmup_share(flags: Settings) -> object:
-    share = _number(flags, "--lr-warmup-fraction")
-    return _NOTHING if share is None else ShareOfSteps(share)
+def _warmup_share(share: object, _: Settings) -> object:
+    return None if number(share) is None else ShareOfSteps(number(share) or 0.0)
 
 
-def _style(flags: Settings) -> object:
-    style = str(_value(flags, "--lr-decay-style"))
+def _style(style: object, flags: Settings) -> object:
     if style != "WSD":
-        return style
-    return "wsd" if _value(flags, "--lr-wsd-decay-style") else "wsd with an exponential decay"
+        return str(style)
+    shape = value_in(flags, "--lr-wsd-decay-style")
+    return "wsd" if shape else "wsd with an exponential decay"
 
 
-def _wsd_decay(flags: Settings) -> object:
-    shape = str(_value(flags, "--lr-wsd-decay-style"))
+def _wsd_decay(shape: object, flags: Settings) -> object:
     ours = {theirs: name for name, theirs in WSD_DECAYS.items()}
-    return ours.get(shape, shape) if _value(flags, "--lr-decay-style") == "WSD" else _NOTHING
+    is_wsd = value_in(flags, "--lr-decay-style") == "WSD"
+    return ours.get(str(shape), str(shape)) if is_wsd else None
 
 
-def _interval(flag: str, ours: str) -> Rule:
+def _interval(value: object, flags: Settings) -> object:
     """An interval of the whole run is what a recipe calls null: only at the end."""
-
-    def meaning(flags: Settings) -> object:
-        value = _value(flags, flag)
-        whole = value is not None and value == _number(flags, "--train-iters")
-        return OneOf((None, value)) if whole else value
-
-    return _rule(ours, meaning)
+    whole = value is not None and value == _number(flags, "--train-iters")
+    return OneOf((None, value)) if whole else value
 
 
-def _chunks(flags: Settings) -> object:
-    layers = _number(flags, "--num-layers")
+def _chunks(chunk: object, flags: Settings) -> object:
+    layers, stages, size = (
+        _number(flags, "--num-layers"),
+        _number(flags, "--pipeline-model-parallel-size"),
+        number(chunk),
+    )
+    return int(layers // (stages * size)) if layers and stages and size else None
+
+
+def _chunks_of_layout(text: object, flags: Settings) -> object:
     stages = _number(flags, "--pipeline-model-parallel-size")
-    chunk = _number(flags, "--num-layers-per-virtual-pipeline-stage")
-    return int(layers // (stages * chunk)) if layers and stages and chunk else _NOTHING
-
-
-def _chunks_of_layout(flags: Settings) -> object:
-    stages = _number(flags, "--pipeline-model-parallel-size")
-    text = _value(flags, "--pipeline-model-parallel-layout")
-    return int((str(text).count("|") + 1) // stages) if stages and text else _NOTHING
+    return int((str(text).count("|") + 1) // stages) if stages and text else None
 
 
 _DEPENDENT: Mapping[str, Row] = {
-    "--train-samples": _rule("training.steps", _steps),
-    "--lr-warmup-iters": _rule("schedule.warmup_steps", _warmup),
-    "--lr-warmup-samples": _rule("schedule.warmup_steps", _warmup_of_samples),
-    "--lr-warmup-fraction": _rule("schedule.warmup_steps", _warmup_share),
-    "--lr-decay-style": _rule("schedule.name", _style),
-    "--lr-wsd-decay-style": _rule("schedule.decay", _wsd_decay),
-    "--eval-interval": _interval("--eval-interval", "evaluation.every_steps"),
-    "--save-interval": _interval("--save-interval", "checkpoint.every_steps"),
-    "--eval-iters": _rule(
-        "evaluation.batches", lambda flags: _value(flags, "--eval-iters") or _NOTHING
+    "--train-samples": Implied("training.steps", _steps_of),
+    "--lr-warmup-iters": Implied("schedule.warmup_steps", _warmup),
+    "--lr-warmup-samples": Implied("schedule.warmup_steps", _steps_of),
+    "--lr-warmup-fraction": Implied("schedule.warmup_steps", _warmup_share),
+    "--lr-decay-style": Implied("schedule.name", _style),
+    "--lr-wsd-decay-style": Implied("schedule.decay", _wsd_decay),
+    "--eval-interval": Implied("evaluation.every_steps", _interval),
+    "--save-interval": Implied("checkpoint.every_steps", _interval),
+    "--eval-iters": Implied("evaluation.batches", lambda batches, _: batches or None),
+    "--num-layers-per-virtual-pipeline-stage": Implied("parallel.virtual_pipeline", _chunks),
+    "--pipeline-model-parallel-layout": Implied(
+        "parallel.virtual_pipeline", _chunks_of_layout, is_number=False
     ),
-    "--num-layers-per-virtual-pipeline-stage": _rule("parallel.virtual_pipeline", _chunks),
-    "--pipeline-model-parallel-layout": _rule("parallel.virtual_pipeline", _chunks_of_layout),
+    **dict.fromkeys(("--lr-warmup-init", "--group-query-attention"), together),
 }
 """Flags whose meaning depends on others."""

@@ -273,48 +273,46 @@ def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
 def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Parts of the model that `pretrain_gpt.py` cannot express."""
     transformer, gpt = config["transformer"], config["gpt"]
-
-    def problem(found: str, allowed: str) -> Problem:
-        return Problem("model.config", found, f"in Megatron-LM, {allowed}", _LAUNCH_INSTEAD)
-
-    if model.parallel_residual:
-        found = "a parallel residual (use_parallel_residual)"
-        yield problem(found, "layers whose MLP reads what attention returns")
-    if model.norms != "before":
-        yield problem("norms after attention and MLP", "norms come before them")
-    if model.norms_over_width:
-        yield problem("query and key norms over all heads", "they are over each head")
-    if model.score_cap or model.logit_cap:
-        yield problem("soft-capping", "scores and logits are not capped")
-    if model.chunked_layers is not None:
-        yield problem("chunked attention", "a query sees all the past, or a window of it")
-    if model.embedding_scale != 1:
-        yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
-    if model.residual_scale != 1 or model.logits_divisor != 1:
-        found = "scaled residual branches or logits (residual_multiplier, logits_scaling)"
-        yield problem(found, "neither is scaled")
     activation, gated = transformer["activation_func"], transformer["gated_linear_unit"]
-    if gated != (activation == "silu"):
-        found = f"{'a gated' if gated else 'a plain'} MLP with {activation}"
-        yield problem(found, "a gated MLP with silu or a plain one with gelu")
-    elif activation == "gelu_tanh" and not transformer["add_bias_linear"]:
-        yield problem("gelu_tanh without bias", "gelu_tanh is fused with the MLP's bias")
-    rope = gpt.get("rope_parameters", ROPE_SCALING)
-    differing = [name for name, value in ROPE_SCALING.items() if rope.get(name) != value]
-    for name in differing[:1]:
-        found = f"rope_type {rope['rope_type']} with {name}: {rope.get(name)}"
-        fixed = ", ".join(f"{key}: {value}" for key, value in ROPE_SCALING.items())
-        yield problem(found, f"no rope scaling, or Llama 3.1's ({fixed})")
-    if gpt.get("rotary_base", 0) % 1:
-        yield problem(f"rope_theta {gpt['rotary_base']}", "a whole number")
-    said = {*TRANSFORMER_VALUES, *TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}
-    said |= {*GPT_VALUES, *GPT_SWITCHES, *_GPT_OTHERS}
-    for name in (*transformer, *gpt):
-        if name not in said:
-            yield problem(f"what needs megatron-core's {name}", "no argument expresses this")
-
-
-_LAUNCH_INSTEAD = "train it with `dmt launch`"
+    scaled = model.residual_scale != 1 or model.logits_divisor != 1
+    plain_tanh = activation == "gelu_tanh" and not transformer["add_bias_linear"]
+    rope, theta = gpt.get("rope_parameters", ROPE_SCALING), gpt.get("rotary_base", 0)
+    other = next((name for name, one in ROPE_SCALING.items() if rope.get(name) != one), "")
+    constants = ", ".join(f"{key}: {value}" for key, value in ROPE_SCALING.items())
+    rows: list[tuple[object, str, str]] = [
+        (model.parallel_residual, "a parallel residual (use_parallel_residual)",
+         "layers whose MLP reads what attention returns"),
+        (model.norms != "before", "norms after attention and MLP", "norms come before them"),
+        (model.norms_over_width, "query and key norms over all heads",
+         "they are over each head"),
+        (model.score_cap or model.logit_cap, "soft-capping",
+         "scores and logits are not capped"),
+        (model.chunked_layers is not None, "chunked attention",
+         "a query sees all the past, or a window of it"),
+        (model.embedding_scale != 1, f"embeddings times {model.embedding_scale:g}",
+         "they are not scaled"),
+        (scaled, "scaled residual branches or logits (residual_multiplier, logits_scaling)",
+         "neither is scaled"),
+        (gated != (activation == "silu"),
+         f"a {'gated' if gated else 'plain'} MLP with {activation}",
+         "a gated MLP with silu or a plain one with gelu"),
+        (plain_tanh and not gated, "gelu_tanh without bias",
+         "gelu_tanh is fused with the MLP's bias"),
+        (other, f"rope_type {rope.get('rope_type')} with {other}: {rope.get(other)}",
+         f"no rope scaling, or Llama 3.1's ({constants})"),
+        (theta % 1, f"rope_theta {theta}", "a whole number"),
+    ]  # fmt: skip
+    expressed = {*TRANSFORMER_VALUES, *TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}
+    expressed |= {*GPT_VALUES, *GPT_SWITCHES, *_GPT_OTHERS}
+    rows += [
+        (True, f"what needs megatron-core's {name}", "no argument expresses this")
+        for name in (*transformer, *gpt)
+        if name not in expressed
+    ]
+    for is_refused, found, allowed in rows:
+        if is_refused:
+            fix = "train it with `dmt launch`"
+            yield Problem("model.config", found, f"in Megatron-LM, {allowed}", fix)
 
 
 def _notes(

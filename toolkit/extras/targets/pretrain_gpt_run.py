@@ -4,9 +4,9 @@ schedule, data and intervals, and notes to the user.
 Megatron-LM's arguments are those of core_v0.16.1.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from itertools import chain
 
 from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem
@@ -49,105 +49,46 @@ WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """Parts of the run that `pretrain_gpt.py` cannot express."""
-    if recipe.total_steps() is None:
-        yield Problem(
-            "training.epochs",
-            f"{recipe.training.epochs:g}",
-            "in Megatron-LM, a number of steps",
-            "set training.steps or training.tokens instead",
-        )
-    if recipe.training.objective != "pretrain":
-        yield Problem(
-            "training.objective",
-            recipe.training.objective,
-            "in Megatron-LM's pretrain_gpt.py, pretrain",
-            "set training.objective to pretrain, or train with `dmt launch`",
-        )
-    if recipe.model.balance is not None:
-        yield Problem(
-            "model.balance",
-            recipe.model.balance.kind,
-            "in Megatron-LM, nothing: it defines its balancing losses by arguments of its own",
-            "set model.balance to null and add --moe-* arguments, or train with `dmt launch`",
-        )
-    if recipe.model.freeze:
-        yield Problem(
-            "model.freeze",
-            ", ".join(recipe.model.freeze),
-            "in Megatron-LM, nothing: it trains all parameters",
-            "remove model.freeze, or start the run with `dmt launch`",
-        )
-    if recipe.optimizer.groups:
-        yield Problem(
-            "optimizer.groups",
-            f"{len(recipe.optimizer.groups)} of them",
-            "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by name",
-            "remove optimizer.groups, or start the run with `dmt launch`",
-        )
-    if recipe.optimizer.layer_decay is not None:
-        yield Problem(
-            "optimizer.layer_decay",
-            f"{recipe.optimizer.layer_decay:g}",
-            "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by layer",
-            "remove optimizer.layer_decay, or start the run with `dmt launch`",
-        )
-    if recipe.adapter is not None:
-        yield Problem(
-            "adapter",
-            recipe.adapter.name,
-            "in Megatron-LM's pretrain_gpt.py, nothing: it has no adapters",
-            "remove adapter, or start the run with `dmt launch`",
-        )
-    if "pretrain_gpt.py" not in (kind := recipe.optimizer.kind).elsewhere:
-        reason = kind.unlike.get("pretrain_gpt.py", f"it has no {kind.title}")
-        yield Problem(
-            "optimizer.name",
-            recipe.optimizer.name,
-            f"in Megatron-LM's pretrain_gpt.py, adamw: {reason}",
-            "set optimizer.name to adamw, or start the run with `dmt launch`",
-        )
-    yield from chain(_adaptive_problems(recipe), _data_problems(recipe.data))
-
-
-def _adaptive_problems(recipe: Recipe) -> Iterator[Problem]:
-    fix = "remove it, or start the run with `dmt launch`"
-    for key, value in recipe.follows_validation.items():
-        allowed = "in Megatron-LM, nothing that depends on a validation loss"
-        yield Problem(key, value, allowed, fix)
-
-
-def _data_problems(data: DataSection) -> Iterator[Problem]:
-    if data.isolate_documents:
-        yield Problem(
-            "data.isolate_documents",
-            "true",
-            "in Megatron-LM, false: its script resets masks at a token, not at a document",
-            "set data.isolate_documents to false, or train with `dmt launch`",
-        )
-    if data.packing != "none":
-        yield Problem(
-            "data.packing",
-            data.packing,
-            "in Megatron-LM's pretrain_gpt.py, none: documents are laid end to end",
-            "set data.packing to none, or train with `dmt launch`",
-        )
-    if data.stages:
-        yield Problem(
-            "data.stages",
-            f"{len(data.stages)} stages",
-            "in Megatron-LM's pretrain_gpt.py, none: weights and length do not change",
-            "remove data.stages, or train with `dmt launch`",
-        )
-    train, validation = data.train, data.validation
-    if isinstance(train, MegatronSource) and not isinstance(
-        validation, MegatronSource | tuple | None
-    ):
-        yield Problem(
-            "data.validation.kind",
-            validation.kind,
-            "megatron, as data.train",
-            "write both in Megatron's indexed format",
-        )
+    model, optimizer, data = recipe.model, recipe.optimizer, recipe.data
+    objective, layers, adapter = (
+        recipe.training.objective,
+        optimizer.layer_decay,
+        recipe.adapter,
+    )
+    no_steps = recipe.total_steps() is None
+    other = "pretrain_gpt.py" not in optimizer.kind.elsewhere
+    why = optimizer.kind.unlike.get("pretrain_gpt.py", f"it has no {optimizer.kind.title}")
+    kinds = [one.kind for one in data.validation_sources if one.kind != "megatron"]
+    # The setting, what the recipe has of it if that is refused, and what would be written.
+    rows = (
+        ("training.epochs", f"{recipe.training.epochs:g}" if no_steps else "",
+         "null: it counts steps, training.steps or training.tokens"),
+        ("training.objective", objective if objective != "pretrain" else "", "pretrain"),
+        ("model.balance", model.balance and model.balance.kind,
+         "null: its balancing losses are --moe-* arguments of its own"),
+        ("model.freeze", ", ".join(model.freeze), "[]: it trains all parameters"),
+        ("optimizer.groups", optimizer.groups and f"{len(optimizer.groups)} of them",
+         "[]: it has no multipliers by name"),
+        ("optimizer.layer_decay", layers and f"{layers:g}",
+         "null: it has no multipliers by layer"),
+        ("adapter", adapter and adapter.name, "null: it has no adapters"),
+        ("optimizer.name", optimizer.name if other else "", f"adamw: {why}"),
+        ("data.isolate_documents", "true" if data.isolate_documents else "",
+         "false: its script resets masks at a token, not at a document"),
+        ("data.packing", data.packing if data.packing != "none" else "",
+         "none: documents are laid end to end"),
+        ("data.stages", data.stages and f"{len(data.stages)} stages",
+         "[]: weights and length do not change"),
+        ("data.validation.kind", data.kind == "megatron" and ", ".join(kinds),
+         "megatron, as data.train: both are in Megatron's indexed format"),
+    )  # fmt: skip
+    following = ((key, value, "null: it follows no validation loss")
+                 for key, value in recipe.follows_validation.items())  # fmt: skip
+    for key, found, allowed in (*rows, *following):
+        if found:
+            instead = re.split("[:,]", allowed)[0]
+            fix = f"set {key} to {instead}, or train with `dmt launch`"
+            yield Problem(key, str(found), f"in Megatron-LM's pretrain_gpt.py, {allowed}", fix)
 
 
 def run_values(recipe: Recipe, plan: Plan, keys: Mapping[str, str]) -> Arguments:
@@ -211,9 +152,9 @@ def _tokenizer_arguments(tokenizer: str) -> Arguments:
 def _data_arguments(data: DataSection) -> Arguments:
     if not isinstance(data.train, MegatronSource):
         return
-    if isinstance(data.validation, MegatronSource):
+    if data.validation_sources:
         yield "--train-data-path", data.train.prefix
-        yield "--valid-data-path", data.validation.prefix
+        yield "--valid-data-path", *(source.place for source in data.validation_sources)
     else:
         held_out = Decimal(str(data.validation_fraction))
         yield "--data-path", data.train.prefix

@@ -1,21 +1,15 @@
-"""Hugging Face `TrainingArguments`, as `to_json_string` writes them or a script reads them."""
+"""Settings of Hugging Face's `TrainingArguments` that depend on others, and its engines, for
+the Trainer's own files and those of the tools around it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from typing import ClassVar
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.extras.targets.known_keys import (
-    OLD_TRAINING_ARGUMENTS,
     TRAINER_FSDP,
-    TRAINING_ARGUMENTS,
 )
-from toolkit.extras.targets.values import read_options
-from toolkit.intake.foreign import foreign
-from toolkit.recipe.schema import Recipe
+from toolkit.extras.targets.values import is_on, value_in
 from toolkit.targets import accelerate, deepspeed
 from toolkit.targets.base import (
-    ACCUMULATION,
     NO_EFFECT,
     ForeignSetting,
     Leftover,
@@ -28,125 +22,25 @@ from toolkit.targets.base import (
     SettingSource,
     ShareOfSteps,
     Stated,
-    Target,
     TargetKey,
     Unknown,
-    changes,
-    global_batch,
     number,
     precisions,
-    read_settings,
     relative_to_file,
     shown,
     unknown,
 )
-from toolkit.targets.training_arguments import KEYS
 
-_KNOWN = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
 BLOCKS = ("deepspeed", "fsdp", "fsdp_config")
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
 _FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
 """Where Accelerate's names are not transformers' with `fsdp_` before them."""
-_RENAMED = {"evaluation_strategy": "eval_strategy"}
 SCHEDULE_OPTIONS = {"min_lr": "schedule.min_learning_rate"} | {
     name: f"schedule.plateau.{name}" for name in ("factor", "patience", "threshold", "cooldown")
 }
 """Of `lr_scheduler_kwargs`."""
-_PAIRS = {
-    "beta": "dpo.beta",
-    "loss_type": "dpo.loss",
-    "label_smoothing": "dpo.label_smoothing",
-}
-_LOSSES = ("sigmoid", "ipo", "hinge")
-_REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
-
-
-class TrainerTarget(Target):
-    """`toolkit.accelerate.training_arguments` makes the object."""
-
-    kind = "TrainingArguments"
-    form = "TrainingArguments (JSON or YAML)"
-    tool = "the Trainer"
-    names = _KNOWN
-    defaults: ClassVar[Mapping[str, object]] = {
-        "training.micro_batch_size": 8,
-        ACCUMULATION: 1,
-        "training.epochs": 3.0,
-        "training.precision": "fp32",
-        "training.seed": 42,
-        "optimizer.learning_rate": 5e-5,
-        "optimizer.betas": [0.9, 0.999],
-        "optimizer.weight_decay": 0.0,
-        "schedule.name": "linear",
-        "model.init": "pretrained",
-        "parallel.tensor": 1,
-        "parallel.pipeline": 1,
-        "parallel.context": 1,
-        "checkpoint.every_steps": 500,
-        "logging.every_steps": 500,
-    }
-    who = (
-        "DMT does not read this file: the recipe takes precedence",
-        "HF Trainer reads only this file: there it takes precedence",
-    )
-
-    def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
-        """See `Target`. Rows are in the order of the tables, whatever that of the file."""
-        settings = {
-            _RENAMED.get(key, key): ForeignSetting(key, value, file.place(key))
-            for key, value in file.values.items()
-            if value not in (None, [], {}, "")  # transformers writes every default out
-        }
-        options = file.values.get("lr_scheduler_kwargs")
-        if isinstance(options, dict) and options.keys() & SCHEDULE_OPTIONS.keys():
-            del settings["lr_scheduler_kwargs"]
-            for option in SCHEDULE_OPTIONS.keys() & options.keys():
-                name = f"lr_scheduler_kwargs.{option}"
-                settings[name] = ForeignSetting(name, options[option], file.place(name))
-        found = SettingSource(str(file.path), self.kind, self.who)
-        for table in (KEYS, DEPENDENT):
-            names = [name for name in table if name in settings]
-            found.add(read_settings(settings, table, names=names))
-            found.stated += global_batch(found.stated) if table is KEYS else ()
-        add_engine(found, file, *(settings.get(key) for key in BLOCKS))
-        rest = [key for key in settings if key not in {*KEYS, *DEPENDENT, *BLOCKS}]
-        found.add(read_settings(settings, _without_row(), _judge, rest))
-        return found
-
-
-def _of_pairs(setting: ForeignSetting, settings: Settings) -> list[Result]:
-    """A setting of TRL's DPOConfig, of whose names only the losses tell that it is one."""
-    loss = settings["loss_type"].value if "loss_type" in settings else None
-    if (loss[0] if isinstance(loss, list) and len(loss) == 1 else loss) not in _LOSSES:
-        return [changes("write training.objective, and its section")]
-    value = setting.value[0] if isinstance(setting.value, list) else setting.value
-    found: list[Result] = [Stated(_PAIRS[setting.name], value, setting)]
-    if setting.name == "loss_type":
-        found.append(Stated("training.objective", "dpo", setting, certain=False))
-    return found
-
-
-@cache
-def _without_row() -> Mapping[str, Row]:
-    """What no recipe has, and names of transformers' script for language models."""
-    return {
-        **read_options("trainer").rows,
-        "config_name": lambda setting, _: [
-            Stated("model.hub", setting.value, setting),
-            Stated("model.init", "random", setting),
-        ],
-        "tokenizer_name": "data.tokenizer",
-        "dataset_name": "data.train.path",
-        "dataset_config_name": "data.train.name",
-        **dict.fromkeys(_PAIRS, _of_pairs),
-        **dict.fromkeys(("block_size", "model_max_length"), "training.sequence_length"),
-    }
-
-
-def _judge(setting: ForeignSetting) -> Unknown | None:
-    is_known = setting.name in _KNOWN or foreign(setting.name)
-    return None if is_known else unknown(setting, _KNOWN)
+REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def _numeric(rule: Rule) -> Rule:
@@ -183,30 +77,26 @@ def _steps(setting: ForeignSetting, _: Settings) -> list[Result]:
 
 @_numeric
 def _epochs(setting: ForeignSetting, settings: Settings) -> list[Result]:
-    if _total_steps(settings) > 0:
-        return [NotCarried("not in effect next to max_steps")]
+    """Passes over the data, unless steps are stated; silently if the tool implies both."""
+    if (number(value_in(settings, "max_steps")) or 0) > 0:
+        return [] if setting.text else [NotCarried("not in effect next to max_steps")]
     advice = "the recipe gives the length in steps or tokens: compare what the runs did"
     return [Stated("training.epochs", setting.value, setting, advice=advice)]
 
 
-def _total_steps(settings: Settings) -> float:
-    return number(settings["max_steps"].value) or 0 if "max_steps" in settings else 0
-
-
 @_numeric
 def _warmup(setting: ForeignSetting, settings: Settings) -> list[Result]:
-    """A share of all steps where below 1: `warmup_steps` takes one, too."""
-    key, value = "schedule.warmup_steps", setting.value
-    ratio = settings.get("warmup_ratio")
-    if value == 0 and ratio and (setting is ratio or ratio.value):
+    """Steps, or a share of them where below 1; a number of steps decides over a ratio."""
+    value, is_ratio = setting.value, setting.name == "warmup_ratio"
+    other = "warmup_steps" if is_ratio else "warmup_ratio"
+    if is_on(settings, other) and (is_ratio or not value):
+        return [NotCarried(f"not in effect next to {other}")]
+    if is_ratio and not value and other in settings:
         return [NO_EFFECT]
-    if setting is ratio and not 0 <= value < 1:
+    if is_ratio and not 0 <= value < 1:
         return [Unknown(setting.name, setting.place, "not a share of the steps")]
-    if not 0 < value < 1:
-        return [Stated(key, int(value), setting)]
-    if (steps := _total_steps(settings)) > 0:
-        return [Stated(key, int(-(-steps * value // 1)), setting)]
-    return [Stated(key, ShareOfSteps(value), setting)]
+    stated = ShareOfSteps(value) if is_ratio or 0 < value < 1 else int(value)
+    return [Stated("schedule.warmup_steps", stated, setting)]
 
 
 def _interval(name: str, ours: str) -> dict[str, Row]:
@@ -237,12 +127,12 @@ def _reports(setting: ForeignSetting, _: Settings) -> list[Result]:
     tools = setting.value if isinstance(setting.value, list) else [setting.value]
     known: list[Result] = [
         Stated(f"logging.{tool}", True, setting)
-        for tool in _REPORTS
+        for tool in REPORTS
         if tool in tools or "all" in tools
     ]
-    other = [str(tool) for tool in tools if tool not in (*_REPORTS, "all", "none")]
+    other = [str(tool) for tool in tools if tool not in (*REPORTS, "all", "none")]
     return known + [
-        NotCarried(f"no {tool}; logging has {', '.join(_REPORTS)}") for tool in other
+        NotCarried(f"no {tool}; logging has {', '.join(REPORTS)}") for tool in other
     ]
 
 
@@ -270,7 +160,6 @@ DEPENDENT: Mapping[str, Row] = {
     "num_train_epochs": _epochs,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
-    **{f"lr_scheduler_kwargs.{name}": ours for name, ours in SCHEDULE_OPTIONS.items()},
     **_interval("logging", "logging.every_steps"),
     **_interval("eval", "evaluation.every_steps"),
     **_interval("save", "checkpoint.every_steps"),

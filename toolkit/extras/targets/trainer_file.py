@@ -1,16 +1,31 @@
-"""`TrainingArguments` of a run, as the JSON that transformers' scripts read, with the names of
-run_clm.py for the model and the data."""
+"""Hugging Face `TrainingArguments`, as `to_json_string` writes them or a script reads them; and
+names of run_clm.py for the model and the data."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
-from toolkit.extras.targets.finetuning import FinetuningTarget
-from toolkit.extras.targets.trainer import TrainerTarget
-from toolkit.extras.targets.values import written_rows
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.errors import Problem
+from toolkit.extras.targets import trainer
+from toolkit.extras.targets.finetuning import FinetuningTarget, lowest_rate_written
+from toolkit.extras.targets.values import read_options, together, written_rows
+from toolkit.intake.foreign import foreign
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
-from toolkit.targets.base import Target
+from toolkit.targets.base import (
+    ACCUMULATION,
+    ForeignSetting,
+    Result,
+    Row,
+    Settings,
+    Stated,
+    Target,
+    Unknown,
+    changes,
+    unknown,
+)
+from toolkit.targets.training_arguments import KEYS
 
 _KEYS = {
     "tokenizer_name": "data.tokenizer",
@@ -19,40 +34,124 @@ _KEYS = {
 }
 
 
-class TrainerFile(TrainerTarget, FinetuningTarget):
-    """The file that `TrainerTarget` reads."""
+_RENAMED = {"evaluation_strategy": "eval_strategy"}
+_SCHEDULE = trainer.SCHEDULE_OPTIONS
+_PAIRS = {
+    "beta": "dpo.beta",
+    "loss_type": "dpo.loss",
+    "label_smoothing": "dpo.label_smoothing",
+}
+_LOSSES = ("sigmoid", "ipo", "hinge")
 
+
+def _of_pairs(setting: ForeignSetting, settings: Settings) -> list[Result]:
+    """A setting of TRL's DPOConfig, of whose names only the losses tell that it is one."""
+    loss = settings["loss_type"].value if "loss_type" in settings else None
+    if (loss[0] if isinstance(loss, list) and len(loss) == 1 else loss) not in _LOSSES:
+        return [changes("write training.objective, and its section")]
+    value = setting.value[0] if isinstance(setting.value, list) else setting.value
+    found: list[Result] = [Stated(_PAIRS[setting.name], value, setting)]
+    if setting.name == "loss_type":
+        found.append(Stated("training.objective", "dpo", setting, certain=False))
+    return found
+
+
+_ROWS: Mapping[str, Row] = {
+    **read_options("trainer").rows,
+    **KEYS,
+    **trainer.DEPENDENT,
+    **{f"lr_scheduler_kwargs.{option}": ours for option, ours in _SCHEDULE.items()},
+    "config_name": lambda setting, _: [
+        Stated("model.hub", setting.value, setting),
+        Stated("model.init", "random", setting),
+    ],
+    "tokenizer_name": "data.tokenizer",
+    "dataset_name": "data.train.path",
+    "dataset_config_name": "data.train.name",
+    **dict.fromkeys(_PAIRS, _of_pairs),
+    **dict.fromkeys(("block_size", "model_max_length"), "training.sequence_length"),
+    **dict.fromkeys(trainer.BLOCKS, together),
+}
+
+
+class TrainerTarget(FinetuningTarget):
+    """`toolkit.accelerate.training_arguments` makes the object."""
+
+    kind = "TrainingArguments"
+    form = "TrainingArguments (JSON or YAML)"
+    tool = "the Trainer"
+    names = FinetuningTarget.known
     elsewhere = "TrainingArguments"
     expressed = frozenset(("model.resize_embeddings",))
+    defaults: ClassVar[Mapping[str, object]] = {
+        "training.micro_batch_size": 8,
+        ACCUMULATION: 1,
+        "training.epochs": 3.0,
+        "training.precision": "fp32",
+        "training.seed": 42,
+        "optimizer.learning_rate": 5e-5,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "linear",
+        "model.init": "pretrained",
+        "parallel.tensor": 1,
+        "parallel.pipeline": 1,
+        "parallel.context": 1,
+        "checkpoint.every_steps": 500,
+        "logging.every_steps": 500,
+    }
 
     def score(self, values: Mapping[str, Any]) -> int:
         """See `Target`: the other tools' files have the same names, and more."""
         return Target.score(self, values)
 
-    def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
-        """See `Target`."""
-        self._refuse(recipe, plan, {})
-        values, notes = self.file(recipe, plan)
-        return json.dumps(values, indent=2) + "\n", notes
+    def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
+        """See `TableTarget`: transformers writes every default out."""
+        settings = {
+            _RENAMED.get(name, name): setting
+            for name, setting in super().settings(file, recipe).items()
+            if setting.value not in ([], {}, "")
+        }
+        options = file.values.get("lr_scheduler_kwargs")
+        if isinstance(options, dict) and options.keys() & _SCHEDULE.keys():
+            del settings["lr_scheduler_kwargs"]
+            for option in options:
+                name = f"lr_scheduler_kwargs.{option}"
+                settings[name] = ForeignSetting(name, options[option], file.place(name))
+        return settings
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, object], Sequence[str]]:
+    def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
+        """See `TableTarget`."""
+        return _ROWS
+
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`."""
+        is_known = setting.name in self.known or foreign(setting.name)
+        return None if is_known else unknown(setting, self.known)
+
+    def text(self, recipe: Recipe, values: dict[str, Any]) -> str:
+        """See `TableTarget`: JSON, which transformers' scripts read."""
+        return json.dumps(values, indent=2) + "\n"
+
+    def problems(self, recipe: Recipe, plan: Plan) -> Iterator[Problem]:
         """See `FinetuningTarget`."""
         for key in ("adapter", "dpo", "orpo"):
             if getattr(recipe, key) is not None or recipe.training.objective == key:
-                raise self.refuse(recipe, f"the section {key}", f"{key}=null")
+                yield self.problem(key, "a section", "null")
+        yield from super().problems(recipe, plan)
         if plan.layout.cp > 1:
-            raise self.refuse(recipe, "context parallel", "parallel.context=1")
+            yield self.problem("parallel.context", plan.layout.cp, 1)
+
+    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
+        """See `FinetuningTarget`."""
         found = dict(written_rows(_KEYS, recipe, plan)) | self.trainer(recipe, plan)
         found["config_name" if recipe.model.init == "random" else "model_name_or_path"] = (
             recipe.model.hub
         )
         if "warmup_ratio" in found:
             found["warmup_steps"] = found.pop("warmup_ratio")  # which takes a share as well
-        if least := recipe.schedule.min_learning_rate:
-            found["lr_scheduler_type"] = "cosine_with_min_lr"
-            found["lr_scheduler_kwargs"] = {"min_lr": least}
-        tools = ("wandb", "tensorboard", "mlflow", "trackio")
-        found["report_to"] = [name for name in tools if getattr(recipe.logging, name)]
+        found |= lowest_rate_written(recipe)
+        found["report_to"] = [one for one in trainer.REPORTS if getattr(recipe.logging, one)]
         source = recipe.data.train
         if not isinstance(source, HfSource):
             return found, ["the data of data.train is for your script to read"]
@@ -60,4 +159,4 @@ class TrainerFile(TrainerTarget, FinetuningTarget):
         return found | ({"dataset_config_name": source.name} if source.name else {}), ()
 
 
-TARGET = TrainerFile()
+TARGET = TrainerTarget()

@@ -295,7 +295,7 @@ class TableTarget(Target):
         known = recipe_settings().get(key) if isinstance(key, str) else None
         needs = known is not None and known.allowed.startswith(("a number", "an integer"))
         needs = needs and not (isinstance(row, Implied) and not row.is_number)
-        is_open = "$" in setting.written
+        is_open = setting.value is None or "$" in setting.written
         return (needs or name in self.numbers) and not is_open and number(setting.value) is None
 
     def adapt(self, recipe: Recipe) -> Recipe:
