@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from toolkit.errors import Problem
+from toolkit.errors import PlanError, Problem
 from toolkit.layout import (
     EngineName,
     Layout,
@@ -253,7 +253,13 @@ BACKENDS: Registry[Backend] = ENGINES
 
 
 def adopt_engine_config(recipe: Recipe) -> Recipe:
-    """The recipe with what an engine's own file, which the recipe names, decides."""
+    """The recipe with what an engine's own file, which the recipe names, decides.
+
+    Raises PlanError for what is no recipe: the Python API is given the name of one at times.
+    """
+    if not isinstance(recipe, Recipe):
+        fix = "read a file, or a shipped recipe by its name, with load_recipe(…)"
+        raise PlanError(f"{recipe!r:.80} is no Recipe", fix=fix)
     for name in BACKENDS.names:
         recipe = BACKENDS[name].adopt(recipe)
     return recipe

@@ -23,6 +23,7 @@ from toolkit.targets.base import (
     WORLD,
     AtMost,
     ForeignSetting,
+    Misspelt,
     Nearest,
     OneOf,
     OverContext,
@@ -82,7 +83,7 @@ class Statements:
     def put(self, key: str, value: object, origin: str) -> None:
         """A value, unless one is there."""
         if key not in self.values:
-            self.values[key], self.origins[key] = value, printable(redact(origin))
+            self.values[key], self.origins[key] = value, printable(origin)
 
 
 def _short(text: str) -> str:
@@ -105,9 +106,13 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
         for leftover in source.leftovers:
             found.drop(leftover.at, leftover.reason)
         for name in source.unknown:
-            reason = f"{target.tool or target.kind} does not know it"
-            hint = f"; {name.hint}" if name.hint else ""
-            found.uncarried.append(Uncarried(name.name, "", name.place, reason + hint))
+            reason = name.hint
+            if isinstance(name, Misspelt):
+                tool = target.tool or target.kind
+                said = f"not in DMT's table of {tool}'s settings: it may change training"
+                said = f"{tool} does not know it" if target.knows_all else said
+                reason = "; ".join(filter(None, (said, name.hint)))
+            found.uncarried.append(Uncarried(name.name, "", name.place, reason))
     chosen, choices = _chosen(found, stated)
     _add_plain(found, chosen)
     defaults = _defaults(found.targets)

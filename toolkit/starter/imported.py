@@ -69,11 +69,11 @@ def import_files(
     _clean_name(found)
     recipe = _valid(found)
     names = ", ".join(str(path) for path in paths)
-    body = redact("\n".join([
+    body = "\n".join([
         f"# {recipe.name}, written by `dmt init --from` of {names}.",
         "# Settings with a FILE:LINE are those of the files; check the others.",
         *_lines(_nested(found.values), "", found.origins),
-    ]))  # fmt: skip
+    ])  # fmt: skip
     problem = redact(_problem(body))
     uncarried = tuple(_masked(one) for one in found.uncarried)
     after = [f"# not carried: {one}" for one in uncarried]
@@ -313,7 +313,7 @@ def _clean_name(found: Statements) -> None:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         return
     found.values["name"] = legal_name(name, "run")
-    found.origins["name"] += printable(redact(f": `{name}` there"))
+    found.origins["name"] += printable(f": `{name}` there")
 
 
 def _problem(body: str) -> str:

@@ -16,10 +16,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.system.interpreter import TRAIN
 from toolkit.targets import accelerate_file, deepspeed
 from toolkit.targets.base import (
-    ACCUMULATION,
     COMPILED,
-    REPLICAS,
-    SHARDS,
     WORLD,
     ForeignSetting,
     Leftover,
@@ -40,6 +37,7 @@ from toolkit.targets.base import (
     unknown,
 )
 from toolkit.targets.known_keys import ACCELERATE, SECTIONS
+from toolkit.targets.options import read_options
 
 ENGINES: Mapping[str, str] = {
     kind: engine for engine in BACKENDS.names for kind in BACKENDS[engine].distributed_types
@@ -135,8 +133,8 @@ def _is_on(value: object) -> bool:
 
 
 KEYS: Mapping[str, Row] = {
+    **read_options("accelerate", __file__).rows,
     "num_processes": _processes,
-    "num_machines": "cluster.nodes",
     "distributed_type": _engine,
     "mixed_precision": TargetKey("training.precision", translated("training.precision")),
     "dynamo_backend": TargetKey(
@@ -145,25 +143,12 @@ KEYS: Mapping[str, Row] = {
     "use_cpu": lambda setting, _: (
         [Stated("cluster.gpu", "cpu", setting)] if setting.value is True else None
     ),
-    "zero_stage": "parallel.zero.stage",
-    "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": TargetKey("optimizer.clip_grad_norm", none_if_zero),
     "offload_optimizer_device": TargetKey("parallel.zero.offload_optimizer", device),
     "offload_param_device": TargetKey("parallel.zero.offload_parameters", device),
-    "offload_optimizer_nvme_path": "parallel.zero.nvme_path",
-    "offload_param_nvme_path": "parallel.zero.nvme_path",
-    "parallelism_config_tp_size": "parallel.tensor",
     "parallelism_config_cp_size": _context,
     "parallelism_config_sp_size": _context,
     "parallelism_config_cp_comm_strategy": _exchange,
-    "parallelism_config_dp_shard_size": SHARDS,
-    "parallelism_config_dp_replicate_size": REPLICAS,
-    "megatron_lm_tp_degree": "parallel.tensor",
-    "megatron_lm_pp_degree": "parallel.pipeline",
-    "megatron_lm_context_parallel_size": "parallel.context",
-    "megatron_lm_expert_model_parallel_size": "parallel.expert",
-    "megatron_lm_num_micro_batches": ACCUMULATION,
-    "megatron_lm_sequence_parallelism": "parallel.sequence",
     "megatron_lm_gradient_clipping": TargetKey("optimizer.clip_grad_norm", none_if_zero),
     "megatron_lm_recompute_activations": TargetKey(
         "parallel.recompute", lambda value: "selective" if value else OneOf(("none", "full"))
@@ -208,9 +193,7 @@ class AccelerateTarget(Target):
             setting = ForeignSetting(key, value, file.place(key))
             if wrong := _wrong(setting, key, ACCELERATE, key in _MAPS):
                 found.unknown.append(wrong)
-            elif key == "tpu_env":
-                found.leftovers.append(Leftover(setting, "no engine runs on TPUs"))
-            elif isinstance(value, Mapping):
+            elif isinstance(value, Mapping) and key in SECTIONS:
                 asleep = _SECTION_OF_TYPE.get(key, kind) != kind
                 settings |= _section(file, key, value, found, asleep)
             elif value is not None:

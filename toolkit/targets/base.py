@@ -147,12 +147,17 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A name that the tool does not know."""
+    """A value that the tool does not take."""
 
     name: str
     place: str
     hint: str = ""
-    """Such as: did you mean `train_batch_size`?"""
+    """What is wrong."""
+
+
+@dataclass(frozen=True)
+class Misspelt(Unknown):
+    """A name that the tool does not know; `hint`, such as: did you mean `train_batch_size`?"""
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,8 @@ class Target:
     """Top-level names by which a JSON or YAML file is recognised."""
     rendered: ClassVar[bool] = False
     """Whether `dmt render --to` calls `write`. (An engine's own file is its `Backend`'s.)"""
+    knows_all: ClassVar[bool] = True
+    """Whether its tables have every name of the tool."""
     engine: ClassVar[str] = ""
     """The engine whose plans it takes; empty: any that `write` can express."""
 
@@ -361,18 +368,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def as_in_recipes(names: str) -> dict[str, str]:
-    """Rows for names that errors about a recipe translate as well (`intake/foreign.py`)."""
-    rows = {name: foreign(name) for name in names.split()}
-    return {name: row.target for name, row in rows.items() if row and row.target}
-
-
-def unknown(setting: ForeignSetting, known: Iterable[str]) -> Unknown:
+def unknown(setting: ForeignSetting, known: Iterable[str]) -> Misspelt:
     """An unknown name, with what may have been meant."""
     bare = setting.name.rpartition(".")[2]
     other = foreign(bare)
     advice = f"in a recipe: {other.advice}" if other else ""
-    return Unknown(setting.name, setting.place, did_you_mean(bare, known, advice, cutoff=0.8))
+    return Misspelt(setting.name, setting.place, did_you_mean(bare, known, advice, cutoff=0.8))
 
 
 def translated(key: str) -> Callable[[object], object]:

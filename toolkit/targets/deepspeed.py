@@ -22,6 +22,7 @@ from toolkit.targets.base import (
     NO_EFFECT,
     ONLY_MEMORY,
     ForeignSetting,
+    Misspelt,
     NotCarried,
     OverContext,
     Row,
@@ -165,10 +166,9 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     found = read_settings(
         settings, KEYS, lambda one: _reason(one.name.removeprefix(prefix), one.value)
     )
-    found.unknown += [
-        Unknown(prefix + key, file.place(key), _hint(problem))
-        for key, problem in misspelt.items()
-    ]
+    for key, problem in misspelt.items():
+        kind = Unknown if key in KNOWN_KEYS else Misspelt
+        found.unknown.append(kind(prefix + key, file.place(key), _hint(problem)))
     found.stated += global_batch(found.stated)
     found.stated += precisions(switches)
     return found

@@ -15,7 +15,7 @@ from toolkit.extras.targets.known_keys import (
     TRAINER_FSDP,
     TRAINING_ARGUMENTS,
 )
-from toolkit.extras.targets.megatron_lm import TORCHRUN, megatron_options
+from toolkit.extras.targets.megatron_lm import megatron_options
 from toolkit.targets import training_arguments
 
 
@@ -26,9 +26,7 @@ def test_training_arguments() -> None:
     assert not TRAINING_ARGUMENTS & OLD_TRAINING_ARGUMENTS
     of_scripts_and_trl = {"model_name_or_path", "max_seq_length", "max_length"}
     read = {*training_arguments.KEYS, *trainer.DEPENDENT, *trainer.BLOCKS}
-    assert read - of_scripts_and_trl - {trainer._MIN_LR} <= (
-        TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
-    )
+    assert read - of_scripts_and_trl <= TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
 
 
 def test_transformers_fsdp_config() -> None:
@@ -37,16 +35,12 @@ def test_transformers_fsdp_config() -> None:
     expect("transformers", "training_arguments fsdp_config", keys, TRAINER_FSDP, FILE)
 
 
-def test_megatrons_options() -> None:
-    read = {*megatron_lm._table(), *megatron_lm._PARTS}
-    assert read <= megatron_options() | TORCHRUN
-
-
-def test_torchruns_options() -> None:
+def test_megatrons_and_torchruns_options() -> None:
     options = {
         option.replace("_", "-")
         for action in get_args_parser()._actions
         for option in action.option_strings
         if option.startswith("--")
     }
-    assert options >= TORCHRUN
+    earlier = {"--data-impl"}
+    assert {*megatron_lm._table()} - earlier <= megatron_options() | options

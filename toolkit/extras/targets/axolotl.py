@@ -20,7 +20,7 @@ from toolkit.extras.targets.finetuning import (
     model_of,
     stated_sources,
 )
-from toolkit.extras.targets.values import Chosen, is_on, together, unless_off
+from toolkit.extras.targets.values import Chosen, is_on
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ColumnName, Recipe
 from toolkit.targets import accelerate
@@ -39,6 +39,7 @@ from toolkit.targets.base import (
     number,
     shown,
 )
+from toolkit.targets.options import together, unless_off
 
 _ADAPTERS = ("lora", "qlora")
 _DOCUMENTS = ("completion", "pretrain")
@@ -142,9 +143,10 @@ def _sources(key: str, setting: ForeignSetting, settings: Settings) -> Iterator[
         objective = "pretrain" if kinds == {"hf"} else "sft"
         yield Stated("training.objective", objective, setting)
     if key == "data.train" and is_on(settings, "sample_packing"):
-        yield Stated("data.packing", "best_fit" if kinds == {"hf"} else "greedy", setting)
+        at = settings["sample_packing"]
+        yield Stated("data.packing", "best_fit" if kinds == {"hf"} else "greedy", at)
         if kinds == {"hf"}:
-            yield Stated("data.isolate_documents", True, setting)
+            yield Stated("data.isolate_documents", True, at)
     elif kinds == {"hf"}:
         yield changes("documents are concatenated; there each is a padded row")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from toolkit.errors import Problem
 from toolkit.extras.targets.finetuning import FinetuningTarget
-from toolkit.extras.targets.values import read_options, written_rows
+from toolkit.extras.targets.values import written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     ChatSource,
@@ -17,6 +17,7 @@ from toolkit.recipe.schema import (
     PreferenceSource,
     Recipe,
 )
+from toolkit.targets.options import read_options
 
 RL = {"dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "orpo": ("orpo", None)}
 """`rl`: our objective and its loss."""
@@ -38,7 +39,7 @@ LORA = {
     "peft_use_rslora": "rslora",
 }
 """Its names of the settings of `adapter`."""
-OPTIONS = read_options("axolotl")
+OPTIONS = read_options("axolotl", __file__)
 _NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "num_train_epochs": "num_epochs",

@@ -11,7 +11,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.known_keys import OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.extras.targets.values import Chosen, TableTarget, together, written_rows
+from toolkit.extras.targets.values import Chosen, TableTarget, written_rows
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump
@@ -34,9 +34,9 @@ from toolkit.targets.base import (
     shown,
     unknown,
 )
+from toolkit.targets.options import together
 from toolkit.targets.training_arguments import KEYS
 
-NO_ROW = "not in DMT's table: it may change training"
 TEMPLATE = changes("here data.chat_template, or the tokenizer's own")
 
 
@@ -147,6 +147,7 @@ class FinetuningTarget(TableTarget):
 
     known = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
     """Every name that the tool knows, as far as its table does not have it."""
+    knows_all = False
     elsewhere: ClassVar[str] = ""
     """Whose words `OptimizerKind.elsewhere` has for it, if not the tool's."""
     expressed: ClassVar[frozenset[str]] = frozenset()
@@ -170,13 +171,12 @@ class FinetuningTarget(TableTarget):
             for name, value in implied.items()
         } | stated
 
-    def judge(self, setting: ForeignSetting) -> Unknown | NotCarried | None:
-        """See `TableTarget`. A name outside of the table may well be one of the tool's."""
+    def judge(self, setting: ForeignSetting) -> Unknown | None:
+        """See `TableTarget`."""
         known = self.table(JsonFile(Path(), {}, {}), {}).keys() | self.known
         if setting.name in known:
             return None
-        wrong = unknown(setting, known)
-        return wrong if wrong.hint else NotCarried(NO_ROW)
+        return unknown(setting, known)
 
     def add(
         self, found: SettingSource, settings: Settings, file: JsonFile, recipe: Recipe | None

@@ -18,7 +18,6 @@ from toolkit.extras.targets.values import (
     indexed,
     malformed,
     per_replica,
-    read_options,
     validation_share,
     value_in,
 )
@@ -47,8 +46,9 @@ from toolkit.targets.base import (
     precisions,
     unknown,
 )
+from toolkit.targets.options import read_options
 
-OPTIONS = read_options("gpt_neox")
+OPTIONS = read_options("gpt_neox", __file__)
 NAMES = OPTIONS.names
 _ZERO = "zero_optimization"
 _SECTIONS = ("optimizer", _ZERO, "fp16", "bf16")

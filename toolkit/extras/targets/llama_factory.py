@@ -24,7 +24,7 @@ from toolkit.extras.targets.finetuning import (
     only_with,
     stated_sources,
 )
-from toolkit.extras.targets.values import Chosen, is_on, together
+from toolkit.extras.targets.values import Chosen, is_on
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -41,6 +41,7 @@ from toolkit.targets.base import (
     relative_to_file,
     shown,
 )
+from toolkit.targets.options import together
 
 _READ = (
     "hf_hub_url",

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.errors import Problem
 from toolkit.extras.targets.finetuning import FinetuningTarget, lowest_rate_written
-from toolkit.extras.targets.values import read_options, written_rows
+from toolkit.extras.targets.values import written_rows
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
     ChatSource,
@@ -17,6 +17,7 @@ from toolkit.recipe.schema import (
     PreferenceSource,
     Recipe,
 )
+from toolkit.targets.options import read_options
 
 INFO = "dataset_info.json"
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo"}
@@ -52,7 +53,7 @@ LORA = {
 }
 """Its names of the settings of `adapter`."""
 
-OPTIONS = read_options("llama_factory")
+OPTIONS = read_options("llama_factory", __file__)
 _SPLITS = {"dataset": "data.train", "eval_dataset": "data.validation"}
 
 

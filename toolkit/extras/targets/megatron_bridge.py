@@ -20,8 +20,6 @@ from toolkit.extras.targets.values import (
     JoinedFiles,
     TableTarget,
     indexed,
-    read_options,
-    unless_off,
     value_in,
 )
 from toolkit.plan.plan import Plan
@@ -43,8 +41,9 @@ from toolkit.targets.base import (
     translated,
     unknown,
 )
+from toolkit.targets.options import read_options, unless_off
 
-OPTIONS = read_options("megatron_bridge")
+OPTIONS = read_options("megatron_bridge", __file__)
 _GROUPS = """
     model train optimizer scheduler dataset logger tokenizer checkpoint dist ddp rng
     profiling peft comm_overlap mixed_precision inprocess_restart validation
@@ -178,6 +177,7 @@ class MegatronBridgeTarget(TableTarget):
     form = "overrides of a Megatron-Bridge recipe (`key.path=value`, or YAML)"
     tool = "Megatron-Bridge"
     engine = "megatron"
+    knows_all = False
     interleaves = True
     numbers = tuple(_SIZES)
     limits: ClassVar[Mapping[str, Iterable[str]]] = {

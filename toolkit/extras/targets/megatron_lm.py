@@ -16,7 +16,7 @@ from toolkit.extras.targets import megatron_lm_rules as rules
 from toolkit.extras.targets import pretrain_gpt
 from toolkit.extras.targets.pretrain_gpt_run import OPTIMIZER_KEYS, RUN_KEYS, WSD_DECAYS
 from toolkit.extras.targets.shell_flags import read_flags
-from toolkit.extras.targets.values import Implied, TableTarget, together, value_in
+from toolkit.extras.targets.values import Implied, TableTarget, value_in
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -31,7 +31,6 @@ from toolkit.targets.base import (
     Stated,
     TargetKey,
     Unknown,
-    as_in_recipes,
     as_yaml,
     changes,
     none_if_zero,
@@ -39,17 +38,11 @@ from toolkit.targets.base import (
     translated,
     unknown,
 )
+from toolkit.targets.options import read_options
 
+_OPTIONS = read_options("megatron_lm", __file__)
 OPTIONS = Path(__file__).with_name("pretrain_gpt_options.txt")
 """Every option of Megatron-LM core_v0.16.1, which cannot be installed, and its values."""
-
-_TORCHRUN = """
-    local-addr log-dir logs-specs master-addr master-port max-restarts module
-    monitor-interval nnodes no-python node-rank nproc-per-node rdzv-backend rdzv-conf
-    rdzv-endpoint rdzv-id redirects role run-path standalone start-method tee
-"""
-TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
-"""Options of the launcher that starts it in the same script."""
 
 _GIVEN = "given"
 """How a flag without a value is shown."""
@@ -112,7 +105,7 @@ class MegatronLmTarget(TableTarget):
     def judge(self, setting: ForeignSetting) -> Unknown | None:
         """See `TableTarget`. A flag of another program is no misspelt one."""
         setting = replace(setting, name=setting.name.replace("_", "-"))
-        known = megatron_options() | TORCHRUN
+        known = megatron_options() | _OPTIONS.rows.keys()
         guess = unknown(setting, known)
         return None if setting.name in known or not guess.hint else guess
 
@@ -134,15 +127,15 @@ TARGET = MegatronLmTarget()
 
 
 def _read(name: str, words: Sequence[str]) -> Any:
-    """A flag's value; every word of a blend."""
+    """A flag's value, true for a switch; every word of a blend."""
     if name in _DATA and len(words) > 1:
         return list(words)
-    return as_yaml(words[0]) if words else None
+    return as_yaml(words[0]) if words else True
 
 
 def _with_advice(stated: Stated) -> Stated:
     at = stated.at
-    if at.written == _GIVEN and at.value is None:
+    if at.written == _GIVEN:
         advice = f"remove `{at.name}` at {at.place}, or change the recipe"
         return replace(stated, advice=advice)
     if "$" in at.written:
@@ -167,6 +160,7 @@ def _table() -> Mapping[str, Row]:
     fields = {**pretrain_gpt.TRANSFORMER_VALUES, **pretrain_gpt.GPT_VALUES}
     switches = {**pretrain_gpt.TRANSFORMER_SWITCHES, **pretrain_gpt.GPT_SWITCHES}
     return {
+        **_OPTIONS.rows,
         **_DEPENDENT,
         **{flag: f"megatron.{name}" for name, flag in fields.items()},
         **{
@@ -182,11 +176,6 @@ def _table() -> Mapping[str, Row]:
 
 
 _ONLY_READ: Mapping[str, Row] = {
-    **as_in_recipes(
-        "--lr-wsd-decay-iters --tensor-model-parallel-size --pipeline-model-parallel-size "
-        "--context-parallel-size --expert-model-parallel-size --log-interval --wandb-project "
-        "--wandb-entity --nnodes --nproc-per-node"
-    ),
     "--lr-decay-iters": lambda setting, flags: [
         Stated("training.steps", setting.value, setting)
         if _number(flags, "--train-iters") in (None, setting.value)
@@ -197,45 +186,25 @@ _ONLY_READ: Mapping[str, Row] = {
         if (_number(flags, "--tensor-model-parallel-size") or 1) > 1
         else NotCarried("not in effect without tensor parallel")
     ],
-    "--min-lr": "schedule.min_learning_rate",
-    "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
     "--cp-comm-type": TargetKey("kernels.context", translated("kernels.context")),
-    "--wandb-exp-name": "name",
     "--tokenizer-model": TargetKey("data.tokenizer", str),
     **{flag: rules.sources(ours) for flag, ours in _DATA.items()},
     "--tokenizer-type": rules.tokenizer,
-    "--num-query-groups": "megatron.num_query_groups",
-    "--rotary-base": "megatron.rotary_base",
-    "--max-position-embeddings": "megatron.max_sequence_length",
     # Megatron-LM's adam decouples the weight decay unless an argument says not to.
     "--optimizer": TargetKey("optimizer.name", translated("optimizer.name")),
     "--clip-grad": TargetKey("optimizer.clip_grad_norm", none_if_zero),
     "--use-distributed-optimizer": _says("parallel.zero.stage", 1),
     "--recompute-activations": _says("parallel.recompute", "selective"),
+    "--checkpoint-activations": _says("parallel.recompute", "full"),  # of earlier releases
+    "--use-rotary-position-embeddings": _says("megatron.position_embedding_type", "rope"),
     "--bf16": _says("training.precision", "bf16"),
     "--fp16": _says("training.precision", "fp16"),
     "--tensorboard-dir": _says("logging.tensorboard", True),
-    "--init-method-std": changes("model.config.initializer_range"),
     "--split": rules.split,
     "--vocab-size": lambda setting, flags: (
         NotCarried("--padded-vocab-size decides")
         if "--padded-vocab-size" in flags
         else Stated("megatron.vocab_size", setting.value, setting),
-    ),
-    "--lr-decay-samples": NotCarried("a decay ends with the run"),
-    "--rampup-batch-size": changes("the global batch has one size"),
-    **dict.fromkeys(
-        ("--decoupled-lr", "--decoupled-min-lr"),
-        changes("write optimizer.groups for the embeddings and the head"),
-    ),
-    "--apply-layernorm-1p": changes("weights of norms start at 1"),
-    "--grad-reduce-in-bf16": changes("gradients are reduced in fp32"),
-    **dict.fromkeys(
-        (
-            f"--fp8-{name}"
-            for name in ("format", "amax-history-len", "amax-compute-algo", "param-gather")
-        ),
-        changes("products are in FP8; write the section fp8"),
     ),
 }
 
@@ -312,6 +281,5 @@ _DEPENDENT: Mapping[str, Row] = {
     "--pipeline-model-parallel-layout": Implied(
         "parallel.virtual_pipeline", _chunks_of_layout, is_number=False
     ),
-    **dict.fromkeys(("--lr-warmup-init", "--group-query-attention"), together),
 }
 """Flags whose meaning depends on others."""

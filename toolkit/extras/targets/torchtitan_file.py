@@ -10,10 +10,11 @@ from typing import Any
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets.shell_flags import read_flags
-from toolkit.extras.targets.values import JoinedFiles, read_options
+from toolkit.extras.targets.values import JoinedFiles
 from toolkit.targets.base import as_yaml, leaves, relative_to_file
+from toolkit.targets.options import read_options
 
-OPTIONS = read_options("torchtitan")
+OPTIONS = read_options("torchtitan", __file__)
 NAMES = OPTIONS.names
 _SECTIONS = frozenset(name.partition(".")[0] for name in NAMES)
 _CONFIG_FILE = re.compile(r"\bCONFIG_FILE=(?:\"([^\"]+)\"|'([^']+)'|(\S+))")

@@ -9,7 +9,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.finetuning import FinetuningTarget, lowest_rate_written
-from toolkit.extras.targets.values import read_options, together, written_rows
+from toolkit.extras.targets.values import written_rows
 from toolkit.intake.foreign import foreign
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
@@ -25,6 +25,7 @@ from toolkit.targets.base import (
     changes,
     unknown,
 )
+from toolkit.targets.options import read_options, together
 from toolkit.targets.training_arguments import KEYS
 
 _KEYS = {
@@ -57,7 +58,7 @@ def _of_pairs(setting: ForeignSetting, settings: Settings) -> list[Result]:
 
 
 _ROWS: Mapping[str, Row] = {
-    **read_options("trainer").rows,
+    **read_options("trainer", __file__).rows,
     **KEYS,
     **trainer.DEPENDENT,
     **{f"lr_scheduler_kwargs.{option}": ours for option, ours in _SCHEDULE.items()},
@@ -82,6 +83,7 @@ class TrainerTarget(FinetuningTarget):
     tool = "the Trainer"
     names = FinetuningTarget.known
     elsewhere = "TrainingArguments"
+    knows_all = True
     expressed = frozenset(("model.resize_embeddings",))
     defaults: ClassVar[Mapping[str, object]] = {
         "training.micro_batch_size": 8,

@@ -1,5 +1,5 @@
-"""What the tools whose files are one table of settings have in common: their rows, the files
-that list them (`TOOL_options.txt`), and a `Target` that reads and writes by both."""
+"""What the tools whose files are one table of settings have in common: their rows, and a
+`Target` that reads and writes by them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,11 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.describe import settings as recipe_settings
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
-    NO_EFFECT,
     ForeignSetting,
     NotCarried,
     PerReplica,
     Result,
     Row,
-    Rule,
     Settings,
     SettingSource,
     Stated,
@@ -27,7 +25,6 @@ from toolkit.targets.base import (
     TargetKey,
     Unknown,
     as_yaml,
-    changes,
     global_batch,
     leaves,
     number,
@@ -35,10 +32,9 @@ from toolkit.targets.base import (
     shown,
 )
 from toolkit.targets.facts import values_of
+from toolkit.targets.options import unless_off
 
 _NO_SUCH = NotCarried("no such value")
-_OFF: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "float32", "normal", "packed")
-"""Values by which a setting does nothing that no recipe does."""
 _BESIDES = """
     name cluster guard launch kernels logging checkpoint evaluation parallel schedule
     model.config model.hub model.revision data.train data.validation data.tokenizer
@@ -47,16 +43,6 @@ _BESIDES = """
     data.validation_fraction fp8
 """
 """Settings that a writer handles itself, or that do not change what is learned."""
-
-
-def unless_off(row: NotCarried, *off: object) -> Rule:
-    """`row`, unless the setting has a value by which it does nothing."""
-
-    def rule(setting: ForeignSetting, _: Settings) -> list[Result]:
-        is_off = any(setting.value == value for value in off or _OFF)
-        return [NO_EFFECT if is_off else row]
-
-    return rule
 
 
 def path_stated(key: str, path: object, setting: ForeignSetting) -> Stated:
@@ -91,11 +77,6 @@ def validation_share(shares: object) -> float | None:
     if None in numbers or not total:
         return None
     return round(1 - (numbers[0] or 0) / total, 12)
-
-
-def together(*_: object) -> list[Result]:
-    """A row of a setting that is read together with others."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -136,53 +117,6 @@ class Chosen:
     def write(self, value: object) -> object:
         """The tool's word."""
         return next((word for word, ours in self.words.items() if ours == value), None)
-
-
-@dataclass(frozen=True)
-class ToolOptions:
-    """A tool's settings, as far as they need no code."""
-
-    names: frozenset[str]
-    """Every name that the tool knows."""
-    rows: Mapping[str, Row]
-    old: Mapping[str, str]
-    """Other names of a setting → the one that has a row."""
-
-
-def read_options(tool: str) -> ToolOptions:
-    """The options file of a tool: groups of names, each below a line that says what they are.
-
-    `= REASON`: no recipe has them. `! REASON`: so, and they change training unless they are
-    off. `&`: part of what another row states. `> read and written` and `> read only`: a name
-    and the recipe's setting with the same values on each line. `<`: another name of a setting,
-    and the one with a row. Before them stand those that have rows elsewhere or none, after
-    `SECTION:` without it.
-    """
-    names: set[str] = set()
-    rows: dict[str, Row] = {}
-    old: dict[str, str] = {}
-    group, reason = "", ""
-    text = Path(__file__).with_name(f"{tool}_options.txt").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line[0] in "=!&><":
-            group, reason = line[0], line[2:]
-        elif group == "<":
-            theirs, now = line.split()
-            old[theirs] = now
-        elif group == ">":
-            theirs, ours = line.split()
-            rows[theirs] = ours if reason == "read and written" else TargetKey(ours, write=None)
-        elif line[0] != "#":
-            section, colon, rest = line.rpartition(":")
-            listed = [f"{section}.{name}" if colon else name for name in rest.split()]
-            names |= {*listed}
-            row: dict[str, Row] = {
-                "=": NotCarried(reason),
-                "!": unless_off(changes(reason)),
-                "&": together,
-            }
-            rows |= dict.fromkeys(listed, row[group]) if group else {}
-    return ToolOptions(frozenset(names), rows, old)
 
 
 def value_in(settings: Settings, name: str, default: Any = None) -> Any:
@@ -295,7 +229,7 @@ class TableTarget(Target):
         known = recipe_settings().get(key) if isinstance(key, str) else None
         needs = known is not None and known.allowed.startswith(("a number", "an integer"))
         needs = needs and not (isinstance(row, Implied) and not row.is_number)
-        is_open = setting.value is None or "$" in setting.written
+        is_open = "$" in setting.written
         return (needs or name in self.numbers) and not is_open and number(setting.value) is None
 
     def adapt(self, recipe: Recipe) -> Recipe:
