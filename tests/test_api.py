@@ -71,6 +71,9 @@ def test_mistakes_are_errors(tmp_path: Path) -> None:
     assert toolkit.load_recipe(TINY, "training.seed=7").training.seed == 7  # not its letters
     with pytest.raises(PlanError, match="h10"):
         toolkit.load_recipe(TINY, cluster="16xh10")
+    for function in (toolkit.plan_recipe, toolkit.rehearse_recipe, toolkit.launch_recipe):
+        with pytest.raises(PlanError, match=r"'llama-bytes' is no Recipe\n.*load_recipe"):
+            function("llama-bytes")
     recipe = toolkit.load_recipe(TINY, [f"data.train.files=[{tmp_path}/none.txt]"])
     with pytest.raises(toolkit.DmtError, match=r"none\.txt"):
         toolkit.launch_recipe(recipe, tmp_path / "run")

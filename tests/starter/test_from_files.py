@@ -191,6 +191,17 @@ data_path: some/data
     assert "a linear decay goes to 0 and stops at min_lr" in printed.err
 
 
+def test_a_name_without_a_row(tmp_path: Path, dmt: Dmt) -> None:
+    """Where a table does not have every name of its tool, it may be one of the tool's."""
+    given = tmp_path / "axolotl.yaml"
+    given.write_text(SECRETS.split("mlflow")[0] + "lora_rr: 8\nzzqx: 1\nwarmup_ratio: soon\n")
+    printed = dmt("init", "--from", given, "--cluster", "1x8xh100-80gb").out
+    table = "not in DMT's table of Axolotl's settings: it may change training"
+    assert f"{given}:13): {table}\n" in printed
+    assert f"lora_rr ({given}:12): {table}; did you mean `lora_r`?" in printed
+    assert f"warmup_ratio ({given}:14): soon is not a number" in printed
+
+
 def test_an_impossible_value_becomes_the_tools_default(tmp_path: Path, dmt: Dmt) -> None:
     """Never DMT's default in silence; a name with spaces becomes a folder's."""
     given = tmp_path / "args.json"

@@ -10,15 +10,18 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.errors import RecipeError
+from toolkit.extras.targets import megatron_lm
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import HfSource
 from toolkit.starter.from_files import joined
 from toolkit.starter.imported import import_files
-from toolkit.targets.base import Nearest, SettingSource
+from toolkit.targets import accelerate
+from toolkit.targets.base import TARGETS, Nearest, SettingSource
 from toolkit.targets.compare import compare
 from toolkit.targets.facts import facts
 from toolkit.targets.files import recognised
+from toolkit.targets.known_keys import ACCELERATE, SECTIONS
 
 PUBLISHED = ROOT / "tests/targets/published"
 LOCAL = "gpt-neox/local_setup.yml"
@@ -185,6 +188,8 @@ def test_every_setting_of_the_validation_data_is_kept(tmp_path: Path) -> None:
         ('"save_strategy": "epoch", "save_steps": 5', "save_steps", "not in effect: save_str"),
         ('"save_strategy": "epoch"', "save_strategy", "checkpoint.every_steps is a number"),
         ('"max_steps": -1', "max_steps", "has no effect"),
+        ('"warmup_ratio": 1.5', "warmup_ratio", "not a share of the steps"),
+        ('"warmup_ratio": 0.1, "warmup_steps": 9', "warmup_ratio", "not in effect next"),
         ('"report_to": ["comet_ml"]', "report_to", "no comet_ml"),
         ('"neftune_noise_alpha": 5', "neftune_noise_alpha", "changes training: no noise"),
         ('"group_by_length": true', "group_by_length", "changes training: the seed decides"),
@@ -211,6 +216,7 @@ def test_nothing_of_the_trainers_is_dropped_in_silence(
 
 NEOX, TITAN = "gpt-neox/125M.yml", "torchtitan/llama3_8b.toml"
 BRIDGE = "megatron-bridge/train_llama32_1b.sh"
+MEGATRON_SH, FSDP = "megatron-lm/mixtral_8x7b.sh", "accelerate/fsdp2.yaml"
 
 
 def test_pythias_file_is_the_shipped_recipe(tmp_path: Path) -> None:
@@ -280,6 +286,9 @@ def test_a_misspelt_name_and_a_wrong_type_are_named(
         (TITAN, 'name = "AdamW"', 'name = "Adam"', "optimizer.name has other settings"),
         (BRIDGE, "scheduler.lr_decay_iters=10", "mixed_precision=bf16_with_fp8", "fp8 and fp4"),
         (BRIDGE, "scheduler.lr_decay_iters=10", "train.rampup_batch_size=[1,1]", "the g"),
+        (MEGATRON_SH, "--bf16", "--bf16 --eod-mask-loss", "the loss counts"),
+        (MEGATRON_SH, "--bf16", "--bf16 --moe-z-loss-coeff 1e-3", "model.balance has"),
+        (FSDP, "machine_rank: 0", "machine_rank: 0\nfp8_config: {fp8_margin: 1}", "write the"),
     ],
 )  # fmt: skip
 def test_what_changes_training_is_named_as_such(
@@ -307,6 +316,23 @@ def test_what_no_recipe_is_made_of_is_refused(
     with pytest.raises(RecipeError) as error:
         changed(name, old, new, tmp_path)
     assert error.value.problems[0].allowed.startswith(allowed)
+
+
+def test_no_option_of_megatron_lm_and_accelerate_is_left_without_its_own_reason() -> None:
+    assert megatron_lm.megatron_options() <= megatron_lm._table().keys()
+    arguments = ACCELERATE.union(*SECTIONS.values()) - accelerate.KEYS.keys()
+    assert arguments <= {*SECTIONS, "deepspeed_config_file", "fp16"}
+
+
+def test_a_linear_decay_to_a_lowest_rate_is_not_written_for_gpt_neox(tmp_path: Path) -> None:
+    """There it ends at 0, and is cut off."""
+    pythia = ROOT / "recipes/pythia/pythia-1.4b-pretrain.yaml"
+    prefix = f"data.train={{kind: megatron, prefix: {tmp_path}/x}}"
+    for rate, refused in (("0", ()), ("1e-5", ("schedule.min_learning_rate",))):
+        lowest = f"schedule.min_learning_rate={rate}"
+        recipe = load_recipe(pythia, [prefix, "schedule.name=linear", lowest])
+        problems = TARGETS["gpt-neox"].problems(recipe, plan_recipe(recipe, explained=False))
+        assert tuple(problem.key for problem in problems) == refused
 
 
 def test_torchtitans_python_configs_are_not_run(tmp_path: Path) -> None:
