@@ -166,7 +166,7 @@ def test_yaml_as_pyyaml_reads_it(tmp_path: Path, dmt: Dmt) -> None:
     given = tmp_path / "neox.yaml"
     given.write_text("""
 one: &one {min_lr: 0.00001, num_layers: 2}
-two: &two {num_layers: 3, hidden_size: 256}
+two: &two {num_layers: 3, hidden_size: 256, min_lr: 0.00002}
 params: &params {lr: 0.5, betas: [0.9, 0.95]}
 num_layers: 4
 <<: [*one, *two]

@@ -160,7 +160,6 @@ def _table() -> Mapping[str, Row]:
     fields = {**pretrain_gpt.TRANSFORMER_VALUES, **pretrain_gpt.GPT_VALUES}
     switches = {**pretrain_gpt.TRANSFORMER_SWITCHES, **pretrain_gpt.GPT_SWITCHES}
     return {
-        **_OPTIONS.rows,
         **_DEPENDENT,
         **{flag: f"megatron.{name}" for name, flag in fields.items()},
         **{
@@ -171,6 +170,7 @@ def _table() -> Mapping[str, Row]:
         },
         **OPTIMIZER_KEYS,
         **RUN_KEYS,
+        **_OPTIONS.rows,
         **_ONLY_READ,
     }
 
