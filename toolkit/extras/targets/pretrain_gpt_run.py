@@ -50,11 +50,8 @@ WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """Parts of the run that `pretrain_gpt.py` cannot express."""
     model, optimizer, data = recipe.model, recipe.optimizer, recipe.data
-    objective, layers, adapter = (
-        recipe.training.objective,
-        optimizer.layer_decay,
-        recipe.adapter,
-    )
+    objective, adapter = recipe.training.objective, recipe.adapter
+    layers = optimizer.layer_decay
     no_steps = recipe.total_steps() is None
     other = "pretrain_gpt.py" not in optimizer.kind.elsewhere
     why = optimizer.kind.unlike.get("pretrain_gpt.py", f"it has no {optimizer.kind.title}")
@@ -82,8 +79,10 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
         ("data.validation.kind", data.kind == "megatron" and ", ".join(kinds),
          "megatron, as data.train: both are in Megatron's indexed format"),
     )  # fmt: skip
-    following = ((key, value, "null: it follows no validation loss")
-                 for key, value in recipe.follows_validation.items())  # fmt: skip
+    following = [
+        (key, value, f"{'cosine' if 'schedule' in key else 'null'}: no loss decides there")
+        for key, value in recipe.follows_validation.items()
+    ]
     for key, found, allowed in (*rows, *following):
         if found:
             instead = re.split("[:,]", allowed)[0]

@@ -24,6 +24,7 @@ from toolkit.targets.base import (
     Stated,
     TargetKey,
     Unknown,
+    changes,
     number,
     precisions,
     relative_to_file,

@@ -9,7 +9,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem
 from toolkit.extras.targets import trainer
 from toolkit.extras.targets.finetuning import FinetuningTarget, lowest_rate_written
-from toolkit.extras.targets.values import written_rows
+from toolkit.extras.targets.values import value_in, written_rows
 from toolkit.intake.foreign import foreign
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
@@ -114,12 +114,13 @@ class TrainerTarget(FinetuningTarget):
             for name, setting in super().settings(file, recipe).items()
             if setting.value not in ([], {}, "")
         }
-        options = file.values.get("lr_scheduler_kwargs")
-        if isinstance(options, dict) and options.keys() & _SCHEDULE.keys():
-            del settings["lr_scheduler_kwargs"]
-            for option in options:
-                name = f"lr_scheduler_kwargs.{option}"
-                settings[name] = ForeignSetting(name, options[option], file.place(name))
+        name = "lr_scheduler_kwargs"
+        if isinstance(options := value_in(settings, name), dict):
+            for option in _SCHEDULE.keys() & options.keys():
+                key = f"{name}.{option}"
+                settings[key] = ForeignSetting(key, options[option], file.place(key))
+            if options.keys() <= _SCHEDULE.keys():
+                del settings[name]
         return settings
 
     def table(self, file: JsonFile, settings: Settings) -> Mapping[str, Row]:
