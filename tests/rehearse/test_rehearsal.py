@@ -222,7 +222,7 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
 
 
 def test_unknown_layout(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["rehearse", str(LLAMA), "--layouts", "zero2,zerro*"]) == 2
+    assert main(["rehearse", str(LLAMA), "--layouts", "zero2", "--layouts", "zerro*"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert "--layouts\n      found    'zerro*'" in err

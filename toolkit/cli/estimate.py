@@ -76,7 +76,8 @@ def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:
 
 def _time_lines(found: Estimate) -> Iterator[Text]:
     time = found.time
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    per = "process" if found.setup.cluster.gpu.memory_gib is None else "GPU"
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
     mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.1%}"
     yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{mfu}")
     if basis(found.setup.cluster) == "nominal":

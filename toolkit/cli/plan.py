@@ -296,7 +296,8 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
 
 def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
     time, run = by_part.time, planned.run
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    per = "process" if planned.cluster.gpu.memory_gib is None else "GPU"
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
     nominal = " (nominal CPU speeds)" if basis(planned.cluster) == "nominal" else ""
     yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{nominal}")
     if time.mfu_causal is not None:

@@ -27,11 +27,11 @@ def rehearse(
     recipe: RecipePath,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     layouts: Annotated[
-        str | None,
+        list[str],
         typer.Option(
             metavar="NAME,NAME", help="Only these layouts; globs such as 'zero*'; default: all."
         ),
-    ] = None,
+    ] = [],  # noqa: B006 - as above
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Optimizer steps.")] = 5,
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Largest number of processes at a time.")
@@ -58,7 +58,7 @@ def rehearse(
     if gpu or ranks or cluster:
         dress_rehearsal(recipe, overrides, ranks, cluster, layouts, as_json, gpu=gpu)
         return
-    patterns = [part.strip() for part in layouts.split(",")] if layouts else []
+    patterns = [part.strip() for names in layouts for part in names.split(",")]
     with ExitStack() as stack:
         result = rehearse_recipe(
             load_recipe(recipe, overrides),

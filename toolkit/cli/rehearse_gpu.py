@@ -59,7 +59,7 @@ def dress_rehearsal(
     overrides: Sequence[str],
     ranks: str | None,
     cluster: str | None,
-    layouts: str | None,
+    layouts: Sequence[str],
     as_json: bool,
     *,
     gpu: bool,
@@ -68,10 +68,10 @@ def dress_rehearsal(
     for name, value in (("--ranks", ranks), ("--cluster", cluster)):
         if value is not None and not gpu:
             raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
-    if layouts is not None:
+    if layouts:
         allowed = "without --gpu: there, the recipe's own layout is run"
         raise RecipeError(
-            [Problem("--layouts", repr(layouts), allowed, "use --set parallel.…")]
+            [Problem("--layouts", ", ".join(layouts), allowed, "use --set parallel.…")]
         )
     where = None if cluster is None else find_cluster(cluster)
     planned = decide(load_recipe(recipe, overrides, where), None, where)
