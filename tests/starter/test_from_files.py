@@ -45,7 +45,7 @@ def test_a_published_file_becomes_a_recipe(path: Path, tmp_path: Path, dmt: Dmt)
     assert re.search(rf"# {re.escape(str(path))}(:\d+)? ", text)
     not_carried = [line for line in text.splitlines() if line.startswith("# not carried: ")]
     assert all(re.search(r" \(.+\): .", line) for line in not_carried)
-    assert not not_carried or f"{len(not_carried)} settings are not carried" in printed.err
+    assert not not_carried or f"dmt: {len(not_carried)} setting" in printed.err
     if LEFT_OPEN in text:
         assert "REPLACE-ME.jsonl, which stands for" in dmt("check", out, code=2).err
 

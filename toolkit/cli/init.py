@@ -93,7 +93,8 @@ def _import(
     imported = import_files(files, model, cluster, task, data)
     _put(imported.text, out)
     if imported.uncarried:
-        tell(f"dmt: {len(imported.uncarried)} settings are not carried:")
+        count = len(imported.uncarried)
+        tell(f"dmt: {count} setting{'s are' if count > 1 else ' is'} not carried:")
         for reason in dict.fromkeys(one.reason for one in imported.uncarried):
             names = (f"{one.name} ({one.place})" for one in imported.uncarried
                      if one.reason == reason)  # fmt: skip

@@ -440,6 +440,10 @@ def none_if_zero(value: object) -> object:
     return None if value == 0 else value
 
 
+CLIPPING = TargetKey("optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0)
+"""A row of the largest norm of a gradient, where 0 is none."""
+
+
 def shown(value: object) -> str:
     """A value as JSON and YAML write it."""
     if isinstance(value, bool) or value is None:

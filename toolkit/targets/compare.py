@@ -78,8 +78,8 @@ def compare(source: SettingSource, facts: Mapping[str, Fact]) -> Report:
 def _judge(
     stated: Stated, source: SettingSource, facts: Mapping[str, Fact]
 ) -> SettingComparison:
-    fact = facts.get(stated.key)
     stated = _multiplied(stated, facts)
+    fact = facts.get(stated.key)
     verdict = _verdict(stated, fact)
     winner = advice = ""
     if verdict == "disagrees":
@@ -115,7 +115,8 @@ def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
     if isinstance(stated.value, ShareOfSteps):
         steps = facts.get("training.steps")
         if steps is None:
-            return replace(stated, certain=False)
+            key, share = "schedule.warmup_ratio", stated.value.share
+            return replace(stated, key=key, value=share, certain=key in facts)
         share = math.ceil(stated.value.share * int(str(steps.value)))
         at = replace(stated.at, text=f"{stated.at.written} · {steps.value} steps = {share}")
         return replace(stated, value=share, at=at)

@@ -20,7 +20,6 @@ from toolkit.targets.base import (
     ACCUMULATION,
     AUTO,
     NO_EFFECT,
-    ONLY_MEMORY,
     ForeignSetting,
     Misspelt,
     NotCarried,
@@ -30,7 +29,6 @@ from toolkit.targets.base import (
     Target,
     TargetKey,
     Unknown,
-    changes,
     device,
     global_batch,
     leaves,
@@ -39,6 +37,7 @@ from toolkit.targets.base import (
     read_settings,
     translated,
 )
+from toolkit.targets.options import read_options
 
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -55,21 +54,14 @@ def _offload(value: object) -> object:
     return value if value == AUTO else ("cpu" if value else "none")
 
 
+_OPTIONS = read_options("deepspeed", __file__)
 _NOT_WRITTEN: Mapping[str, Row] = {
     "scheduler.type": TargetKey("schedule.name", _schedule),
-    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
-    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
-    "scheduler.params.warmup_min_lr": "",
-    "scheduler.params.total_num_steps": "training.steps",
-    "tensor_parallel.autotp_size": "parallel.tensor",
-    "sequence_parallel_size": "parallel.context",
     f"{ZERO}.cpu_offload": TargetKey("parallel.zero.offload_optimizer", _offload),
     f"{ZERO}.cpu_offload_param": TargetKey("parallel.zero.offload_parameters", _offload),
+    "scheduler.params.warmup_min_lr": "",
     f"{ZERO}.cpu_offload_use_pin_memory": "",
-    "wandb.enabled": "logging.wandb",
-    "wandb.project": "logging.wandb.project",
-    "wandb.team": "logging.wandb.entity",
-    "tensorboard.enabled": "logging.tensorboard",
+    **{name: row for name, row in _OPTIONS.rows.items() if isinstance(row, TargetKey)},
 }
 """Settings that DMT does not write, and what a recipe calls them, if it does."""
 
@@ -86,29 +78,6 @@ KEYS: Mapping[str, Row] = {
         for key in (f"{OFFLOAD_OPTIMIZER}.device", f"{OFFLOAD_PARAMETERS}.device")
     },
 }
-
-_WHY = {
-    NotCarried("only what is printed or measured"): """
-        comet comms_logger csv_monitor dump_state flops_profiler log_level memory_breakdown
-        steps_per_print tensorboard timers wall_clock_breakdown wandb""",
-    NotCarried("under fp16, the loss is scaled alike on every engine"): """
-        fp16""",
-    changes("schedule.name decides the shape of warm-up and decay"): """
-        scheduler""",
-    changes("gradients are reduced as fp32 means, in one way"): """
-        communication_data_type data_types gradient_predivide_factor prescale_gradients
-        seq_parallel_communication_data_type""",
-    changes("no engine of DMT's does it"): """
-        data_efficiency dataloader_drop_last expert_parallel hybrid_engine weight_quantization
-        zero_optimization.zenflow zero_optimization.zero_quantized_nontrainable_weights
-        zero_optimization.offload_optimizer.super_offload""",
-    ONLY_MEMORY: """
-        activation_checkpointing aio autotuning bf16 checkpoint compile datastates_ckpt
-        disable_allgather disable_python_gc managed_gradient_accumulation optimizer pipeline
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""",
-}
-_REASONS = {name: why for why, names in _WHY.items() for name in names.split()}
-"""Why settings without a row are not carried, by name or by the block that they are in."""
 
 _DROPPING = frozenset(("", "aio", "data_types", "optimizer"))
 """Blocks whose unknown keys DeepSpeed drops; the others are pydantic models that forbid them,
@@ -164,7 +133,7 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     in_order = [key for key in settings if key in _PRECISIONS]
     switches = {_PRECISIONS[key]: settings.pop(key) for key in in_order}
     found = read_settings(
-        settings, KEYS, lambda one: _reason(one.name.removeprefix(prefix), one.value)
+        settings, KEYS, lambda one: _reason(one.name.removeprefix(prefix), one)
     )
     for key, problem in misspelt.items():
         kind = Unknown if key in KNOWN_KEYS else Misspelt
@@ -174,11 +143,15 @@ def collect(file: JsonFile, prefix: str = "") -> SettingSource:
     return found
 
 
-def _reason(name: str, value: object) -> NotCarried | None:
-    block = name.partition(".")[0]
-    why = _REASONS.get(name) or _REASONS.get(block)
-    is_off = value in (None, False, 0, "", AUTO)
-    return NO_EFFECT if is_off and why and why.reason.startswith("changes") else why
+def _reason(name: str, setting: ForeignSetting) -> NotCarried | None:
+    """Why a setting without a row is not carried: by its name, or by the block it is in."""
+    why = _OPTIONS.rows.get(name) or _OPTIONS.rows.get(name.partition(".")[0])
+    if isinstance(why, NotCarried):
+        return why
+    if not callable(why):
+        return None
+    results = [NO_EFFECT] if setting.value == AUTO else why(setting, {}) or ()
+    return next((one for one in results if isinstance(one, NotCarried)), None)
 
 
 def _hint(problem: Problem) -> str:

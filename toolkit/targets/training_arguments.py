@@ -4,7 +4,7 @@ writes, and `toolkit/extras/targets/trainer.py` reads."""
 from collections.abc import Mapping
 
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.targets.base import ACCUMULATION, Row, TargetKey, none_if_zero, translated
+from toolkit.targets.base import ACCUMULATION, CLIPPING, Row, TargetKey, translated
 
 
 def _optimizer(name: str) -> str:
@@ -28,9 +28,7 @@ KEYS: Mapping[str, Row] = {
     "model_name_or_path": TargetKey("model.hub", write=None),
     "max_seq_length": TargetKey("training.sequence_length", write=None),
     "max_length": TargetKey("training.sequence_length", write=None),
-    "max_grad_norm": TargetKey(
-        "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
-    ),
+    "max_grad_norm": CLIPPING,
 }
 """Settings that do not depend on others; a script adds its own: its schedule, intervals and
 what it saves."""

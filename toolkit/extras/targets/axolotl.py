@@ -4,7 +4,7 @@ Names and defaults are those of its pydantic schemas (src/axolotl/utils/schemas/
 of core/builders/base.py. `type: alpaca` and the like are prompts of its own, no chat templates.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -121,9 +121,7 @@ class AxolotlTarget(FinetuningTarget):
         yield from super().problems(recipe, plan)
         yield from axolotl_file.problems(self, recipe, plan)
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
-        """See `FinetuningTarget`."""
-        return axolotl_file.values(self, recipe, plan)
+    file = axolotl_file.values
 
 
 TARGET = AxolotlTarget()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
@@ -46,19 +46,7 @@ _DSTACK = {
 """The same by the names that dstack knows (gpuhunt), with the memory where two differ."""
 
 _END = "END_OF_RECIPE"
-
-
-class Parts(NamedTuple):
-    """What a task states, whatever the words of the tool."""
-
-    name: str
-    nodes: int
-    gpus: str
-    """The accelerators of a machine, `NAME:COUNT`; empty for CPUs."""
-    install: str
-    variables: dict[str, str]
-    command: str
-    """What every machine runs."""
+_INSTALL = f"pip install {NAME}=={toolkit.__version__}"
 
 
 class CloudTarget(Target):
@@ -75,16 +63,11 @@ class CloudTarget(Target):
     def write(self, recipe: Recipe, plan: Plan) -> tuple[str, Sequence[str]]:
         """See `Target`."""
         name = re.sub(r"[^a-z0-9]+", "-", f"dmt-{recipe.name.lower()}")[:41].strip("-")
-        parts = Parts(
-            name=name,
-            nodes=recipe.cluster.nodes,
-            gpus=self._gpus(recipe.cluster),
-            install=f"pip install {NAME}=={toolkit.__version__}",
-            variables={"RUN_DIR": f"runs/{recipe.name}"},
-            command=LiteralScalarString(_command(recipe, self.first_machine)),
-        )
+        command = LiteralScalarString(_command(recipe, self.first_machine))
+        nodes, gpus = recipe.cluster.nodes, self._gpus(recipe.cluster)
+        variables = {"RUN_DIR": f"runs/{recipe.name}"}
         text = StringIO()
-        YAML().dump(self.task(parts), text)
+        YAML().dump(self.task(name, nodes, gpus, variables, command), text)
         if redact(text.getvalue()) != text.getvalue():
             raise PlanError(
                 f"{self.title}'s task would hold a secret of this environment",
@@ -102,8 +85,10 @@ class CloudTarget(Target):
             )
         return f"{name}:{cluster.gpus_per_node}"
 
-    def task(self, of: Parts) -> dict[str, Any]:
-        """The task as plain data."""
+    def task(
+        self, name: str, nodes: int, gpus: str, variables: dict[str, str], command: str
+    ) -> dict[str, Any]:
+        """The task as plain data. `gpus`: a machine's, `NAME:COUNT`; empty for CPUs."""
         raise NotImplementedError
 
 
@@ -115,16 +100,18 @@ class SkyPilotTarget(CloudTarget):
     accelerators = _SKYPILOT
     first_machine = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
 
-    def task(self, of: Parts) -> dict[str, Any]:
+    def task(
+        self, name: str, nodes: int, gpus: str, variables: dict[str, str], command: str
+    ) -> dict[str, Any]:
         """See `CloudTarget`."""
         return {
-            "name": of.name,
-            "num_nodes": of.nodes,
-            "resources": {"accelerators": of.gpus} if of.gpus else {"cpus": "4+"},
+            "name": name,
+            "num_nodes": nodes,
+            "resources": {"accelerators": gpus} if gpus else {"cpus": "4+"},
             "workdir": ".",
-            "envs": of.variables,
-            "setup": of.install,
-            "run": of.command,
+            "envs": variables,
+            "setup": _INSTALL,
+            "run": command,
         }
 
 
@@ -136,16 +123,18 @@ class DstackTarget(CloudTarget):
     accelerators = _DSTACK
     first_machine = "$DSTACK_MASTER_NODE_IP"
 
-    def task(self, of: Parts) -> dict[str, Any]:
+    def task(
+        self, name: str, nodes: int, gpus: str, variables: dict[str, str], command: str
+    ) -> dict[str, Any]:
         """See `CloudTarget`."""
         return {
             "type": "task",
-            "name": of.name,
-            "nodes": of.nodes,
+            "name": name,
+            "nodes": nodes,
             "files": ["."],
-            "env": of.variables,
-            "commands": [of.install, of.command],
-            "resources": {"gpu": of.gpus or 0, "shm_size": "16GB"},
+            "env": variables,
+            "commands": [_INSTALL, command],
+            "resources": {"gpu": gpus or 0, "shm_size": "16GB"},
         }
 
 

@@ -26,6 +26,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import MegatronSource, Recipe
 from toolkit.targets import deepspeed
 from toolkit.targets.base import (
+    CLIPPING,
     ONLY_MEMORY,
     ForeignSetting,
     Leftover,
@@ -100,9 +101,7 @@ KEYS: Mapping[str, Row] = {
         dict.fromkeys(("Adam", "AdamW", "adam", "cpu_adam"), "adamw"),
         changes("no {}: adamw is taken"),
     ),
-    "gradient_clipping": TargetKey(
-        "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
-    ),
+    "gradient_clipping": CLIPPING,
     "clip_grad": TargetKey("optimizer.clip_grad_norm", none_if_zero, None),
     "warmup": Implied("schedule.warmup_steps", lambda share, _: ShareOfSteps(share)),
     "lr_decay_style": Chosen(

@@ -4,7 +4,7 @@ Names and defaults are those of src/llamafactory/hparams/*.py (0.9.4) and, for t
 transformers'. What its data sets are stands in dataset_info.json, in the folder `dataset_dir`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -104,9 +104,7 @@ class LlamaFactoryTarget(FinetuningTarget):
         yield from super().problems(recipe, plan)
         yield from words.problems(self, recipe, plan)
 
-    def file(self, recipe: Recipe, plan: Plan) -> tuple[dict[str, Any], Sequence[str]]:
-        """See `FinetuningTarget`."""
-        return words.values(self, recipe, plan)
+    file = words.values
 
 
 TARGET = LlamaFactoryTarget()

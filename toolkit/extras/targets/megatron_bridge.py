@@ -25,6 +25,7 @@ from toolkit.extras.targets.values import (
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import MegatronSource, Recipe
 from toolkit.targets.base import (
+    CLIPPING,
     ForeignSetting,
     NotCarried,
     Result,
@@ -36,7 +37,6 @@ from toolkit.targets.base import (
     as_yaml,
     changes,
     leaves,
-    none_if_zero,
     shown,
     translated,
     unknown,
@@ -149,9 +149,7 @@ KEYS: Mapping[str, Row] = {
     ),
     "model.cp_comm_type": TargetKey("kernels.context", translated("kernels.context"), None),
     "optimizer.optimizer": TargetKey("optimizer.name", translated("optimizer.name"), None),
-    "optimizer.clip_grad": TargetKey(
-        "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
-    ),
+    "optimizer.clip_grad": CLIPPING,
     "optimizer.use_distributed_optimizer": Implied("parallel.zero.stage", _SHARDED.meaning),
     "ddp.use_distributed_optimizer": _SHARDED,
     "ddp.grad_reduce_in_fp32": unless_off(changes("gradients are reduced in fp32"), True),

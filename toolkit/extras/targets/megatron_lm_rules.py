@@ -5,7 +5,7 @@ Defaults are those of `validate_args` in megatron/training/arguments.py, core_v0
 
 from collections.abc import Iterator
 
-from toolkit.extras.targets.values import indexed, validation_share
+from toolkit.extras.targets.values import indexed, validation_share, value_in
 from toolkit.targets.base import (
     ForeignSetting,
     NotCarried,
@@ -56,10 +56,9 @@ def tokenizer(setting: ForeignSetting, flags: Settings) -> list[Result]:
 
 def model_defaults(flags: Settings, place: str) -> Iterator[Stated]:
     """Sizes and dropouts of a model that the arguments describe and do not state."""
-    hidden, heads = (
-        _number(flags, name) for name in ("--hidden-size", "--num-attention-heads")
-    )
-    if hidden is None or heads is None:
+    names = ("--hidden-size", "--num-attention-heads")
+    hidden, heads = (int(number(value_in(flags, name)) or 0) for name in names)
+    if not hidden or not heads:
         return
     inner = hidden * 8 // 3 // 64 * 64 if "--swiglu" in flags else 4 * hidden
     found = {
@@ -72,8 +71,3 @@ def model_defaults(flags: Settings, place: str) -> Iterator[Stated]:
         if flag not in flags:
             at = ForeignSetting(f"{flag} (default)", value, place)
             yield Stated(f"megatron.{field}", value, at)
-
-
-def _number(flags: Settings, name: str) -> int | None:
-    value = number(flags[name].value) if name in flags else None
-    return None if value is None else int(value)

@@ -5,7 +5,7 @@ Python code, which is not run: they are refused.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from toolkit.extras.targets.values import (
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import HfSource, Recipe
 from toolkit.targets.base import (
+    CLIPPING,
     ForeignSetting,
     Leftover,
     NotCarried,
@@ -35,10 +36,8 @@ from toolkit.targets.base import (
     Settings,
     SettingSource,
     Stated,
-    TargetKey,
     Unknown,
     changes,
-    none_if_zero,
     unknown,
 )
 
@@ -206,9 +205,7 @@ KEYS: Mapping[str, Row] = {
         changes("optimizer.name has other settings for it; adamw is taken"),
     ),
     "training.dataset": _dataset("data.train"),
-    "training.max_norm": TargetKey(
-        "optimizer.clip_grad_norm", none_if_zero, lambda norm: norm or 0.0
-    ),
+    "training.max_norm": CLIPPING,
     "training.mixed_precision_param": Chosen(
         "training.precision",
         {"bfloat16": "bf16", "float32": "fp32"},
@@ -273,13 +270,8 @@ class TorchtitanTarget(TableTarget):
         """It has no JSON and no YAML."""
         return 0
 
-    def parse(self, text: str, path: Path) -> JsonFile | None:
-        """See `Target`. Raises RecipeError for TOML that is none, and for Python configs."""
-        return torchtitan_file.parse(text, path)
-
-    def join(self, files: Sequence[JsonFile]) -> JsonFile:
-        """A config and its overrides, whatever their order."""
-        return torchtitan_file.join(files)
+    parse = staticmethod(torchtitan_file.parse)
+    join = staticmethod(torchtitan_file.join)
 
     def settings(self, file: JsonFile, recipe: Recipe | None) -> dict[str, ForeignSetting]:
         """See `TableTarget`; by their later names."""

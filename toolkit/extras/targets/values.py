@@ -202,7 +202,7 @@ class TableTarget(Target):
 
     def read(self, file: JsonFile, recipe: Recipe | None) -> SettingSource:
         """See `Target`. A value of another type than the tool takes is named as such."""
-        to = self.tool.lower()
+        to = self.tool.lower().removeprefix("the ")
         who = (
             f"DMT does not read this file (`dmt render --to {to}` writes one): the recipe "
             "takes precedence",
