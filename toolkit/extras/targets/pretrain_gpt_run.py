@@ -55,7 +55,8 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
     no_steps = recipe.total_steps() is None
     other = "pretrain_gpt.py" not in optimizer.kind.elsewhere
     why = optimizer.kind.unlike.get("pretrain_gpt.py", f"it has no {optimizer.kind.title}")
-    kinds = [one.kind for one in data.validation_sources if one.kind != "megatron"]
+    indexed = isinstance(data.sources[0], MegatronSource)
+    kinds = [s.kind for s in data.validation_sources if not isinstance(s, MegatronSource)]
     # The setting, what the recipe has of it if that is refused, and what would be written.
     rows = (
         ("training.epochs", f"{recipe.training.epochs:g}" if no_steps else "",
@@ -76,7 +77,7 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
          "none: documents are laid end to end"),
         ("data.stages", data.stages and f"{len(data.stages)} stages",
          "[]: weights and length do not change"),
-        ("data.validation.kind", data.kind == "megatron" and ", ".join(kinds),
+        ("data.validation.kind", ", ".join(kinds) if indexed else "",
          "megatron, as data.train: both are in Megatron's indexed format"),
     )  # fmt: skip
     following = [
