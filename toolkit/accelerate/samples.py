@@ -57,7 +57,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         self._order = data.order
         self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
         """Optimizer steps of the run."""
-        self._length = self.steps * training.global_batch_size
+        self._length = data.lengths.samples(self.steps)
 
     def __len__(self) -> int:
         return self._length

@@ -32,9 +32,10 @@ class GlobalBatches:
         lengths: SequenceLengths | None = None,
     ) -> None:
         """`lengths`: of the steps, where they differ; `dataset` then has the longest."""
-        self._dataset, self._lengths = dataset, lengths
+        self._dataset = dataset
         self._order = order if lengths is None else CutOrder(order, lengths)
-        self._global_batch_size = global_batch_size
+        length = dataset.sequence_length
+        self.lengths = lengths or SequenceLengths.of([], length, global_batch_size)
         self._first, self._ordered = 0, np.zeros(0, dtype=np.int64)
         """Some of the endless order of samples, from place `_first` on."""
 
@@ -44,31 +45,26 @@ class GlobalBatches:
         """This rank's micro batches of the global batch that starts at `consumed_samples`.
 
         The shares of all ranks in order form the global batch, for any `dp_size` and
-        `micro_batch_size`. `global_batch_size` must be a multiple of their product.
+        `micro_batch_size`. The global batch must be a multiple of their product.
         """
-        shares = []
-        for position in (consumed_samples, consumed_samples + self._global_batch_size):
-            dataset = self._dataset_at(position)
-            share = _share(self._indices(position), dp_rank, dp_size, micro_batch_size)
+        shares, position = [], consumed_samples
+        for _ in range(2):
+            stage = self.lengths.stage_at(position)
+            dataset = cut(self._dataset, stage.parts)
+            indices = self._indices(position, stage.global_batch_size)
+            position += len(indices)
+            share = _share(indices, dp_rank, dp_size, micro_batch_size)
             shares.append((dataset, share))
             if isinstance(dataset, ReadAhead):
                 dataset.expect(share)
         return _micro_batches(*shares[0], micro_batch_size)
 
-    def _dataset_at(self, position: int) -> Samples:
-        """The samples that the global batch at `position` is numbered by."""
-        if self._lengths is None:
-            return self._dataset
-        stage = self._lengths.stage_of(position // self._global_batch_size)
-        return cut(self._dataset, stage.parts)
-
-    def _indices(self, position: int) -> Int64Array:
-        """The samples of the global batch that starts at `position`.
+    def _indices(self, position: int, size: int) -> Int64Array:
+        """The samples of the global batch of this size that starts at `position`.
 
         Of several global batches at once: the order costs a thousand small samples hardly
         more time than one.
         """
-        size = self._global_batch_size
         place = position - self._first
         if not 0 <= place <= len(self._ordered) - size:
             count = max(1, _ORDERED_AT_ONCE // size) * size

@@ -117,7 +117,7 @@ class TrainingData:
 
     def counts(self, steps: int) -> list[int]:
         """Number of samples of the longest length that `steps` steps use of each source."""
-        blocks = self.lengths.blocks(steps * self.lengths.global_batch_size)
+        blocks = self.lengths.blocks(self.lengths.samples(steps))
         return (
             self.order.counts(blocks).tolist() if isinstance(self.order, Blended) else [blocks]
         )

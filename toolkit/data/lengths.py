@@ -56,11 +56,11 @@ class CutOrder:
     lengths: SequenceLengths
 
     def indices(self, position: int, count: int) -> Int64Array:
-        stages, size = self.lengths.stages, self.lengths.global_batch_size
-        ends = [stage.first_step * size for stage in stages[1:]] + [position + count]
+        stages = self.lengths.stages
+        ends = [stage.first_sample for stage in stages[1:]] + [position + count]
         found = []
         for stage, end in zip(stages, ends, strict=True):
-            first = stage.first_step * size
+            first = stage.first_sample
             places = np.arange(max(position, first), min(position + count, end)) - first
             if len(places):
                 blocks, parts = np.divmod(places, stage.parts)

@@ -1,4 +1,4 @@
-"""How long the sequences of each step are, and the steps, tokens and samples that follow.
+"""How many sequences each step has, and of which length; tokens and samples follow from that.
 
 The data are cut into *blocks* of the longest length, and the order of training is an order of
 blocks. In a stage of a shorter length, a block is *n* samples: sample *j* of the stage is part
@@ -16,25 +16,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LengthStage:
-    """Steps of one length, until the next stage begins."""
+    """Steps of one length and batch, until the next stage begins."""
 
     first_step: int
     """Steps before."""
+    first_sample: int
+    """Samples before."""
     first_block: int
     """Blocks before, one that was used in part included."""
     sequence_length: int
     """Tokens per sequence."""
     parts: int
     """Samples of a block."""
+    global_batch_size: int
+    """Samples per step."""
 
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """The lengths of a run's steps."""
+    """Lengths and batches of a run's steps."""
 
     stages: tuple[LengthStage, ...]
     """The first begins at step 0, the others are those of the recipe."""
-    global_batch_size: int
     rows_per_sample: int
 
     @classmethod
@@ -49,8 +52,11 @@ class SequenceLengths:
         stated = [sequence_length, *(one.sequence_length or 0 for one in stages)]
         longest = max(stated)
         lengths = cls(
-            (LengthStage(0, 0, sequence_length, longest // sequence_length),),
-            global_batch_size,
+            (
+                LengthStage(
+                    0, 0, 0, sequence_length, longest // sequence_length, global_batch_size
+                ),
+            ),
             rows_per_sample,
         )
         for stage in stages:
@@ -61,11 +67,11 @@ class SequenceLengths:
         """With one more stage."""
         first = stage.from_step or self.steps_of_tokens(stage.from_tokens or 0)
         length = stage.sequence_length or self.stages[-1].sequence_length
-        block = self.blocks(first * self.global_batch_size)
-        added = LengthStage(first, block, length, longest // length)
-        return SequenceLengths(
-            (*self.stages, added), self.global_batch_size, self.rows_per_sample
+        samples, size = self.samples(first), self.stages[-1].global_batch_size
+        added = LengthStage(
+            first, samples, self.blocks(samples), length, longest // length, size
         )
+        return SequenceLengths((*self.stages, added), self.rows_per_sample)
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -81,45 +87,61 @@ class SequenceLengths:
         """The stage of the step after `step` steps."""
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
-    def step_tokens(self, length: int) -> int:
-        """Positions of a global batch of sequences of this length, masked ones too."""
-        return self.global_batch_size * self.rows_per_sample * length
+    def samples(self, steps: int) -> int:
+        """Samples of the first `steps` steps."""
+        stage = self.stage_of(steps)
+        return stage.first_sample + (steps - stage.first_step) * stage.global_batch_size
+
+    def batch_size(self, step: int) -> int:
+        """Samples of the step after `step` steps."""
+        return self.stage_of(step).global_batch_size
+
+    def step_tokens(self, step: int) -> int:
+        """Positions of the step after `step` steps, masked ones too."""
+        return self._step_tokens(self.stage_of(step))
+
+    def _step_tokens(self, stage: LengthStage) -> int:
+        return stage.global_batch_size * self.rows_per_sample * stage.sequence_length
+
+    def steps_by_stage(self, steps: int) -> Iterator[tuple[LengthStage, int]]:
+        """How many of the first `steps` steps are in each stage."""
+        ends = [stage.first_step for stage in self.stages[1:]] + [steps]
+        for stage, end in zip(self.stages, ends, strict=True):
+            yield stage, max(0, min(end, steps) - stage.first_step)
 
     def steps_by_length(self, steps: int) -> dict[int, int]:
         """How many of the first `steps` steps have each length."""
-        ends = [stage.first_step for stage in self.stages[1:]] + [steps]
         found = dict.fromkeys(self.all, 0)
-        for stage, end in zip(self.stages, ends, strict=True):
-            found[stage.sequence_length] += max(0, min(end, steps) - stage.first_step)
+        for stage, count in self.steps_by_stage(steps):
+            found[stage.sequence_length] += count
         return found
 
     def tokens(self, steps: int) -> int:
         """Positions of the first `steps` global batches, masked ones too."""
-        by_length = self.steps_by_length(steps)
-        return sum(n * self.step_tokens(length) for length, n in by_length.items())
+        return sum(n * self._step_tokens(stage) for stage, n in self.steps_by_stage(steps))
 
     def steps_of_tokens(self, tokens: int) -> int:
         """Steps that have so many positions, rounded up."""
         befores = [self.tokens(stage.first_step) for stage in self.stages]
         number = max(n for n, before in enumerate(befores) if not n or tokens > before)
         stage = self.stages[number]
-        step_tokens = self.step_tokens(stage.sequence_length)
-        return stage.first_step + math.ceil((tokens - befores[number]) / step_tokens)
+        rest = (tokens - befores[number]) / self._step_tokens(stage)
+        return stage.first_step + math.ceil(rest)
 
     def blocks(self, samples: int) -> int:
         """Blocks that the first `samples` samples are of, the last perhaps in part."""
-        stage = self._stage_of_sample(max(samples - 1, 0))
-        before = samples - stage.first_step * self.global_batch_size
+        stage = self.stage_at(max(samples - 1, 0))
+        before = samples - stage.first_sample
         return stage.first_block - (-before // stage.parts)
 
     def block_of(self, sample: int) -> int:
         """The block of sample `sample`."""
-        stage = self._stage_of_sample(sample)
-        before = sample - stage.first_step * self.global_batch_size
-        return stage.first_block + before // stage.parts
+        stage = self.stage_at(sample)
+        return stage.first_block + (sample - stage.first_sample) // stage.parts
 
-    def _stage_of_sample(self, sample: int) -> LengthStage:
-        return self.stage_of(sample // self.global_batch_size)
+    def stage_at(self, sample: int) -> LengthStage:
+        """The stage of the step that has sample `sample`."""
+        return next(stage for stage in reversed(self.stages) if stage.first_sample <= sample)
 
     def steps_of_blocks(self, blocks: float, *, whole: bool = False) -> int:
         """Steps that see so many blocks, rounded up; `whole`: that need no more of them."""
@@ -127,7 +149,7 @@ class SequenceLengths:
             n for n, one in enumerate(self.stages) if not n or blocks > one.first_block
         )
         stage = self.stages[number]
-        samples, size = (blocks - stage.first_block) * stage.parts, self.global_batch_size
+        samples, size = (blocks - stage.first_block) * stage.parts, stage.global_batch_size
         steps = stage.first_step + int(samples // size if whole else math.ceil(samples / size))
         ends = [one.first_step for one in self.stages[number + 1 : number + 2]]
         return min([steps, *ends])
@@ -148,7 +170,7 @@ class SequenceLengths:
         """Of a run of `steps` steps, the stages before which the rest of a block is skipped:
         steps before, and tokens."""
         for before, stage in pairwise(self.stages):
-            samples = (stage.first_step - before.first_step) * self.global_batch_size
+            samples = stage.first_sample - before.first_sample
             if stage.first_step < steps and (rest := -samples % before.parts):
                 yield stage.first_step, rest * before.sequence_length
 
@@ -158,6 +180,6 @@ class SequenceLengths:
         found = [
             (stage.first_step, stage.sequence_length)
             for stage in self.stages
-            if stage.first_step * self.global_batch_size < max(samples, 1)
+            if stage.first_sample < max(samples, 1)
         ]
         return found if any(length != self.longest for _, length in found) else []

@@ -169,7 +169,8 @@ class Observer:
         self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
         length = self._lengths.stage_of(progress.step - 1).sequence_length
         flops_per_token = self.start.plan.flops_per_token_at(length)
-        self._window.add(report, self._lengths.step_tokens(length), flops_per_token)
+        tokens = self._lengths.step_tokens(progress.step - 1)
+        self._window.add(report, tokens, flops_per_token)
         if length == self._planned_length:
             self._seconds.append(report.seconds)
         self._skipping = report.result.skipped is not None

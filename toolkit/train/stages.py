@@ -103,7 +103,7 @@ def _open_streams(
     start: Start, streams: Streams, data: TrainingData, found: Found | None
 ) -> None:
     """Tokenise the windows of the first samples, and start tokenising ahead."""
-    batch, samples = start.recipe.training.global_batch_size, 0
+    samples = 0
     if found is not None:
         samples = found.manifest.consumed_samples
         start.together.run(lambda: streams.continue_at(found.manifest.streams))
@@ -115,7 +115,7 @@ def _open_streams(
     if start.leads:
         streams.report(lambda window: start.events.write("window", **asdict(window)))
     first = data.lengths.block_of(samples)
-    behind = data.lengths.blocks(samples + batch)
+    behind = data.lengths.blocks(samples + data.lengths.stage_at(samples).global_batch_size)
     start.together.leaders_first(lambda: streams.open(first, behind - first))
 
 
