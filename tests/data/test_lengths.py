@@ -4,12 +4,14 @@ import json
 import random
 from collections import Counter
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.data.building import built
@@ -21,7 +23,7 @@ from toolkit.data.lengths import cut
 from toolkit.data.rows import Int64Array
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import StageSection, TrainingSection
+from toolkit.recipe.schema import BatchRampSection, StageSection, TrainingSection
 
 BATCH, FIRST = 8, 8
 STAGES = [
@@ -312,3 +314,53 @@ def test_steps_tokens_and_blocks_against_counting(
     for step in range(0, 400, 7):
         assert lengths.blocks(step * batch) == blocks[step]
         assert lengths.steps_of_blocks(blocks[step], whole=True) >= step
+
+
+def megatrons_calculator() -> Any:
+    """The class in megatron-core's file, which imports nothing of it."""
+    (folder,) = find_spec("megatron").submodule_search_locations  # type: ignore[union-attr]
+    path = Path(folder) / "core" / "num_microbatches_calculator.py"
+    return run_path(str(path))["RampupBatchsizeNumMicroBatchesCalculator"]
+
+
+Calculator = megatrons_calculator()
+
+
+@given(
+    start=st.integers(1, 20),
+    increment=st.integers(1, 9),
+    increments=st.integers(1, 12),
+    ramp_samples=st.integers(12, 2000),
+)
+@settings(max_examples=40)
+def test_a_ramp_in_tokens_is_megatrons(
+    start: int, increment: int, increments: int, ramp_samples: int
+) -> None:
+    """Each step's batch, and what follows from them, against megatron-core's calculator."""
+    whole = start + increment * increments
+    theirs = Calculator(whole, 1, 1, False, 1, start, increment, ramp_samples)
+    ramp = BatchRampSection(start=start, increment=increment, tokens=16 * ramp_samples)
+    lengths, consumed = SequenceLengths.of([], 16, whole, 1, ramp), 0
+    for step in range(50):
+        theirs.update(consumed, consistency_check=True)
+        size = theirs.get_current_global_batch_size()
+        assert (lengths.samples(step), lengths.batch_size(step)) == (consumed, size)
+        assert lengths.stage_at(consumed).global_batch_size == size
+        consumed += size
+        assert lengths.tokens(step + 1) == 16 * consumed
+        assert lengths.steps_of_tokens(16 * consumed) == step + 1
+        assert lengths.steps_of_tokens(16 * consumed + 1) == step + 2
+        assert lengths.steps_of_blocks(consumed) == step + 1
+        assert lengths.steps_of_blocks(consumed - 1, whole=True) == step
+        assert lengths.blocks(consumed) == consumed
+
+
+def test_a_ramp_in_steps() -> None:
+    """Equal parts, rounded up to whole steps; more increments than steps pass in one."""
+    ramp = BatchRampSection(start=4, increment=4, steps=7)
+    lengths = SequenceLengths.of([], 16, 12, 2, ramp)
+    assert [lengths.batch_size(step) for step in range(9)] == [4] * 4 + [8] * 3 + [12] * 2
+    assert lengths.step_tokens(0) == 4 * 2 * 16
+    short = SequenceLengths.of([], 16, 12, 1, BatchRampSection(start=4, increment=4, steps=1))
+    assert [short.batch_size(step) for step in range(3)] == [4, 12, 12]
+    assert short.begun(100) == []

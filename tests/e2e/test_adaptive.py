@@ -1,5 +1,5 @@
-"""Runs that follow their validation loss, against a plain transformers loop with torch's
-ReduceLROnPlateau."""
+"""Runs whose batch grows and that follow their validation loss, against a plain transformers
+loop with torch's ReduceLROnPlateau."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,13 @@ data:
   train: {kind: megatron, prefix: train}
   validation: {kind: megatron, prefix: validation}
   cache: cache
-training: {steps: 40, sequence_length: 16, global_batch_size: 8, precision: fp32, seed: 7}
+training:
+  steps: 40
+  sequence_length: 16
+  global_batch_size: 12
+  batch_ramp: {start: 4, increment: 4, steps: 10}
+  precision: fp32
+  seed: 7
 optimizer: {learning_rate: 3.0e-2, eps: 1.0e-5, weight_decay: 0.1, clip_grad_norm: 1.0}
 schedule:
   name: plateau
@@ -36,6 +42,7 @@ checkpoint: {every_steps: 4, keep: 1, keep_best: 2}
 logging: {every_steps: 1, samples: true}
 """
 STEPS, WARMUP, LENGTH = 40, 3, 16
+SIZES = [4] * 5 + [8] * 5 + [12] * (STEPS - 10)
 pytestmark = pytest.mark.slow
 
 
@@ -75,6 +82,7 @@ def reference(case: Case, one_process: Path) -> Reference:
         optimizer, mode="min", factor=0.5, patience=0, cooldown=1, min_lr=1e-2
     )
     found, best, worse = Reference(), float("inf"), 0
+    assert [len(numbers[step]) for step in numbers] == SIZES[: len(numbers)]
     for step in range(1, STEPS + 1):
         if step <= WARMUP:
             for group in optimizer.param_groups:
@@ -88,7 +96,7 @@ def reference(case: Case, one_process: Path) -> Reference:
         optimizer.zero_grad()
         found.curve[step] = loss.item(), norm.item()
         if step % 2 == 0:
-            samples = min(2 * 8, (len(case.streams["validation"]) - 1) // LENGTH)
+            samples = min(2 * 12, (len(case.streams["validation"]) - 1) // LENGTH)
             with torch.no_grad():
                 now = mean_loss(model, *case.batch([*range(samples)], LENGTH, "validation"))
             found.validation[step] = float(now)
@@ -112,7 +120,7 @@ def assert_equal(run_dir: Path, reference: Reference) -> None:
     found = curve(run_dir)
     assert found.keys() == reference.curve.keys()
     for step, (loss, norm) in reference.curve.items():
-        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=2e-3))
     rates = [line["lr"] for line in records(run_dir / "metrics.jsonl")]
     assert rates == pytest.approx(reference.rates, rel=1e-12)
     losses = {event["step"]: event["loss"] for event in events(run_dir, "evaluation")}

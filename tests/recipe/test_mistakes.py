@@ -442,6 +442,21 @@ MISTAKES = {
         "evaluation:\n  every_steps: 50", "evaluation:\n  early_stopping: {patience: 3}",
         "evaluation.early_stopping", "set evaluation.every_steps", at="early_stopping",
     ),
+    "ramp that no layout can spread": M(
+        "  micro_batch_size: 2",
+        "  batch_ramp: {start: 4, increment: 3, steps: 10}\n  micro_batch_size: 2",
+        "training.batch_ramp.increment", "increment to 4", at="batch_ramp:",
+    ),
+    "ramp without a length": M(
+        "  micro_batch_size: 2",
+        "  batch_ramp: {start: 4, increment: 4}\n  micro_batch_size: 2",
+        "training.batch_ramp", "`steps: N`", at="batch_ramp:",
+    ),
+    "ramp from the whole batch": M(
+        "  micro_batch_size: 2",
+        "  batch_ramp: {start: 8, increment: 4, steps: 10}\n  micro_batch_size: 2",
+        "training.batch_ramp.start", "set it to less", at="batch_ramp:",
+    ),
     "no checkpoint of a step that is validated": M(
         "checkpoint:\n  every_steps: 50", "checkpoint:\n  keep_best: 1\n  every_steps: 30",
         "checkpoint.every_steps", "to 50", at="every_steps: 30",

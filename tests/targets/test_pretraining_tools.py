@@ -285,7 +285,7 @@ def test_a_misspelt_name_and_a_wrong_type_are_named(
         (TITAN, 'flavor = "8B"', 'flavor = "8B"\nconverters = ["mx"]', "no converter mx"),
         (TITAN, 'name = "AdamW"', 'name = "Adam"', "optimizer.name has other settings"),
         (BRIDGE, "scheduler.lr_decay_iters=10", "mixed_precision=bf16_with_fp8", "fp8 and fp4"),
-        (BRIDGE, "scheduler.lr_decay_iters=10", "train.rampup_batch_size=[1,1]", "the g"),
+        (BRIDGE, "scheduler.lr_decay_iters=10", "train.rampup_batch_size=[1,1]", "here"),
         (MEGATRON_SH, "--bf16", "--bf16 --eod-mask-loss", "the loss counts"),
         (MEGATRON_SH, "--bf16", "--bf16 --moe-z-loss-coeff 1e-3", "model.balance has"),
         (FSDP, "machine_rank: 0", "machine_rank: 0\nfp8_config: {fp8_margin: 1}", "write the"),

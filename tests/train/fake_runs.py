@@ -28,6 +28,7 @@ class Recorder:
         self.calls: list[tuple[str, int]] = []
         self.losses: list[float] = []
         self.tokens: list[int] = []
+        self.samples: list[int] = []
         self.skipped: dict[int, str] = {}
         self.signal_at = signal_at
 
@@ -35,6 +36,7 @@ class Recorder:
         self.calls.append(("step", progress.step))
         self.losses.append(report.result.loss)
         self.tokens.append(report.tokens)
+        self.samples += report.samples
         if report.result.skipped is not None:
             self.skipped[progress.step] = report.result.skipped
         if progress.step == self.signal_at:

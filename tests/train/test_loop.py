@@ -11,12 +11,15 @@ import pytest
 
 from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
+from toolkit.data.batches import GlobalBatches
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
+from toolkit.data.order import Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
-from toolkit.recipe.schema import GuardSection
-from toolkit.train.loop import Progress
+from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.schema import BatchRampSection, GuardSection
+from toolkit.train.loop import Progress, TrainingRun
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -53,6 +56,25 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
     second = run(job(dataset, resumed), progress)
     assert progress.consumed_tokens == sum(whole.tokens) > 0
     assert first.losses + second.losses == whole.losses
+
+
+def test_a_batch_that_grows_continues_where_it_was(dataset: PackedDataset) -> None:
+    """Every sample once, in the order of a constant batch."""
+    ramp = BatchRampSection(start=2, increment=2, steps=10)
+    lengths = SequenceLengths.of([], 16, LAYOUT.global_batch, ramp=ramp)
+    order = Shuffled(1, len(dataset))
+
+    def growing(engine: FakeEngine, steps: int = STEPS) -> TrainingRun:
+        batches = GlobalBatches(dataset, order, LAYOUT.global_batch, lengths)
+        return replace(job(dataset, engine, steps=steps), batches=batches)
+
+    whole = run(growing(FakeEngine(VOCABULARY)))
+    engine, progress = FakeEngine(VOCABULARY), Progress()
+    first = run(growing(engine, steps=7), progress)
+    assert progress.consumed_samples == 7 * 2
+    second = run(growing(engine), progress)
+    assert first.losses + second.losses == whole.losses
+    assert first.samples + second.samples == order.indices(0, 10 * 2 + 30 * 4).tolist()
 
 
 class TwoTensorRanks(StepReduction):

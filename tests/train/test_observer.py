@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.engines.base import StepResult
+from toolkit.checkpoint.validation import ValidationHistory
+from toolkit.engines.base import EvalResult, StepResult
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import EvaluationSection
+from toolkit.recipe.schema import EvaluationSection, ScheduleSection
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.observer import HeartbeatBatches, Observer
@@ -30,6 +31,7 @@ class Saves:
     def __init__(self) -> None:
         self.saved_at = 0
         self.steps: list[int] = []
+        self.validated_before: list[bool] = []
 
     def tell(self) -> None:
         pass
@@ -42,20 +44,27 @@ class Saves:
 
     def save(self, _engine: object, progress: Progress, _mark: object) -> None:
         self.steps.append(progress.step)
+        self.validated_before.append(progress.validation.step == progress.step)
+
+    def evaluate(self, _batches: object) -> EvalResult:
+        return EvalResult(1.0, 1)
 
 
-def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
+def new_observer(
+    folder: Path, saves: Saves, device: str = "cpu", follows: dict[str, str] | None = None
+) -> Observer:
     """Of a run that saves every second step."""
     section = SimpleNamespace(every_steps=2)
     plan = SimpleNamespace(layout=Layout(), flops_per_token_at=lambda _: 1.0)
     recipe = SimpleNamespace(
         checkpoint=section,
-        evaluation=EvaluationSection(),
         logging=SimpleNamespace(every_steps=100, samples=False),
         guard=SimpleNamespace(replica_check_every_steps=None),
         lengths=SequenceLengths.of([], 16, 8),
         trained_lengths=(16,),
-        follows_validation={},
+        follows_validation=follows or {},
+        evaluation=EvaluationSection(every_steps=2),
+        schedule=ScheduleSection(),
     )
     start: Any = SimpleNamespace(
         recipe=recipe,
@@ -67,7 +76,8 @@ def new_observer(folder: Path, saves: Saves, device: str = "cpu") -> Observer:
         watchdog=SimpleNamespace(mark=lambda *_: None),
     )
     checkpoints: Any = saves
-    return Observer(start, checkpoints, {}, checkpoints, None, 10)
+    validation: Any = {"held out": lambda _parts: ()}
+    return Observer(start, checkpoints, validation, checkpoints, None, 10)
 
 
 def test_the_peak_of_memory_is_that_of_training(
@@ -97,3 +107,21 @@ def test_no_save_begins_while_steps_are_skipped(
         observer.save(progress, stopping=step == stopped_at)
     expected = [2, 7, 8, 10] if stopped_at is None else [2, 5, 7, 8, 10]
     assert saves.steps == expected
+
+
+def test_a_validation_that_a_run_depends_on_comes_before_the_save(tmp_path: Path) -> None:
+    """Unless the run stops, which has no time for it: then it is done when it continues."""
+    saves = Saves()
+    observer = new_observer(tmp_path, saves, follows={"checkpoint.keep_best": "1"})
+    two, four = Progress(2), Progress(4)
+    observer.save(two, stopping=False)
+    observer.save(four, stopping=True)
+    assert saves.validated_before == [True, False]
+    assert (two.validation.step, four.validation.step) == (2, 0)
+    observer.validate(four)
+    assert four.validation == ValidationHistory(4, 1.0, 4, 1.0)
+    observer.validate(four)
+    assert four.validation.without_improvement == 0, "once"
+    plain = new_observer(tmp_path, saves)
+    plain.save(Progress(2), stopping=False)
+    assert saves.validated_before[-1] is False

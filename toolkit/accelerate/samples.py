@@ -51,7 +51,6 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 "`dmt launch` may not do at the same step",
                 fix="remove sequence_length from data.stages, or train with `dmt launch`",
             )
-        training = recipe.training
         data = recipe_data(recipe, build_config(recipe.model).vocab_size)
         self._packed = data.train
         self._order = data.order

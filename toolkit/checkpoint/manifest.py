@@ -124,6 +124,7 @@ class Manifest:
             training.sequence_length,
             training.global_batch_size,
             training.rows_per_sample,
+            training.batch_ramp,
         )
 
     @property

@@ -182,7 +182,9 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     rows = " × 2" if training.rows_per_sample == 2 else ""
     lengths = dict.fromkeys(stage.sequence_length for stage in recipe.lengths.stages)
     length = " → ".join(map(str, lengths))
-    parts.append(f"batch {training.global_batch_size}{rows} × {length}")
+    ramp = training.batch_ramp
+    start = f"{ramp.start} → " if ramp is not None else ""
+    parts.append(f"batch {start}{training.global_batch_size}{rows} × {length}")
     parts.append(training.precision)
     ranks = recipe.cluster.world_size
     parts.append(f"{ranks} × {recipe.cluster.gpu}")

@@ -115,6 +115,7 @@ def _build(recipe: Recipe) -> "TrainingData":
         recipe.data,
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
+        ramp=training.batch_ramp,
         seed=training.seed,
         vocab_size=recipe.model.stated_vocabulary,
         base=Path.cwd(),

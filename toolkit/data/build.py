@@ -34,6 +34,7 @@ from toolkit.data.tokenizers import (
 from toolkit.errors import DataError
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import (
+    BatchRampSection,
     ChatRowsSource,
     ChatSource,
     DataSection,
@@ -159,6 +160,7 @@ def recipe_data(recipe: Recipe, vocab_size: int, track: Track = untracked) -> Tr
         recipe.data,
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
+        ramp=training.batch_ramp,
         seed=training.seed,
         vocab_size=vocab_size,
         base=Path.cwd(),
@@ -174,6 +176,7 @@ def build_data(
     seed: int,
     vocab_size: int | None,
     base: Path,
+    ramp: BatchRampSection | None = None,
     track: Track = untracked,
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
@@ -190,7 +193,7 @@ def build_data(
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
         tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
     rows = 2 if data.kind == "preference" else 1
-    lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows)
+    lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows, ramp)
     builder = _Builder(data, tokenizer, lengths.longest, vocab_size, seed, base, track)
     sources = [
         builder.stream(number, source, data.streaming)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator
+from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.streams import streaming_problems
@@ -506,13 +507,19 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
 _FEATURES = tuple(feature.inside or feature.name for feature in FEATURES.values())
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
-_STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
+_STEPS = (
+    *LENGTH_SETTINGS,
+    "training.global_batch_size",
+    "training.batch_ramp",
+    *_SEQUENCES,
+)
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _SPREAD = (
     "parallel",
     "cluster.nodes",
     "cluster.gpus_per_node",
     "training.global_batch_size",
+    "training.batch_ramp",
     "training.micro_batch_size",
 )
 
@@ -558,6 +565,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallel.context", "kernels.context"), context.unused),
     Rule(("parallel.zero",), _nvme),
     Rule(_SPREAD, _batch),
+    Rule((*_SPREAD, "data.stages"), ramp_problems),
     Rule(("cluster.gpu",), _accelerator),
     Rule(
         ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision

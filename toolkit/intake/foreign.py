@@ -38,6 +38,8 @@ _NAMES = {
         " local_batch_size micro_batch",
     Foreign("training.global_batch_size", "sequences per optimizer step over all ranks"):
         "train_batch_size batch_size global_batch",
+    Foreign("training.batch_ramp", "`{start: N, increment: N, tokens: N}`"):
+        "rampup_batch_size batch_size_rampup",
     Foreign("training.sequence_length"):
         "seq_length seq_len sequence_len cutoff_len max_seq_length block_size",
     # length of the run

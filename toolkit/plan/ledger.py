@@ -93,6 +93,9 @@ def _exact(
     if recipe.training.deterministic:
         yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
     yield "data order", "global batch k follows from the seed and k, under any world size"
+    if (ramp := recipe.training.batch_ramp) is not None:
+        sizes = f"{ramp.start} to {recipe.training.global_batch_size} samples a step"
+        yield "batch ramp", f"{sizes}, always the next ones of the same order"
     if isinstance(recipe.data.train, tuple):
         yield "blended sources", "each has its share of every prefix to within one sample"
     if recipe.data.isolates:

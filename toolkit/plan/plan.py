@@ -38,6 +38,14 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
+class BatchCost:
+    """What the steps of one of the smaller batches of `training.batch_ramp` cost."""
+
+    global_batch_size: int
+    step_time_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a recipe runs, and why."""
 
@@ -80,6 +88,8 @@ class Plan:
     lengths: tuple[LengthCost, ...] = ()
     """If `data.stages` changes the sequence length: the step of each length, in ascending
     order. The plan's other numbers are those of the longest."""
+    batches: tuple[BatchCost, ...] = ()
+    """With `training.batch_ramp`: the step of each smaller batch, in ascending order."""
 
     def flops_per_token_at(self, length: int) -> float:
         """`flops_per_token` in sequences of this length."""
@@ -90,9 +100,13 @@ class Plan:
         """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
         if self.step_time_s is None:
             return None
-        found = {one.sequence_length: one.step_time_s for one in self.lengths}
-        by_length = lengths.steps_by_length(steps).items()
-        return sum(n * found.get(length, self.step_time_s) for length, n in by_length)
+        by_length = {one.sequence_length: one.step_time_s for one in self.lengths}
+        by_batch = {one.global_batch_size: one.step_time_s for one in self.batches}
+        found = 0.0
+        for stage, count in lengths.steps_by_stage(steps):
+            usual = by_length.get(stage.sequence_length, self.step_time_s)
+            found += count * by_batch.get(stage.global_batch_size, usual)
+        return found
 
     @property
     def frozen_parameters(self) -> int:
@@ -115,5 +129,6 @@ class Plan:
                 "reasons": tuple(fields["reasons"]),
                 "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
                 "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
+                "batches": tuple(BatchCost(**one) for one in fields.get("batches", ())),
             }
         )

@@ -15,7 +15,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
 from toolkit.plan.explain import SHOWN, choice, decisions
-from toolkit.plan.plan import LengthCost, Plan
+from toolkit.plan.plan import BatchCost, LengthCost, Plan
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
@@ -111,6 +111,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         loss_scale=first_loss_scale(training.precision),
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
         lengths=tuple(_length_costs(found, workload)),
+        batches=tuple(_batch_costs(found, workload)),
     )
 
 
@@ -157,6 +158,18 @@ def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
         yield LengthCost(
             length, found.job.spec.flops_per_token(length, causal=True), time.total_s
         )
+
+
+def _batch_costs(found: Search, workload: Workload) -> Iterator[BatchCost]:
+    """See `Plan.batches`."""
+    training, layout = found.job.training, found.best.layout
+    if training.batch_ramp is None:
+        return
+    ramp = training.batch_ramp
+    for size in range(ramp.start, training.global_batch_size, ramp.increment):
+        share = size // (layout.dp * layout.micro_batch)
+        smaller = replace(layout, gradient_accumulation=share)
+        yield BatchCost(size, step_time(workload, smaller, found.cluster).total_s)
 
 
 def first_loss_scale(precision: str) -> float | None:

@@ -138,15 +138,17 @@ def no_degrees(job: PlanRequest) -> PlanError:
 def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     """The error if no layout spreads the batch, with the nearest batches that work."""
     training, dp = job.training, layout.dp
-    wanted, batch = training.micro_batch_size, training.global_batch_size
+    wanted, batch = training.micro_batch_size, training.batch_unit
+    key = "training.global_batch_size"
+    if training.batch_ramp is not None:
+        key = f"{key}, and the start and increment of training.batch_ramp"
     unit = dp if wanted == "auto" else dp * wanted
     groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
     unit *= layout.pp if groups else 1
     below, above = batch // unit * unit, (batch // unit + 1) * unit
     micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
     return PlanError(
-        f"training.global_batch_size: {batch} samples cannot be spread evenly over "
-        f"{dp} ranks{micro}{groups}",
+        f"{key}: {batch} samples cannot be spread evenly over {dp} ranks{micro}{groups}",
         fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
     )
 
@@ -298,7 +300,7 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
 
 def _micro_batches(job: PlanRequest, layout: Layout) -> list[int]:
     """Sizes that spread the batch; the interleaved schedule takes one per stage at a time."""
-    share, rest = divmod(job.training.global_batch_size, layout.dp)
+    share, rest = divmod(job.training.batch_unit, layout.dp)
     if rest or not share:
         return []
     wanted = job.training.micro_batch_size

@@ -9,7 +9,8 @@ before has used only a part of one, the rest of it is skipped.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -47,8 +48,10 @@ class SequenceLengths:
         sequence_length: int,
         global_batch_size: int,
         rows_per_sample: int = 1,
+        ramp: Any | None = None,
     ) -> "SequenceLengths":
-        """Those of the sections `data.stages`, where the first steps have `sequence_length`."""
+        """Those of the sections `data.stages`, where the first steps have `sequence_length`, or
+        of the section `training.batch_ramp`, which ends at `global_batch_size`."""
         stated = [sequence_length, *(one.sequence_length or 0 for one in stages)]
         longest = max(stated)
         lengths = cls(
@@ -61,7 +64,24 @@ class SequenceLengths:
         )
         for stage in stages:
             lengths = lengths._then(stage, longest)
-        return lengths
+        return lengths if ramp is None or stages else lengths._ramped(ramp)
+
+    def _ramped(self, ramp: Any) -> "SequenceLengths":
+        """The only stage's batch reached in steps of the ramp."""
+        (stage,) = self.stages
+        whole, first = stage.global_batch_size, 0
+        sizes = [*range(ramp.start, whole, ramp.increment), whole]
+        found = replace(self, stages=(replace(stage, global_batch_size=sizes[0]),))
+        for number, size in enumerate(sizes[1:], start=1):
+            share = Fraction(number, len(sizes) - 1)
+            if ramp.steps is not None:
+                first = math.ceil(share * ramp.steps)
+            else:
+                first = found.steps_of_tokens(math.ceil(share * (ramp.tokens or 0)))
+            samples = found.samples(first)
+            added = LengthStage(first, samples, samples, stage.sequence_length, 1, size)
+            found = replace(found, stages=(*found.stages, added))
+        return found
 
     def _then(self, stage: Any, longest: int) -> "SequenceLengths":
         """With one more stage."""

@@ -439,6 +439,20 @@ class DataSection(Section):
         return self.isolate_documents or self.packing == "greedy"
 
 
+class BatchRampSection(Section):
+    """A global batch that grows, from the first step on, to `training.global_batch_size`."""
+
+    start: Positive
+    """Samples of the first steps."""
+    increment: Positive
+    """Samples that are added each time."""
+    steps: Positive | None = None
+    """Steps until the batch is whole; every size before has the same share of them, rounded up
+    to whole steps."""
+    tokens: TokenCount | None = None
+    """The same, in training tokens."""
+
+
 class TrainingSection(Section):
     """Length, batch size and precision. Exactly one of steps, tokens and epochs is required."""
 
@@ -458,6 +472,8 @@ class TrainingSection(Section):
     global_batch_size: Positive
     """Samples per optimizer step over all ranks; never changed by a layout. A sample is a
     sequence, with `dpo` and `orpo` a pair of sequences."""
+    batch_ramp: BatchRampSection | None = None
+    """Smaller global batches at the start of the run (docs/optimizers.md); null: none."""
     micro_batch_size: Positive | Auto = "auto"
     """Samples per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -473,6 +489,13 @@ class TrainingSection(Section):
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
         return rows_per_sample(self.objective)
+
+    @property
+    def batch_unit(self) -> int:
+        """Samples of which every global batch of the run is a multiple."""
+        ramp = self.batch_ramp
+        sizes = () if ramp is None else (ramp.start, ramp.increment)
+        return math.gcd(self.global_batch_size, *sizes)
 
 
 LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.epochs")
@@ -1004,6 +1027,7 @@ class Recipe(Section):
             training.sequence_length,
             training.global_batch_size,
             training.rows_per_sample,
+            training.batch_ramp,
         )
 
     @property

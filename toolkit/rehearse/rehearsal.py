@@ -222,6 +222,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
             "training.epochs": None,
             "training.sequence_length": short,
             "training.global_batch_size": batch,
+            "training.batch_ramp": None,
             "training.micro_batch_size": MICRO_BATCH,
             "training.precision": "fp32",
             "training.objective": rehearsed_objective(recipe),

@@ -153,6 +153,11 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     Raises PlanError, with the nearest plan that works, if it cannot.
     """
     words = BACKENDS[plan.engine].accelerate
+    if recipe.training.batch_ramp is not None:
+        raise PlanError(
+            f"{recipe.name} has training.batch_ramp, and Accelerate one batch for all steps",
+            fix="--set training.batch_ramp=null; or train with `dmt launch`",
+        )
     if isinstance(plan.layout.recompute, int):
         raise PlanError(
             f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "

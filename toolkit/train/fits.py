@@ -33,7 +33,13 @@ Part = tuple[Verdict, str]
 """Of the state: its verdict, and why."""
 Shapes = Mapping[str, tuple[int, ...]]
 
-_CURSOR = ("data", "training.sequence_length", "training.global_batch_size", "training.seed")
+_CURSOR = (
+    "data",
+    "training.sequence_length",
+    "training.global_batch_size",
+    "training.batch_ramp",
+    "training.seed",
+)
 """Settings that decide which sequence comes next."""
 _DISTRIBUTION = ("parallel", "cluster", "launch", "training.micro_batch_size")
 """Intent that the plan turned into a layout, by which it is compared."""

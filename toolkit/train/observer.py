@@ -146,7 +146,7 @@ class Observer:
         self.evaluations = RunEvaluations(start, engine, checkpoints, show)
         self._window = _Window()
         self._seconds: list[float] = []
-        """Times of every step since this start with the planned sequence length."""
+        """Times of every step since this start with the planned sequence length and batch."""
         recipe, ranks = start.recipe, start.ranks
         self._lengths = recipe.lengths
         self._planned_length = recipe.trained_lengths[-1]
@@ -171,7 +171,8 @@ class Observer:
         flops_per_token = self.start.plan.flops_per_token_at(length)
         tokens = self._lengths.step_tokens(progress.step - 1)
         self._window.add(report, tokens, flops_per_token)
-        if length == self._planned_length:
+        size = self._lengths.batch_size(progress.step - 1)
+        if (length, size) == (self._planned_length, self.start.plan.layout.global_batch):
             self._seconds.append(report.seconds)
         self._skipping = report.result.skipped is not None
         if self._samples is not None:

@@ -97,6 +97,8 @@ class DeepSpeedEngine(Engine):
             let_skip(self.optimizer)
         elif self.stage == 0:
             undo_first_step(self.optimizer)
+        self._uneven = False
+        """Whether steps differ in their number of micro batches, to which DeepSpeed counts."""
         self._bind_optimizer()
         self.model.restore_buffers(self.engine.module)
         self.engine.train()
@@ -138,8 +140,11 @@ class DeepSpeedEngine(Engine):
         loss_scale = self._loss_scale_of_norm()
         balance = self.model.balance
         balance.begin_step(micro_batches)
+        self._uneven |= len(micro_batches) != self.setup.layout.gradient_accumulation
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
+            if self._uneven:
+                self.engine.set_gradient_accumulation_boundary(last)
             batch = to_device(micro_batch, self.device)
             with balance.observing(batch):
                 log_probs = self.log_probs(batch)

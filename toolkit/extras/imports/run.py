@@ -84,8 +84,8 @@ def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[in
         return samples, "by --samples"
     if state.consumed_samples is not None:
         return state.consumed_samples, "as the checkpoint states"
-    batch = recipe.training.global_batch_size
-    return state.step * batch, f"{state.step} steps × {batch} sequences, as none are stated"
+    samples = recipe.lengths.samples(state.step)
+    return samples, f"those of {state.step} steps of the recipe, as none are stated"
 
 
 def write_checkpoint(

@@ -214,7 +214,7 @@ class FinetuningTarget(TableTarget):
         plain = {
             "model.freeze": (), "model.balance": None, "model.resize_embeddings": None,
             "data.stages": (), "optimizer.groups": (), "optimizer.layer_decay": None,
-            "schedule.decay_steps": None, "kernels.mlp": "whole",
+            "training.batch_ramp": None, "schedule.decay_steps": None, "kernels.mlp": "whole",
         }  # fmt: skip
         values = recipe.model_dump()
         for key, without_it in plain.items():

@@ -75,6 +75,8 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
          "false: its script resets masks at a token, not at a document"),
         ("data.packing", data.packing if data.packing != "none" else "",
          "none: documents are laid end to end"),
+        ("training.batch_ramp", "a map" if recipe.training.batch_ramp else "",
+         "null: with a ramp, its rates follow samples, not steps"),
         ("data.stages", data.stages and f"{len(data.stages)} stages",
          "[]: weights and length do not change"),
         ("data.validation.kind", ", ".join(kinds) if indexed else "",

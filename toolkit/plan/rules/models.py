@@ -230,7 +230,7 @@ def _virtual_pipeline(job: PlanRequest) -> Iterator[Problem]:
         yield _refuse("virtual_pipeline", vpp, allowed, layers // pp)
         return
     dp = legality.data_parallel(job.parallel, job.cluster)
-    micro, batch = known(job.training.micro_batch_size) or 1, job.training.global_batch_size
+    micro, batch = known(job.training.micro_batch_size) or 1, job.training.batch_unit
     if dp is None or batch % (dp * micro) or batch // (dp * micro) % pp == 0:
         return  # an uneven batch is reported where batches are
     unit = dp * micro * pp

@@ -220,7 +220,10 @@ def _shortened(planned: Assignment) -> Assignment:
         fused="none" if plan.layout.fused == "liger" else plan.layout.fused,
         loss="chunked" if plan.layout.loss == "liger" else plan.layout.loss,
     )
-    changed: dict[str, object] = {"training.global_batch_size": layout.global_batch}
+    changed: dict[str, object] = {
+        "training.global_batch_size": layout.global_batch,
+        "training.batch_ramp": None,
+    }
     if recipe.model.config:  # weights are not read: nothing is fetched
         changed |= {"model.init": "random", "model.checkpoint": None}
     recipe = recipe.with_values(changed)

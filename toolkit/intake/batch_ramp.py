@@ -1,0 +1,49 @@
+"""A batch that grows: its sizes lead to the whole batch, and every layout can spread them."""
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.plan.rules import legality
+from toolkit.recipe.schema import BatchRampSection, Recipe
+
+_KEY = "training.batch_ramp"
+
+
+def ramp_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Sizes between the first and the whole batch, in a run without stages."""
+    ramp, whole = recipe.training.batch_ramp, recipe.training.global_batch_size
+    if ramp is None:
+        return
+    if (ramp.steps is None) == (ramp.tokens is None):
+        fix = "write `steps: N` or `tokens: N`"
+        yield Problem(_KEY, "both or neither", "one of steps and tokens", fix)
+        return
+    if ramp.start >= whole:
+        fix = "set it to less, or remove training.batch_ramp"
+        allowed = f"less than training.global_batch_size ({whole})"
+        yield Problem(f"{_KEY}.start", str(ramp.start), allowed, fix)
+        return
+    if recipe.data.stages:
+        fix = "remove one of training.batch_ramp and data.stages"
+        yield Problem(_KEY, "together with data.stages", "null with data.stages", fix)
+        return
+    yield from _sizes(recipe, ramp)
+
+
+def _sizes(recipe: Recipe, ramp: BatchRampSection) -> Iterator[Problem]:
+    """Every size must be a multiple of what all ranks compute at once."""
+    difference = recipe.training.global_batch_size - ramp.start
+    ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
+    micro = recipe.training.micro_batch_size
+    unit = ranks if micro == "auto" else ranks * micro
+    if ramp.start % unit:
+        near = max(unit, ramp.start // unit * unit)
+        allowed = f"a multiple of {unit} (micro batch · data-parallel ranks)"
+        fix = f"set {_KEY}.start to {near}"
+        yield Problem(f"{_KEY}.start", str(ramp.start), allowed, fix)
+    elif difference % ramp.increment or ramp.increment % unit:
+        fits = [size for size in range(unit, difference + 1, unit) if difference % size == 0]
+        near = min(fits, key=lambda size: abs(size - ramp.increment), default=None)
+        what = f"a divisor of {difference}, the rest of the batch, and a multiple of {unit}"
+        fix = f"set {_KEY}.increment to {near}" if near else f"choose another {_KEY}.start"
+        yield Problem(f"{_KEY}.increment", str(ramp.increment), what, fix)
