@@ -20,6 +20,7 @@ from toolkit.extras.targets.finetuning import (
     model_of,
     stated_sources,
 )
+from toolkit.extras.targets.trainer import following
 from toolkit.extras.targets.values import Chosen, is_on
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ColumnName, Recipe
@@ -333,7 +334,7 @@ _KEYS: Mapping[str, Row] = {
     "num_epochs": COMMON["num_train_epochs"],
     "optimizer": COMMON["optim"],
     "lr_scheduler": COMMON["lr_scheduler_type"],
-    "early_stopping_patience": "evaluation.early_stopping.patience",
+    "early_stopping_patience": following("evaluation.early_stopping.patience"),
     "cosine_min_lr_ratio": _lowest_rate,
     "warmup_steps": _warmup,
     "bf16": _precision,

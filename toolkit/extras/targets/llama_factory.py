@@ -24,6 +24,7 @@ from toolkit.extras.targets.finetuning import (
     only_with,
     stated_sources,
 )
+from toolkit.extras.targets.trainer import following
 from toolkit.extras.targets.values import Chosen, is_on
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
@@ -164,7 +165,7 @@ _KEYS: Mapping[str, Row] = {
     "model_name_or_path": model_of(),
     "model_revision": model_of(revision=True),
     "train_from_scratch": TargetKey("model.init", lambda on: "random" if on else "pretrained"),
-    "early_stopping_steps": "evaluation.early_stopping.patience",
+    "early_stopping_steps": following("evaluation.early_stopping.patience"),
     "enable_liger_kernel": Chosen("kernels.fused", {True: "liger"}),
     "disable_gradient_checkpointing": TargetKey(
         "parallel.recompute", lambda off: "none" if off else "full"

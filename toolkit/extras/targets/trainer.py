@@ -1,7 +1,8 @@
 """Settings of Hugging Face's `TrainingArguments` that depend on others, and its engines, for
 the Trainer's own files and those of the tools around it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.extras.targets.known_keys import (
@@ -137,8 +138,25 @@ def _reports(setting: ForeignSetting, _: Settings) -> list[Result]:
     ]
 
 
-def _best(setting: ForeignSetting, _: Settings) -> list[Result]:
-    return [Stated("checkpoint.keep_best", 1, setting) if setting.value else NO_EFFECT]
+def following(ours: str, meaning: Callable[[Any], object] = lambda value: value) -> Rule:
+    """A row of what depends on validations, which a recipe has at numbers of steps only."""
+
+    def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
+        if not setting.value:
+            return [NO_EFFECT]
+        strategies = {
+            settings[name].value
+            for name in ("eval_strategy", "save_strategy")
+            if name in settings
+        }
+        every = number(settings["eval_steps"].value) if "eval_steps" in settings else None
+        if strategies - {"steps"} or (every or (500 if strategies else 0)) < 1:
+            why = f"{ours} needs evaluation.every_steps, a number of steps"
+            exported = ours.startswith("checkpoint.")  # which training does not depend on
+            return [NotCarried(why) if exported else changes(why)]
+        return [Stated(ours, meaning(setting.value), setting)]
+
+    return rule
 
 
 def _metric(setting: ForeignSetting, _: Settings) -> list[Result]:
@@ -170,7 +188,7 @@ DEPENDENT: Mapping[str, Row] = {
         Stated("cluster.gpu", "cpu", setting) if setting.value else NO_EFFECT
     ],
     "report_to": _reports,
-    "load_best_model_at_end": _best,
+    "load_best_model_at_end": following("checkpoint.keep_best", int),
     "metric_for_best_model": _metric,
 }
 """Settings whose meaning depends on others."""
