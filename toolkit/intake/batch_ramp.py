@@ -43,7 +43,9 @@ def _sizes(recipe: Recipe, ramp: BatchRampSection) -> Iterator[Problem]:
         yield Problem(f"{_KEY}.start", str(ramp.start), allowed, fix)
     elif difference % ramp.increment or ramp.increment % unit:
         fits = [size for size in range(unit, difference + 1, unit) if difference % size == 0]
-        near = min(fits, key=lambda size: abs(size - ramp.increment), default=None)
+        nearest = sorted(fits, key=lambda size: abs(size - ramp.increment))[:1]
         what = f"a divisor of {difference}, the rest of the batch, and a multiple of {unit}"
-        fix = f"set {_KEY}.increment to {near}" if near else f"choose another {_KEY}.start"
+        fix = f"choose another {_KEY}.start"
+        if nearest:
+            fix = f"set {_KEY}.increment to {nearest[0]}"
         yield Problem(f"{_KEY}.increment", str(ramp.increment), what, fix)
