@@ -183,7 +183,6 @@ def build_data(
 
     `sequence_length` is that of the first steps, which `data.stages` may change, `vocab_size`
     the model's, None when unknown; relative paths start at `base`; `track` shows progress.
-
     Raises DataError if the data or the tokenizer is missing, does not fit the model, or is too
     small for one global batch.
     """

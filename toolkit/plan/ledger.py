@@ -17,7 +17,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.dimensions import DEGREES
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules.legality import table
-from toolkit.recipe.schema import ChatRowsSource, Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe, TrainingSection
 
 Kind = Literal["exact", "approximated", "refused"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
@@ -93,9 +93,7 @@ def _exact(
     if recipe.training.deterministic:
         yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
     yield "data order", "global batch k follows from the seed and k, under any world size"
-    if (ramp := recipe.training.batch_ramp) is not None:
-        sizes = f"{ramp.start} to {recipe.training.global_batch_size} samples a step"
-        yield "batch ramp", f"{sizes}, always the next ones of the same order"
+    yield from _exact_batches(recipe.training)
     if isinstance(recipe.data.train, tuple):
         yield "blended sources", "each has its share of every prefix to within one sample"
     if recipe.data.isolates:
@@ -141,6 +139,12 @@ def _exact(
             f"{spec.vocab:,} rows padded to {rows:,} for tensor {layout.tp}; the added ones "
             "are masked out of the softmax and never exported",
         )
+
+
+def _exact_batches(training: TrainingSection) -> Iterator[tuple[str, str]]:
+    if (ramp := training.batch_ramp) is not None:
+        sizes = f"{ramp.start} to {training.global_batch_size} samples a step"
+        yield "batch ramp", f"{sizes}, always the next ones of the same order"
 
 
 def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
