@@ -71,7 +71,8 @@ class SearchRequest:
     devices: Sequence[DeviceSlice]
     """One trial at a time on each."""
     seed: int = 0
-    sampler: Literal["tpe", "random"] = "tpe"
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    """`grid`: every choice of a space of choices."""
     prune: bool = True
     """Whether ASHA ends trials that are worse than others at the same step."""
 
@@ -252,8 +253,12 @@ class HyperparameterSearch:
         seed = request.seed + len(study.get_trials(deepcopy=False))
         if request.sampler == "tpe":
             study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
-        else:
+        elif request.sampler == "random":
             study.sampler = optuna.samplers.RandomSampler(seed=seed)
+        else:
+            parameters = request.space.parameters
+            grid = {one.key: one.values for one in parameters if isinstance(one, Choices)}
+            study.sampler = optuna.samplers.GridSampler(grid, seed=request.seed)
         rung = self._rung()
         study.pruner = (
             optuna.pruners.NopPruner()

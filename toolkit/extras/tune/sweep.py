@@ -1,0 +1,84 @@
+"""A search driven by a W&B sweep: its file, and one trial of its agent.
+
+`wandb sweep FILE` and `wandb agent ID` run `dmt tune RECIPE --agent KEY=VALUE …` per trial.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import PlanError
+from toolkit.extras.tune.search import REDUCTION, SearchRequest, first_rung, validates
+from toolkit.extras.tune.space import Choices, Parameter
+from toolkit.intake.load import load_recipe
+from toolkit.launchers.launching import Origin, launch_recipe
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.dump import dump
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.track.follower import PostedState
+
+ONLINE = "logging.wandb.mode=online"
+
+
+def write_sweep(request: SearchRequest, path: Path) -> None:
+    """Write what `wandb sweep` reads. Raises PlanError if the file exists."""
+    if path.exists():
+        raise PlanError(f"--sweep: {path} exists", fix="name another file, or remove it")
+    recipe = load_recipe(request.recipe, request.overrides)
+    stated = [word for one in request.overrides for word in ("--set", one)]
+    command = ["dmt", "tune", str(request.recipe), "--agent", "--dir", str(request.folder)]
+    data: dict[str, Any] = {
+        "method": "bayes",
+        "run_cap": request.trials,
+        "metric": {"name": "evaluation/loss" if validates(recipe) else "loss",
+                   "goal": "minimize"},
+        "parameters": {one.key: _distribution(one) for one in request.space.parameters},
+        "command": [*command, *stated, "${args_no_hyphens}"],
+    }  # fmt: skip
+    rung = first_rung(recipe, request.space)
+    section = recipe.evaluation if validates(recipe) else recipe.logging
+    if request.prune and rung is not None and section.every_steps:
+        # W&B counts the times that the metric was logged, not steps.
+        data["early_terminate"] = {
+            "type": "hyperband", "min_iter": rung // section.every_steps, "eta": REDUCTION,
+        }  # fmt: skip
+    jsonl.write_atomically(path, dump(data, flow=False))
+
+
+def _distribution(one: Parameter) -> dict[str, Any]:
+    if isinstance(one, Choices):
+        return {"values": [yaml_nodes.resolve_plain(text) for text in one.values]}
+    kind = "log_uniform_values" if one.log else "uniform"
+    found = {"min": one.low, "max": one.high}
+    step = one.step or (1 if one.whole else None)
+    if one.whole and not one.log and step == 1:
+        return {"distribution": "int_uniform", **found}
+    if step is None:
+        return {"distribution": kind, **found}
+    return {"distribution": f"q_{kind}", **found, "q": step}
+
+
+def run_agent_trial(
+    recipe: Path, overrides: Sequence[str], chosen: Sequence[str], folder: Path
+) -> int:
+    """Run the trial that a W&B agent asks for, as the agent's own W&B run; its exit code.
+
+    Raises PlanError where no agent started it.
+    """
+    run_id = os.environ.get("WANDB_RUN_ID")
+    if not run_id or not run_id.isalnum():
+        raise PlanError(
+            "--agent: started by no W&B agent (WANDB_RUN_ID is not set)",
+            fix="wandb sweep FILE, with the file of --sweep, then wandb agent ID",
+        )
+    texts = [*overrides, *chosen, ONLINE]
+    run = RunDirectory(folder / "trials" / run_id)
+    run.path.mkdir(parents=True, exist_ok=True)
+    state = run.path / "wandb.json"
+    if not state.exists():
+        PostedState(run_id).save(state)
+    origin = Origin(recipe, texts)
+    loaded = load_recipe(recipe, texts)
+    return launch_recipe(loaded, run.path, check=False, origin=origin).exit_code
