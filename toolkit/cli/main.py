@@ -41,7 +41,9 @@ VERBS: dict[str, Verb] = {
     "launch": Verb("Train a recipe: here, on several machines, or as a job."),
     "train": Verb("Run one rank (launchers call this)."),
     "rehearse": Verb("Train a small copy in every layout and compare."),
-    "tune": Verb("Measure layouts of a recipe.", "toolkit.extras.tune.command:tune"),
+    "tune": Verb(
+        "Choose settings by trials on this machine.", "toolkit.extras.tune.command:tune"
+    ),
     "convert": Verb(
         "Convert between Hugging Face and Megatron checkpoints.",
         "toolkit.extras.convert.command:convert",

@@ -18,10 +18,12 @@ from typing import Any, Literal, Protocol
 from toolkit.errors import BackendUnavailable, DmtError, PlanError, RecipeError, RunFailed
 from toolkit.extras.tune.space import Choices, Parameter, Range, SearchSpace
 from toolkit.extras.tune.trial import DeviceSlice, Followed, TrialResult, trial_folder
+from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.process import StopSignals
 from toolkit.planning import plan_recipe
-from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
@@ -238,8 +240,9 @@ class HyperparameterSearch:
         study = optuna.create_study(
             study_name="search", storage=storage, direction="minimize", load_if_exists=True
         )
+        stated = read_layers(request.recipe, request.overrides).root
         asked = {
-            "recipe": dump_recipe(self.recipe),
+            "recipe": in_yaml(yaml_nodes.to_data(stated)),
             "space": json.dumps([asdict(one) for one in request.space.parameters]),
         }
         for name, value in asked.items():

@@ -13,7 +13,6 @@ from toolkit.extras.tune.search import REDUCTION, SearchRequest, first_rung, val
 from toolkit.extras.tune.space import Choices, Parameter
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.launching import Origin, launch_recipe
-from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import dump
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
@@ -49,7 +48,7 @@ def write_sweep(request: SearchRequest, path: Path) -> None:
 
 def _distribution(one: Parameter) -> dict[str, Any]:
     if isinstance(one, Choices):
-        return {"values": [yaml_nodes.resolve_plain(text) for text in one.values]}
+        return {"values": list(one.values)}  # texts: the agent writes others as Python does
     kind = "log_uniform_values" if one.log else "uniform"
     found = {"min": one.low, "max": one.high}
     step = one.step or (1 if one.whole else None)

@@ -13,14 +13,16 @@ from toolkit.extras.tune.candidates import key_of
 from toolkit.extras.tune.throughput import Measurement, Tuning, searched
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
+from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.text.terminal import tell
 
-HEADER = "# Written by `dmt tune --throughput`"
+HEADER = "# Written by `dmt tune"
 
 
 def tuned_path(recipe: Path) -> Path:
@@ -46,7 +48,7 @@ def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
     """The recipe with the settings of the fastest layout, and those of this command line,
     where its file says something else."""
     notes = [
-        f"{HEADER}: {best.layout}",
+        f"{HEADER} --throughput`: {best.layout}",
         f"# measured: {best.step_time_s:.4g} s per step; predicted: {best.predicted_s:.4g} s",
     ]
     tree: dict[str, Any] = {"extends": _extended(find_recipe(tuning.path), file)}
@@ -57,6 +59,14 @@ def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
             inner = inner.setdefault(section, {})
         inner[name] = value
     return "\n".join([*notes, dump(tree, flow=False)])
+
+
+def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
+    """Write the recipe with these `KEY=VALUE` settings."""
+    settings = yaml_nodes.to_data(read_layers(recipe, overrides).trees[-1])
+    tree = {"extends": _extended(find_recipe(recipe), file), **settings}
+    text = f"{HEADER} --search`: {note}\n{dump(tree, flow=False)}"
+    jsonl.write_atomically(file, text)
 
 
 def chosen_settings(tuning: Tuning, best: Measurement) -> dict[str, Any]:

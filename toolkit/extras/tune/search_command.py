@@ -1,0 +1,168 @@
+"""`dmt tune RECIPE --search SPACE.yaml`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from toolkit.cli.output import output
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.extras.page import require_page
+from toolkit.extras.tune.search import (
+    HyperparameterSearch,
+    SearchRequest,
+    TrialRunner,
+    first_rung,
+)
+from toolkit.extras.tune.search_page import outcome_lines, outcome_of, write_outcome_page
+from toolkit.extras.tune.space import load_space
+from toolkit.extras.tune.sweep import run_agent_trial, write_sweep
+from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
+from toolkit.extras.tune.trial import DeviceSlice, device_slices, run_trial
+from toolkit.extras.tune.tuned import check_out, tuned_path, write_searched
+from toolkit.intake.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import check_local_files
+from toolkit.text.terminal import tell
+from toolkit.text.units import human, seconds
+
+PAGE = "search.html"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What the command line asks of a search."""
+
+    space: Path | None
+    folder: Path | None
+    out: Path | None
+    trials: int
+    parallel: int
+    seed: int
+    prune: bool
+    hang_s: float
+    sweep: Path | None
+    transfer: str | None
+    as_json: bool
+
+
+def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions) -> None:
+    """Search, print and write what was found; the same command continues what was stopped.
+
+    Raises RecipeError for every mistake in the space, else as `HyperparameterSearch`.
+    """
+    request = request_of(recipe, overrides, options)
+    if options.sweep is not None:
+        write_sweep(request, options.sweep)
+        tell(f"{options.sweep} written: wandb sweep {options.sweep}")
+        return
+    file = options.out or tuned_path(recipe)
+    check_out(file)
+    check_local_files(load_recipe(recipe, request.overrides), recipe, request.overrides)
+    run = partial(run_trial, recipe, hang_s=options.hang_s)
+    if options.transfer is not None:
+        _transfer(request, options, run, file)
+        return
+    search = HyperparameterSearch(request, run)
+    page = request.folder / PAGE
+    require_page(page)
+    if request.prune and first_rung(search.recipe, request.space) is None:
+        tell(
+            "no trial is stopped early: none has a loss before its end "
+            "(evaluation.every_steps, or logging.every_steps without validation)"
+        )
+    finished = search.run()
+    outcome = outcome_of(search)
+    write_outcome_page(outcome, page)
+    tell(f"{page} written")
+    if outcome.best is not None:
+        chosen = request.space.overrides(outcome.best.settings)
+        note = f"{outcome.loss_name} {outcome.best.loss:.4f}, trial {outcome.best.number}"
+        write_searched(recipe, [*request.overrides, *chosen], file, note)
+        tell(f"{file} written: the settings of trial {outcome.best.number}")
+    _finish(finished, request.folder, options, outcome.machine_output(), outcome_lines(outcome))
+
+
+def _finish(
+    finished: bool, folder: Path, options: SearchOptions, data: object, lines: Any
+) -> None:
+    if not finished:
+        tell(f"{folder}: stopped; start the same command again to continue")
+    code = EXIT_DONE if finished else EXIT_RESUMABLE
+    output(options.as_json, data, lines, exit_code=code)
+
+
+def _transfer(
+    request: SearchRequest, options: SearchOptions, run: TrialRunner, file: Path
+) -> None:
+    """Search narrow proxies of the model, and write the rate that follows for it."""
+    assert options.transfer is not None
+    proxies = proxy_models(request)
+    for one in proxies:
+        plan, whole = one.planned.plan, one.planned.run
+        time = "" if whole is None else f", {whole.duration} per trial"
+        tell(
+            f"width {one.width}: {human(one.parameters)} parameters, "
+            f"{seconds(plan.step_time_s or 0.0)} per step{time} as planned"
+        )
+    found = Transfer(request, options.transfer, proxies, run).run()
+    if found is None:
+        _finish(False, request.folder, options, {}, [])
+        return
+    settings = {**found.settings, RATE: float(f"{found.rate:.3g}")}
+    chosen = request.space.overrides(settings)
+    write_searched(request.recipe, [*request.overrides, *chosen], file, str(found))
+    tell(f"{file} written")
+    data = {"learning_rate": found, "bounds": found.bounds}
+    _finish(True, request.folder, options, data, [f"{RATE}: {found}"])
+
+
+def run_agent(
+    recipe: Path, overrides: Sequence[str], chosen: Sequence[str], folder: Path | None
+) -> None:
+    """One trial of a W&B agent."""
+    folder = folder or default_folder(load_recipe(recipe, overrides))
+    raise typer.Exit(run_agent_trial(recipe, overrides, chosen, folder))
+
+
+def default_folder(recipe: Recipe) -> Path:
+    return Path("runs") / f"{recipe.name}-search"
+
+
+def request_of(recipe: Path, overrides: Sequence[str], options: SearchOptions) -> SearchRequest:
+    """The search that is asked for. Raises RecipeError and PlanError."""
+    assert options.space is not None
+    overrides = [*overrides, *_under_ray()]
+    loaded = load_recipe(recipe, overrides)
+    request = SearchRequest(
+        recipe,
+        tuple(overrides),
+        load_space(options.space, recipe, overrides),
+        options.folder or default_folder(loaded),
+        options.trials,
+        [DeviceSlice(0)],
+        options.seed,
+        prune=options.prune,
+    )
+    if options.sweep is not None:  # the agents' machines are others
+        return request
+    return replace(request, devices=slices_of(loaded, options.parallel))
+
+
+def _under_ray() -> list[str]:
+    """Inside a job of Ray (`ray job submit`), trials run on its cluster."""
+    if "RAY_ADDRESS" not in os.environ:
+        return []
+    return ["launch.launcher=ray", "launch.ray.address=auto"]
+
+
+def slices_of(recipe: Recipe, parallel: int) -> list[DeviceSlice]:
+    """The devices of each of the trials that run at a time: of this machine, or those that Ray
+    gives to a run, which waits for them."""
+    if recipe.launch.launcher == "ray":
+        return [DeviceSlice(number) for number in range(parallel)]
+    return device_slices(recipe.cluster, parallel)
