@@ -1,6 +1,5 @@
 """The study of a search, with a trial function that computes its losses."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
 from toolkit.extras.tune.search_page import outcome_of, write_outcome_page
 from toolkit.extras.tune.space import Choices, Range, SearchSpace
+from toolkit.extras.tune.transfer import Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, Ending, Followed, TrialResult, device_slices
 from toolkit.intake.load import load_recipe
 
@@ -132,16 +132,58 @@ def test_rungs() -> None:
     assert first_rung(load_recipe(TINY, ["evaluation.every_steps=200"]), SPACE) is None
 
 
-def test_machine_output(tmp_path: Path) -> None:
-    search = HyperparameterSearch(request(tmp_path, 2), Runner())
-    search.run()
-    from dataclasses import asdict
-
-    data = json.loads(json.dumps(outcome_of(search).machine_output(), default=asdict))
-    assert data["measure"] == "validation loss" and len(data["trials"]) == 2
-
-
 def test_slices_share_nothing() -> None:
     """Cores, ports and GPUs of trials that run at a time."""
     slices = device_slices(load_recipe(TINY).cluster, 2)
     assert not set(slices[0].ports) & set(slices[1].ports)
+    assert not slices[0].cores & slices[1].cores
+
+
+class WidthRunner(Runner):
+    """The best learning rate is a power of the width."""
+
+    def __init__(self, exponent: float) -> None:
+        super().__init__()
+        self.exponent = exponent
+
+    def best(self, width: int) -> float:
+        return float(0.2 * width**self.exponent)
+
+    def __call__(
+        self,
+        overrides: Sequence[str],
+        folder: Path,
+        devices: DeviceSlice,
+        on_progress: Callable[[Followed], bool],
+        *,
+        interrupted: Callable[[], bool],
+    ) -> TrialResult:
+        del folder, devices, interrupted
+        recipe = load_recipe(TINY, overrides)
+        assert recipe.model.config is not None
+        best = self.best(recipe.model.config["hidden_size"])
+        loss = math.log(recipe.optimizer.learning_rate / best) ** 2
+        on_progress(Followed(events=[{"kind": "evaluation", "step": 200, "loss": loss}]))
+        return TrialResult("done", step=200)
+
+
+@pytest.mark.parametrize(("exponent", "exact"), [(-1.0, True), (-0.6, False)])
+def test_transfer(exponent: float, exact: bool, tmp_path: Path) -> None:
+    """From widths 32 and 64 to 128: exact where the law holds, else within its error."""
+    run = WidthRunner(exponent)
+    asked = replace(request(tmp_path, 3), prune=False)
+    proxies = proxy_models(asked)
+    assert [one.width for one in proxies] == [32, 64]
+    assert proxies[0].parameters < proxies[1].parameters < 10**6
+    found = Transfer(asked, "mup", proxies, run).run()
+    assert found is not None and found.width == 128
+    assert found.settings.keys() == {"optimizer.weight_decay"}
+    low, high = found.bounds
+    assert low < run.best(128) < high
+    if exact:
+        assert found.rate == pytest.approx(run.best(128), rel=1e-3) and high < 1.01 * low
+    else:
+        assert high > 1.5 * low, "the law is off between the two widths"
+    assert f"an estimate: {found.rate:.3g}, between" in str(found)
+    with pytest.raises(PlanError, match=r"no range of optimizer.learning_rate"):
+        proxy_models(replace(asked, space=SearchSpace(SPACE.parameters[1:])))

@@ -1,14 +1,16 @@
 """`dmt tune --search` of real runs: killed and started again, each trial is run once."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.product import curve, dmt, events, run, started, steps_logged
 from toolkit.intake.load import load_recipe
+from toolkit.recipe import yaml_nodes
 
-TRIALS, STEPS = 4, 16
+STEPS = 16
 RECIPE = f"""\
 name: small
 model:
@@ -26,38 +28,79 @@ logging: {{every_steps: 1}}
 SPACE = "optimizer.learning_rate: {low: 1.0e-3, high: 1.0e-1, log: true}\n"
 
 
-@pytest.mark.slow
-def test_killed_and_started_again(tmp_path: Path) -> None:
-    """Killed in the first trials and again once one has ended: none is lost or run twice."""
+@pytest.mark.parametrize(
+    "trials",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.soak)],
+)
+def test_killed_twice_at_random(trials: int, tmp_path: Path) -> None:
+    """Started again each time: no trial is lost or run twice."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     (tmp_path / "space.yaml").write_text(SPACE)
     folder = tmp_path / "runs/small-search"
-    search = dmt("tune", "small.yaml", "--search", "space.yaml", "--trials", str(TRIALS))
+    folders = [folder / f"trials/{number:04d}" for number in range(trials)]
+    search = dmt("tune", "small.yaml", "--search", "space.yaml", "--trials", str(trials))
     search += ["--parallel", "2"]
+
+    def steps() -> int:
+        return sum(map(steps_logged, folders))
 
     def ended() -> list[int]:
         return [
             number
-            for number in range(TRIALS)
-            for one in events(folder / f"trials/{number:04d}", "end")
+            for number, run_dir in enumerate(folders)
+            for one in events(run_dir, "end")
             if one["exit_code"] == 0
         ]
 
-    with started(search, tmp_path) as command:
-        command.wait_for(lambda: steps_logged(folder / "trials/0001") > 0, "two trials")
-    with started(search, tmp_path) as command:
-        command.wait_for(ended, "the end of a trial")
+    # A trial that is stopped early has done a quarter of its steps.
+    for kill in sorted(random.Random(trials).sample(range(trials * STEPS // 4), 2)):
+        with started(search, tmp_path) as command:
+            command.wait_for(lambda kill=kill: steps() > kill, f"{kill} steps")  # type: ignore[misc]
     answer = json.loads(run([*search, "--json"], tmp_path, code=0).out)
-    trials = answer["trials"]
-    assert [one["number"] for one in trials] == [*range(TRIALS)]
-    done = [one["number"] for one in trials if one["ending"] == "done"]
-    stopped = [one["number"] for one in trials if one["ending"] == "stopped"]
-    assert sorted([*done, *stopped]) == [*range(TRIALS)] and done
-    assert sorted(ended()) == done, "run once, each"
+    found = answer["trials"]
+    assert [one["number"] for one in found] == [*range(trials)]
+    assert sorted(path.name for path in (folder / "trials").iterdir()) == [
+        path.name for path in folders
+    ]
+    done = [one["number"] for one in found if one["ending"] == "done"]
+    stopped = [one["number"] for one in found if one["ending"] == "stopped"]
+    assert sorted([*done, *stopped]) == [*range(trials)] and done
+    assert [number for number in ended() if number in done] == done, "run once, each"
     for number in done:
-        assert [*curve(folder / f"trials/{number:04d}")] == [*range(1, STEPS + 1)]
-    best = min(done, key=lambda number: trials[number]["loss"])
+        assert [*curve(folders[number])] == [*range(1, STEPS + 1)]
+    best = min(done, key=lambda number: found[number]["loss"])
     assert answer["best"]["number"] == best
     tuned = load_recipe(tmp_path / "small.tuned.yaml")
-    rate = trials[best]["settings"]["optimizer.learning_rate"]
+    rate = found[best]["settings"]["optimizer.learning_rate"]
     assert tuned.optimizer.learning_rate == rate and tuned.name == "small"
+
+
+@pytest.mark.slow
+def test_a_sweep_of_wandb(tmp_path: Path) -> None:
+    """The command that W&B's agent makes of the sweep trains as the agent's own run."""
+    from wandb.sdk.launch.sweeps import utils
+
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    (tmp_path / "space.yaml").write_text(
+        f"{SPACE}optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]\n"
+    )
+    words = ["small.yaml", "--search", "space.yaml", "--sweep", "sweep.yaml"]
+    run(dmt("tune", *words, "--set", "training.steps=4"), tmp_path, code=0)
+    node, problems = yaml_nodes.parse((tmp_path / "sweep.yaml").read_text(), "sweep.yaml")
+    sweep = yaml_nodes.to_data(node)
+    assert not problems and sweep["metric"]["name"] == "evaluation/loss"
+    rate = {"distribution": "log_uniform_values", "min": 1e-3, "max": 1e-1}
+    assert sweep["parameters"]["optimizer.learning_rate"] == rate
+    args = {"optimizer.learning_rate": 0.02, "optimizer.betas": "[0.9, 0.99]"}
+    job = {"args": {key: {"value": value} for key, value in args.items()}}
+    known = utils.create_sweep_command_args(job)
+    command = utils.create_sweep_command(sweep["command"])
+    assert command[:2] == ["dmt", "tune"] and command[-1] == "${args_no_hyphens}"
+    words = [*command[2:-1], *known["args_no_hyphens"]]
+    run(dmt("tune", *words), tmp_path, {"WANDB_RUN_ID": "ab12cd34"}, code=0)
+    trial = tmp_path / "runs/small-search/trials/ab12cd34"
+    assert steps_logged(trial) == 4
+    assert json.loads((trial / "wandb.json").read_text())["run_id"] == "ab12cd34"
+    trained = load_recipe(trial / "recipe.yaml")
+    assert trained.optimizer.learning_rate == 0.02 and trained.optimizer.betas == (0.9, 0.99)
+    assert trained.logging.wandb is not None and trained.logging.wandb.mode == "online"

@@ -72,8 +72,8 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
     require_page(page)
     if request.prune and first_rung(search.recipe, request.space) is None:
         tell(
-            "no trial is stopped early: none has a loss before its end "
-            "(evaluation.every_steps, or logging.every_steps without validation)"
+            "no trial is stopped early: that needs training.steps or tokens, and losses before "
+            "the end (evaluation.every_steps, or logging.every_steps without validation)"
         )
     finished = search.run()
     outcome = outcome_of(search)
