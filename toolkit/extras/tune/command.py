@@ -134,7 +134,7 @@ def tune(
     from toolkit.extras.tune import search_command
 
     if search is None:
-        _require_unused("--agent", of_search)
+        _require_unused("--agent", {**of_search, "--trials": trials, "--out": out})
         search_command.run_agent(recipe, overrides, chosen or (), folder)
         return
     _require_unused("--search", {"KEY=VALUE": chosen or None})
