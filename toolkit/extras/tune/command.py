@@ -1,12 +1,18 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.errors import PlanError
+from toolkit.extras.tune.search_command import SearchOptions, run_agent, search_recipe
+from toolkit.extras.tune.throughput_command import (
+    ThroughputRequest,
+    list_layouts,
+    tune_throughput,
+)
 from toolkit.text.terminal import survive_lost_output
 
 Chosen = Annotated[
@@ -110,48 +116,46 @@ def tune(
     Example: dmt tune recipes/tiny/llama-bytes.yaml --search space.yaml --trials 30
     """
     survive_lost_output()
-    of_search = {
-        "--parallel": parallel, "--seed": seed, "--prune": prune, "--transfer": transfer,
-        "--sweep": sweep,
+    mode = _mode(throughput, search, sweep, agent)
+    stated = {
+        "--trials": trials, "--steps": steps, "--cluster": cluster, "--out": out,
+        "--dry-run": dry_run or None, "--parallel": parallel, "--seed": seed, "--prune": prune,
+        "--transfer": transfer, "KEY=VALUE": chosen or None,
     }  # fmt: skip
-    of_throughput = {"--steps": steps, "--cluster": cluster, "--dry-run": dry_run or None}
-    if throughput + (search is not None) + agent != 1:
-        fix = "add --throughput, or --search SPACE.yaml (docs/tuning.md)"
-        raise PlanError("dmt tune: one of --throughput and --search is needed", fix=fix)
-    if throughput:
-        _require_unused("--throughput", {**of_search, "KEY=VALUE": chosen or None})
-        from toolkit.extras.tune import throughput_command as of_layouts
-
-        request = of_layouts.ThroughputRequest(
+    for name, value in stated.items():
+        if value is not None and name not in _OPTIONS[mode]:
+            raise PlanError(f"{name} is no option of {mode}", fix="remove it: dmt tune --help")
+    if mode == "--throughput":
+        of_layouts = ThroughputRequest(
             recipe, overrides, cluster, folder, trials or 12, steps or 10, hang_seconds
         )
-        if dry_run:
-            of_layouts.list_layouts(request, as_json)
-        else:
-            of_layouts.tune_throughput(request, out, as_json)
-        return
-    _require_unused("--search", of_throughput)
-    from toolkit.extras.tune import search_command
-
-    if search is None:
-        _require_unused("--agent", {**of_search, "--trials": trials, "--out": out})
-        search_command.run_agent(recipe, overrides, chosen or (), folder)
-        return
-    _require_unused("--search", {"KEY=VALUE": chosen or None})
-    if sweep is not None:
-        _require_unused(
-            "--sweep",
-            {"--transfer": transfer, "--out": out, "--parallel": parallel, "--seed": seed},
+        list_layouts(of_layouts, as_json) if dry_run else tune_throughput(
+            of_layouts, out, as_json
         )
-    options = search_command.SearchOptions(
-        search, folder, out, trials or 30, parallel or 1, seed or 0, prune is not False,
-        hang_seconds, sweep, transfer, as_json,
-    )  # fmt: skip
-    search_command.search_recipe(recipe, overrides, options)
+    elif mode == "--agent":
+        run_agent(recipe, overrides, chosen or (), folder)
+    else:
+        options = SearchOptions(
+            search, folder, out, trials or 30, parallel or 1, seed or 0, prune is not False,
+            hang_seconds, sweep, transfer, as_json,
+        )  # fmt: skip
+        search_recipe(recipe, overrides, options)
 
 
-def _require_unused(mode: str, options: dict[str, Any]) -> None:
-    """Raises PlanError for an option that this mode does not have."""
-    for name, value in options.items():
-        if value is not None:
-            raise PlanError(f"{name} is no option of {mode}", fix="remove it: dmt tune --help")
+_OPTIONS = {
+    "--throughput": ("--trials", "--steps", "--cluster", "--dry-run", "--out"),
+    "--search": ("--trials", "--out", "--parallel", "--seed", "--prune", "--transfer"),
+    "--sweep": ("--trials", "--prune"),
+    "--agent": ("KEY=VALUE",),
+}
+"""Of each mode, those that not all have."""
+
+
+def _mode(throughput: bool, search: Path | None, sweep: Path | None, agent: bool) -> str:
+    """What is asked for. Raises PlanError unless it is one thing."""
+    if throughput + (search is not None) + agent != 1 or (sweep and search is None):
+        fix = "add --throughput, or --search SPACE.yaml (docs/tuning.md)"
+        raise PlanError("dmt tune: one of --throughput and --search is needed", fix=fix)
+    if sweep is not None:
+        return "--sweep"
+    return "--throughput" if throughput else "--agent" if agent else "--search"

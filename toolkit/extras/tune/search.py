@@ -74,7 +74,7 @@ class SearchRequest:
     """One trial at a time on each."""
     seed: int = 0
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    """`grid`: every choice of a space of choices."""
+    """`grid`: every choice of the only setting."""
     prune: bool = True
     """Whether ASHA ends trials that are worse than others at the same step."""
 
@@ -107,7 +107,8 @@ class HyperparameterSearch:
             StopSignals() as signals,
             ThreadPoolExecutor(len(slices)) as threads,
         ):
-            self._unfinished = [one for one in self._trials() if not one.state.is_finished()]
+            running = self._optuna.trial.TrialState.RUNNING
+            self._unfinished = [one for one in self._trials() if one.state == running]
             failed = False
             self._interrupted = lambda: signals.stop_requested or failed
             workers = [threads.submit(self._work, devices) for devices in slices]
@@ -224,7 +225,9 @@ class HyperparameterSearch:
 
     def _count_tried(self) -> int:
         """Trials but for those that the recipe's rules refused: these cost nothing."""
-        results = [one.user_attrs.get("result", {}) for one in self._trials()]
+        waiting = self._optuna.trial.TrialState.WAITING  # of a grid
+        begun = [one for one in self._trials() if one.state != waiting]
+        results = [one.user_attrs.get("result", {}) for one in begun]
         return sum(one.get("ending") != "refused" for one in results)
 
     def _trials(self) -> list[Any]:
@@ -256,12 +259,12 @@ class HyperparameterSearch:
         seed = request.seed + len(study.get_trials(deepcopy=False))
         if request.sampler == "tpe":
             study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
-        elif request.sampler == "random":
-            study.sampler = optuna.samplers.RandomSampler(seed=seed)
         else:
-            parameters = request.space.parameters
-            grid = {one.key: one.values for one in parameters if isinstance(one, Choices)}
-            study.sampler = optuna.samplers.GridSampler(grid, seed=request.seed)
+            study.sampler = optuna.samplers.RandomSampler(seed=seed)
+        if request.sampler == "grid":
+            for one in request.space.parameters:
+                for value in one.values if isinstance(one, Choices) else ():
+                    study.enqueue_trial({one.key: value}, skip_if_exists=True)
         rung = self._rung()
         study.pruner = (
             optuna.pruners.NopPruner()

@@ -99,7 +99,7 @@ def proxy_models(request: SearchRequest) -> list[ProxyModel]:
     recipe = load_recipe(request.recipe, request.overrides)
     if not any(isinstance(one, Range) and one.key == RATE for one in request.space.parameters):
         raise PlanError(f"--transfer: the space has no range of {RATE}", fix="add one")
-    if recipe.model.init != "random" or recipe.optimizer.name != "adamw":
+    if recipe.model.init != "random" or recipe.optimizer.kind.whole is not None:
         raise PlanError(
             "--transfer: the laws are those of AdamW and random weights",
             fix="search the model itself, without --transfer",
