@@ -197,9 +197,9 @@ def test_a_name_without_a_row(tmp_path: Path, dmt: Dmt) -> None:
     given.write_text(SECRETS.split("mlflow")[0] + "lora_rr: 8\nzzqx: 1\nwarmup_ratio: soon\n")
     printed = dmt("init", "--from", given, "--cluster", "1x8xh100-80gb").out
     table = "not in DMT's table of Axolotl's settings: it may change training"
-    assert f"{given}:13): {table}\n" in printed
-    assert f"lora_rr ({given}:12): {table}; did you mean `lora_r`?" in printed
-    assert f"warmup_ratio ({given}:14): soon is not a number" in printed
+    assert f"zzqx ({given}:12): {table}\n" in printed
+    assert f"lora_rr ({given}:11): {table}; did you mean `lora_r`?" in printed
+    assert f"warmup_ratio ({given}:13): not a number" in printed
 
 
 def test_an_impossible_value_becomes_the_tools_default(tmp_path: Path, dmt: Dmt) -> None:

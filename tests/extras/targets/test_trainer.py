@@ -92,7 +92,7 @@ def test_a_deepspeed_file_that_training_arguments_name(tiny: Planned, tmp_path: 
     ("text", "key", "verdict"),
     [
         ("num_train_epochs: 2", "training.epochs", "open"),  # the recipe counts steps
-        ("tf32: true\nbf16: false\nfp16: false", "training.precision", "disagrees"),
+        ("bf16: false\nfp16: false\ntf32: true", "training.precision", "disagrees"),
         ("warmup_ratio: 0.05", "schedule.warmup_steps", "disagrees"),
         ("fsdp: full_shard", "parallel.zero.stage", "disagrees"),
         ("lr_scheduler_kwargs: {min_lr: 1.0e-9}", "schedule.min_learning_rate", "disagrees"),

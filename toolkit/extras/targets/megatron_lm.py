@@ -160,7 +160,6 @@ def _table() -> Mapping[str, Row]:
     fields = {**pretrain_gpt.TRANSFORMER_VALUES, **pretrain_gpt.GPT_VALUES}
     switches = {**pretrain_gpt.TRANSFORMER_SWITCHES, **pretrain_gpt.GPT_SWITCHES}
     return {
-        **_DEPENDENT,
         **{flag: f"megatron.{name}" for name, flag in fields.items()},
         **{
             flag: _says(f"megatron.{name}", value)
@@ -171,6 +170,7 @@ def _table() -> Mapping[str, Row]:
         **OPTIMIZER_KEYS,
         **RUN_KEYS,
         **_OPTIONS.rows,
+        **_DEPENDENT,
         **_ONLY_READ,
     }
 
@@ -253,6 +253,12 @@ def _interval(value: object, flags: Settings) -> object:
     return OneOf((None, value)) if whole else value
 
 
+def _recompute(granularity: object, flags: Settings) -> object:
+    layers = _number(flags, "--recompute-num-layers")
+    some = granularity == "full" and value_in(flags, "--recompute-method") == "block"
+    return int(layers) if some and layers else granularity
+
+
 def _chunks(chunk: object, flags: Settings) -> object:
     layers, stages, size = (
         _number(flags, "--num-layers"),
@@ -268,6 +274,7 @@ def _chunks_of_layout(text: object, flags: Settings) -> object:
 
 
 _DEPENDENT: Mapping[str, Row] = {
+    "--recompute-granularity": Implied("parallel.recompute", _recompute, is_number=False),
     "--train-samples": Implied("training.steps", _steps_of),
     "--lr-warmup-iters": Implied("schedule.warmup_steps", _warmup),
     "--lr-warmup-samples": Implied("schedule.warmup_steps", _steps_of),
