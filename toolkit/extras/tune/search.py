@@ -39,7 +39,7 @@ _STARTUP = 5
 """Random points before TPE has a model."""
 _MOST_FAILURES = 5
 """Trials that fail before any has succeeded: the next ones would, too."""
-_MOST_REFUSALS = 50
+_MOST_REFUSALS = 20
 """Points that are refused before any is trained."""
 _STORAGE_WAIT_S = 60.0
 _POLL_S = 0.2
