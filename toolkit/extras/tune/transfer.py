@@ -204,7 +204,8 @@ class Transfer:
         fixed = space.overrides({key: value for key, value in best.items() if key != RATE})
         rates = Choices(RATE, tuple(in_yaml(expected * factor) for factor in _FACTORS))
         proxy = replace(proxy, overrides=(*proxy.overrides, *fixed))
-        search = self._search(proxy, "rates", SearchSpace((rates,)), grid=True)
+        name = f"rates-{self._law}"  # where the optimum is expected depends on it
+        search = self._search(proxy, name, SearchSpace((rates,)), grid=True)
         if search is None:
             return None
         trials = [one for one in search.study.get_trials() if one.value is not None]
