@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.dmt import Dmt
 from tests.e2e.conftest import WORDS
 from tests.e2e.product import events
+from toolkit.run.directory import RunDirectory
+from toolkit.run.evaluations import Recorded, record
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +77,11 @@ def test_tasks_of_a_run(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
     assert report["total_s"] == before["total_s"], "no part of the run"
     assert f"next_word acc {found['acc']:.4f}" in dmt("report", run_dir).out
     assert events(run_dir, "evaluation_tasks")[0]["tasks/next_word/acc"] == found["acc"]
+    sample = {"prompt": "a model", "completion": "reads tokens"}
+    record(RunDirectory(run_dir), "samples", Recorded("samples", 20, {}, [sample]))
+    dmt("report", run_dir, "--html", tasks.parent / "page.html")
+    page = (tasks.parent / "page.html").read_text()
+    assert all(text in page for text in ("next_word/acc_norm", "Completions", "reads tokens"))
 
 
 def test_what_is_missing_is_named(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:

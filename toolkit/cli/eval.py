@@ -101,7 +101,7 @@ def eval_(
         folder = None if include_path is None else str(include_path.absolute())
         stated["tasks"] = {
             "names": names, "include_path": folder, "limit": limit, "few_shot": few_shot,
-            "batch_size": batch_size, "chat": chat,
+            "batch": batch_size, "chat": chat,
         }  # fmt: skip
     if prompts:
         stated["samples"] = {"prompts": prompts, "max_tokens": max_tokens, "chat": chat}

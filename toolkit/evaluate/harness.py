@@ -35,7 +35,7 @@ def evaluate(folder: Path, settings: TasksSection, device: str) -> dict[str, dic
             tasks=names,
             device=device,
             num_fewshot=settings.few_shot,
-            batch_size=settings.batch_size,
+            batch_size=settings.batch,
             limit=settings.limit,
             apply_chat_template=settings.chat,
             log_samples=False,

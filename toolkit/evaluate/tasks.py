@@ -19,7 +19,7 @@ class TasksSection(EvaluatorSection):
     """Examples of each task, the first ones; null for all."""
     few_shot: Count | None = None
     """Solved examples in each prompt; null: what each task states."""
-    batch_size: Positive | Auto = 8
+    batch: Positive | Auto = 8
     """Examples that are computed at once; `auto`: the most that fit."""
     chat: bool = False
     """Ask in turns of the tokenizer's chat template."""
