@@ -129,7 +129,7 @@ _NAMES = {
     Foreign(None, "the best checkpoint has the lowest validation loss; remove it"):
         "metric_for_best_model greater_is_better",
     Foreign("evaluation.early_stopping", "`{patience: N}`, in validations"):
-        "early_stopping early_stopping_patience early_stopping_steps",
+        "early_stopping_patience early_stopping_steps",
     Foreign("evaluation.early_stopping.threshold"): "early_stopping_threshold",
     Foreign("evaluation.samples", "`{prompts: [TEXT], max_tokens: 64}`, decoded greedily"):
         "generate predict_with_generate do_sample generation_config generation_max_length",
