@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from toolkit.cli.output import output
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
 from toolkit.extras.page import require_page
 from toolkit.extras.tune.search import (
     HyperparameterSearch,
@@ -85,6 +85,9 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
         write_searched(recipe, [*request.overrides, *chosen], file, note)
         tell(f"{file} written: the settings of trial {outcome.best.number}")
     _finish(finished, request.folder, options, outcome.machine_output(), outcome_lines(outcome))
+    if outcome.best is None:
+        logs = f"{request.folder}/trials/*/launch.log"
+        raise RunFailed("no trial came to its end", fix=f"the reasons are in {logs}")
 
 
 def _finish(
