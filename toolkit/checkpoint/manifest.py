@@ -154,6 +154,13 @@ class Manifest:
         return self.recipe.get("adapter")
 
     @property
+    def packages(self) -> dict[str, str]:
+        """Version of DMT, Python and every package that was there."""
+        stated = {name: self.versions.get(name) for name in ("dmt", "python")}
+        stated |= self.versions.get("packages", {})
+        return {name: str(version) for name, version in stated.items() if version is not None}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(record.size for record in self.files.values())

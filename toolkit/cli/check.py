@@ -18,7 +18,7 @@ from rich.text import Text
 from toolkit.backend import adopt_engine_config
 from toolkit.cli.conflict_tables import lines, record
 from toolkit.cli.console import Console, problem_list
-from toolkit.cli.options import AsJson
+from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
 from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems
@@ -58,9 +58,7 @@ class Verdict:
 
 def check(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
-    ] = None,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
     others: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +81,7 @@ def check(
 
     Example: `dmt check recipe.yaml --against ds_config.json --against env`
     """
-    verdicts = [judge(path, overrides or (), others or ()) for path in recipes]
+    verdicts = [judge(path, overrides, others or ()) for path in recipes]
     output(
         as_json,
         {"recipes": [_record(verdict) for verdict in verdicts]},

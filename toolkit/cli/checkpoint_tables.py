@@ -58,16 +58,7 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     yield "tensors", detail + (f"; {human(frozen)} are frozen and have none" if frozen else "")
     yield "files", f"{len(manifest.files):,}, {byte_size(manifest.nbytes)}"
     yield "W&B run", manifest.wandb_id or "none"
-    yield "versions", ", ".join(_versions(manifest))
-
-
-def _versions(manifest: Manifest) -> Iterator[str]:
-    stated = manifest.versions
-    for name, version in {"dmt": stated.get("dmt"), "python": stated.get("python")}.items():
-        yield f"{name} {version}"
-    for name, version in stated.get("packages", {}).items():
-        if version is not None:
-            yield f"{name} {version}"
+    yield "versions", ", ".join(map(" ".join, manifest.packages.items()))
 
 
 TENSORS = Table[Held](

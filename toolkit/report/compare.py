@@ -91,7 +91,8 @@ def difference(first: RunRecord, other: RunRecord) -> RunDifference:
     """Compare a run with the first one, over the steps that both logged."""
     mine, theirs = _losses(first.metrics), _losses(other.metrics)
     pairs = [LossPair(step, mine[step], theirs[step]) for step in mine if step in theirs]
-    unequal = [one for one in pairs if _text(one.first) != _text(one.other)]
+    # By their texts, in which NaN equals NaN.
+    unequal = [one for one in pairs if repr(one.first) != repr(one.other)]
     speeds = median_speed(first.metrics), median_speed(other.metrics)
     return RunDifference(
         steps=len(pairs),
@@ -169,8 +170,3 @@ def _losses(metrics: Sequence[Metrics]) -> Mapping[int, float]:
         if (step := step_of(line)) is not None
         if (loss := number(line, "loss")) is not None
     }
-
-
-def _text(value: float) -> str:
-    """NaN equals NaN here."""
-    return repr(value)

@@ -6,7 +6,7 @@ text, was written or edited by a user, and is never replaced.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def _text(folder: Path, checkpoint: Path) -> str:
         _table(
             "Tasks", ("task", "metric", "value", "error", "step"), map(_score_row, of_tasks)
         ),
-        _table("Versions", ("", ""), _versions(manifest.versions)),
+        _table("Versions", ("", ""), manifest.packages.items()),
         _settings(manifest, recipe),
     )
     body = "\n".join(line for section in sections for line in section)
@@ -228,13 +228,6 @@ def _score_row(score: Score) -> Sequence[object]:
     return score.task, score.metric, f"{score.value:.4f}", error, f"{score.step:,}"
 
 
-def _versions(versions: Mapping[str, Any]) -> Iterator[Sequence[object]]:
-    packages = {"dmt": versions.get("dmt"), "python": versions.get("python")}
-    for package, version in {**packages, **versions.get("packages", {})}.items():
-        if version is not None:
-            yield package, version
-
-
 def _settings(manifest: Manifest, recipe: Recipe | None) -> Iterator[str]:
     """The recipe, without defaults."""
     stated = manifest.recipe
@@ -244,7 +237,7 @@ def _settings(manifest: Manifest, recipe: Recipe | None) -> Iterator[str]:
 
 
 def _table(
-    title: str, header: Sequence[str], rows: Iterator[Sequence[object]]
+    title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
 ) -> Iterator[str]:
     """A section with a table; nothing without rows."""
     lines = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
