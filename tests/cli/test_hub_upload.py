@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from tests.checkpoint import model_hub
 from tests.checkpoint.conftest import single_rank  # noqa: F401 - a fixture
 from tests.checkpoint.making import saved_run
 from tests.checkpoint.model_hub import TOKEN, ModelHub
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.cli.main import main
 from toolkit.models.agreement import huggingface_logits
 from toolkit.run import jsonl
@@ -80,6 +82,10 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     checkpoint = run / "checkpoints" / "step-00000010"
     refresh_card(made, 10, checkpoint)
     assert "| mine | acc,none | 0.5000 |  | 10 |" in (run / "export/README.md").read_text()
+    _train_from(run.parent / "base", checkpoint)
+    refresh_card(made, 10, checkpoint)
+    metadata = ModelCard.load(run / "export" / "README.md").data
+    assert (metadata.base_model, metadata.license) == ("meta/llama", "llama3")
     path = run / "export" / "README.md"
     edited = card.content.replace("arc", "my favourite task")
     path.write_text(edited)
@@ -91,6 +97,15 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     export_last(made, 10, Phases(1))
     refresh_card(made, 10, checkpoint)
     assert weights.exists() and path.read_text() == edited
+
+
+def _train_from(base: Path, checkpoint: Path) -> None:
+    """As if the run had begun with the weights in a folder that has a card."""
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: llama3\nbase_model: meta/llama\n---\n")
+    manifest = Manifest.read(checkpoint)
+    model = manifest.recipe["model"] | {"hub": str(base), "init": "pretrained"}
+    replace(manifest, recipe=manifest.recipe | {"model": model}).write(checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's client

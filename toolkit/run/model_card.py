@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from toolkit.adapters.imported import PEFT_WEIGHTS
 from toolkit.checkpoint.locate import CHECKPOINTS
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.errors import DataError
 from toolkit.models.hub import download_file
 from toolkit.plan.dimensions import degrees_text
 from toolkit.recipe.dump import dump
@@ -36,10 +37,16 @@ _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{
 
 def write_card(folder: Path, checkpoint: Path) -> None:
     """Write README.md into `folder`, the export of a checkpoint, unless a user wrote the one
-    that is there. Losses and evaluations are those of the run that holds the checkpoint."""
+    that is there. Losses and evaluations are those of the run that holds the checkpoint.
+
+    Raises DataError if the file cannot be written.
+    """
     path = folder / CARD
-    if not path.exists() or is_generated(path.read_bytes()):
-        jsonl.write_atomically(path, _signed(_text(folder, checkpoint)))
+    try:
+        if not path.exists() or is_generated(path.read_bytes()):
+            jsonl.write_atomically(path, _signed(_text(folder, checkpoint)))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def refresh_card(run: RunDirectory, step: int, checkpoint: Path) -> None:
