@@ -144,13 +144,13 @@ def following(ours: str, meaning: Callable[[Any], object] = lambda value: value)
     def rule(setting: ForeignSetting, settings: Settings) -> list[Result]:
         if not setting.value:
             return [NO_EFFECT]
-        strategies = {
-            settings[name].value
-            for name in ("eval_strategy", "save_strategy")
-            if name in settings
-        }
-        every = number(settings["eval_steps"].value) if "eval_steps" in settings else None
-        if strategies - {"steps"} or (every or (500 if strategies else 0)) < 1:
+        names = ("eval_strategy", "save_strategy")
+        strategies = [settings[name].value for name in names if name in settings]
+        others = any(strategy != "steps" for strategy in strategies)
+        every: float | None = 500 if "eval_strategy" in settings else 0
+        if "eval_steps" in settings:
+            every = number(settings["eval_steps"].value)
+        if others or (every or 0) < 1:
             why = f"{ours} needs evaluation.every_steps, a number of steps"
             exported = ours.startswith("checkpoint.")  # which training does not depend on
             return [NotCarried(why) if exported else changes(why)]
@@ -188,7 +188,7 @@ DEPENDENT: Mapping[str, Row] = {
         Stated("cluster.gpu", "cpu", setting) if setting.value else NO_EFFECT
     ],
     "report_to": _reports,
-    "load_best_model_at_end": following("checkpoint.keep_best", int),
+    "load_best_model_at_end": following("checkpoint.keep_best", lambda _: 1),
     "metric_for_best_model": _metric,
 }
 """Settings whose meaning depends on others."""
