@@ -181,9 +181,9 @@ def test_transfer(exponent: float, exact: bool, tmp_path: Path) -> None:
     low, high = found.bounds
     assert low < run.best(128) < high
     if exact:
-        assert found.rate == pytest.approx(run.best(128), rel=1e-3) and high < 1.01 * low
+        assert found.rate == pytest.approx(run.best(128), rel=1e-3) and high < 4 * low
     else:
-        assert high > 1.5 * low, "the law is off between the two widths"
+        assert high > 3 * low, "the law is off between the two widths"
     assert f"an estimate: {found.rate:.3g}, between" in str(found)
     with pytest.raises(PlanError, match=r"no range of optimizer.learning_rate"):
         proxy_models(replace(asked, space=SearchSpace(SPACE.parameters[1:])))

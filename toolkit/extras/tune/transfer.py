@@ -247,11 +247,11 @@ def vertex(points: Sequence[tuple[float, float]], where: str) -> tuple[float, fl
     place = -slope / (2 * square) if square > 0 else 0.0
     place = float(np.clip(place, x[0], x[-1]))
     spacing = float(np.diff(x).max())
-    error = spacing / 2  # what a grid alone tells
+    error = spacing / 2  # trials differ by more than the parabola: at least what a grid tells
     if square > 0 and len(x) > 3:
         left = y - matrix @ fit
         variance = float(left @ left) / (len(x) - 3)
         covariance = variance * np.linalg.inv(matrix.T @ matrix)
         gradient = np.array([slope / (2 * square**2), -1 / (2 * square), 0.0])
-        error = min(error, math.sqrt(float(gradient @ covariance @ gradient)))
+        error = max(error, math.sqrt(float(gradient @ covariance @ gradient)))
     return points[lowest][0] + place, error
