@@ -1,6 +1,7 @@
 """The study of a search, with a trial function that computes its losses."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.browser import browser
 from tests.processes import ROOT
 from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
+from toolkit.extras.tune.search_command import SearchOptions, request_of
 from toolkit.extras.tune.search_page import outcome_of, write_outcome_page
 from toolkit.extras.tune.space import Choices, Range, SearchSpace
 from toolkit.extras.tune.transfer import Transfer, proxy_models
@@ -132,11 +134,33 @@ def test_rungs() -> None:
     assert first_rung(load_recipe(TINY, ["evaluation.every_steps=200"]), SPACE) is None
 
 
-def test_slices_share_nothing() -> None:
-    """Cores, ports and GPUs of trials that run at a time."""
+def test_slices_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores and ports of trials that run at a time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 4, 5})
     slices = device_slices(load_recipe(TINY).cluster, 2)
     assert not set(slices[0].ports) & set(slices[1].ports)
-    assert not slices[0].cores & slices[1].cores
+    assert [sorted(one.cores) for one in slices] == [[2, 3], [4, 5]]
+
+
+def test_a_launcher_that_does_not_wait(tmp_path: Path) -> None:
+    """Refused before anything is queued."""
+    options = SearchOptions(
+        tmp_path / "space.yaml",
+        tmp_path / "search",
+        None,
+        8,
+        1,
+        0,
+        True,
+        300,
+        None,
+        None,
+        False,
+    )
+    options.space.write_text("training.seed: [1, 2]\n")  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match="slurm hands its jobs over"):
+        request_of(TINY, [*EVERY, "launch.launcher=slurm"], options)
+    assert request_of(TINY, [*EVERY, "launch.launcher=ray"], options).devices
 
 
 class WidthRunner(Runner):

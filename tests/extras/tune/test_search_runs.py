@@ -1,7 +1,9 @@
 """`dmt tune --search` of real runs: killed and started again, each trial is run once."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,15 @@ def test_killed_twice_at_random(trials: int, tmp_path: Path) -> None:
         ]
 
     # A trial that is stopped early has done a quarter of its steps.
-    for kill in sorted(random.Random(trials).sample(range(trials * STEPS // 4), 2)):
-        with started(search, tmp_path) as command:
-            command.wait_for(lambda kill=kill: steps() > kill, f"{kill} steps")  # type: ignore[misc]
-    answer = json.loads(run([*search, "--json"], tmp_path, code=0).out)
+    first, second = sorted(random.Random(trials).sample(range(trials * STEPS // 4), 2))
+    with started(search, tmp_path) as command:
+        command.wait_for(lambda: steps() > first, f"{first} steps")
+    # Cold: processes of a warm command do not end with it.
+    with started(search, tmp_path, cold=True) as command:
+        command.wait_for(lambda: steps() > second, f"{second} steps")
+        os.kill(command.process.pid, signal.SIGKILL)  # the command only: its ranks save
+        answer = json.loads(run([*search, "--json"], tmp_path, code=0).out)
+        command.end(-signal.SIGKILL)
     found = answer["trials"]
     assert [one["number"] for one in found] == [*range(trials)]
     assert sorted(path.name for path in (folder / "trials").iterdir()) == [

@@ -23,6 +23,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         tmp_path,
         "optimizer.learning_rate: {low: 1.0e-4, high: 1, log: true}\n"
         "schedule.warmup_steps: {low: 0, high: 100, step: 10}\n"
+        "optimizer.weight_decay: {low: 0, high: 0.3, step: 0.1}\n"
         "optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]\n"
         "parallel.zero.stage: [1, auto]\n"
         "model.config.hidden_size: {low: 64, high: 128, step: 64}\n",
@@ -30,6 +31,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
     assert found.parameters == (
         Range("optimizer.learning_rate", 1e-4, 1.0, log=True),
         Range("schedule.warmup_steps", 0, 100, step=10, whole=True),
+        Range("optimizer.weight_decay", 0.0, 0.3, step=0.1),
         Choices("optimizer.betas", ("[0.9, 0.95]", "[0.9, 0.99]")),
         Choices("parallel.zero.stage", ("1", "auto")),
         Range("model.config.hidden_size", 64, 128, step=64, whole=True),
@@ -60,6 +62,11 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps.low", "above 0"),
         ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "remove one"),
         ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps.low", ""),
+        ("training.seed: {low: 64, high: 128, step: 48}", "training.seed.step", "112 or 160"),
+        ("optimizer.eps: {low: 0.1, high: 0.5, step: 0.3}", "optimizer.eps.step", "0.4 or 0.7"),
+        ("model.config.x: {low: 64, high: 128.0}", "model.config.x", "high: 128, or low: 64.0"),
+        ("training.steps: {low: 10, high: 20}", "training.steps", "remove it"),
+        ("training.precision: [fp32, bf16]", "training.precision", "remove it"),
     ],
 )  # fmt: skip
 def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:

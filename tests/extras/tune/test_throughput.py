@@ -3,7 +3,9 @@
 import math
 import os
 import re
+import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +15,20 @@ import pytest
 import torch
 
 from tests.dmt import Dmt
+from tests.e2e import product
 from tests.e2e.conftest import write_project
+from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
+from toolkit.errors import DirectoryInUse, PlanError
 from toolkit.extras.tune import trial
 from toolkit.extras.tune.candidates import Candidates, differences, key_of, settings_of
+from toolkit.extras.tune.throughput import _Judge
+from toolkit.extras.tune.trial import Followed, TrialResult
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
+from toolkit.run.claim import claimed
+from toolkit.run.directory import RunDirectory
 
 CLUSTER = """nodes: 1
 gpus_per_node: 2
@@ -30,10 +39,10 @@ measured:
   node_link_gigabytes_per_s: 1.0
 """
 FAULTS = {
-    "training.micro_batch_size=4": "step=exit@rank1,hit2",
+    "training.micro_batch_size=1": "step=exit@rank1,hit2",
     "training.micro_batch_size=2": "step=hang@rank1,hit3",
 }
-"""What happens in the layouts with these micro batches; the one with 1 is measured."""
+"""What happens in the layouts with these micro batches; the one with 4 is measured."""
 
 
 @dataclass
@@ -41,13 +50,8 @@ class Starts:
     """Starts warm launchers in the place of `subprocess.Popen`, some with a fault."""
 
     commands: list[Sequence[str]] = field(default_factory=list)
-    killed_in: int | None = None
-    """The start that ends the tuning instead."""
 
     def popen(self, argv: Sequence[str], *, env: dict[str, str], **options: Any) -> WarmPython:
-        if len(self.commands) == self.killed_in:
-            self.killed_in = None
-            raise KeyboardInterrupt
         self.commands.append(argv)
         faults = [fault for setting, fault in FAULTS.items() if setting in argv]
         env = env | {"DMT_FAILPOINTS": ";".join(faults)}
@@ -69,22 +73,27 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     recipe = write_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    words = ["tune", recipe, "--throughput", "--steps", 3, "--hang-seconds", 5]
+    words = ["tune", recipe, "--throughput", "--steps", 3]
     words += ["--set", "training.micro_batch_size=auto", "--cluster", "cluster.yaml"]
     expected = dmt(*words, "--dry-run", "--json").json
     assert [one["layout"]["micro_batch"] for one in expected] == [4, 2, 1]
     assert not (tmp_path / "runs").exists()
 
-    starts.killed_in = 1
-    dmt(*words, code=130)
-    results = tmp_path / "runs" / "e2e-tune" / "results.jsonl"
+    folder = tmp_path / "runs" / "e2e-tune"
+    results = folder / "results.jsonl"
+    # Cold: processes of a warm command do not end with it.
+    with started(product.dmt(*map(str, words)), tmp_path, cold=True) as command:
+        command.wait_for((folder / "trials/0001/events.jsonl").exists, "the second trial")
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end(-signal.SIGKILL)
     first = results.read_text()
     assert first.count("\n") == 1
     results.write_text(first + '{"number": 1, "lay')  # killed while it wrote
 
+    dmt(*words, "--trials", 2, "--hang-seconds", 5)  # for the layout that hangs only
     found = dmt(*words, "--json").json
     assert results.read_text().startswith(first)
-    assert len(starts.commands) == 3, "no layout is measured twice"
+    assert len(starts.commands) == 2, "no layout is measured twice"
     done, hung, failed = found["trials"]
     assert [one["ending"] for one in found["trials"]] == ["done", "hung", "failed"]
     assert failed["reason"] == "rank 1 failed with exit code 1"
@@ -93,7 +102,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert found["best"]["number"] == done["number"]
 
     tuned = tmp_path / "recipe.tuned.yaml"
-    assert load_recipe(tuned).training.micro_batch_size == 1
+    assert load_recipe(tuned).training.micro_batch_size == 4
     assert "extends: recipe.yaml" in tuned.read_text()
     cluster = find_cluster(found["cluster"])
     predicted_s = explore(load_recipe(tuned), cluster).best.step_s
@@ -103,13 +112,13 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert after < before, "the speeds that it wrote predict what was measured"
     shown = dmt(*words).out
     assert "measured" in shown and "hung: " in shown and "failed: rank 1" in shown
-    assert len(starts.commands) == 3
+    assert len(starts.commands) == 2
     page = (tmp_path / "runs" / "e2e-tune" / "tune.html").read_text()
     assert "dmt tune --throughput" in page and "rank 1 failed with exit code 1" in page
 
     dmt(*words, "--set", "training.global_batch_size=16", code=2)
-    tuned.write_text("name: mine\n")
-    assert "was not written by this command" in dmt(*words, code=2).err
+    tuned.write_text("# Written by `dmt tune --search`: the other mode\n")
+    assert "was not written by `dmt tune --throughput`" in dmt(*words, code=2).err
 
 
 def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -> None:
@@ -139,9 +148,43 @@ def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
     assert trial._ending(4, [event], Path(os.devnull), 0)[0] == "out_of_memory"
 
 
+def test_a_trial_waits_for_ranks_of_a_killed_tuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as ranks:
+        ranks.enter_context(claimed(RunDirectory(tmp_path)))
+        monkeypatch.setattr(trial, "_ORPHANS_S", 0)
+        with pytest.raises(DirectoryInUse):
+            trial.wait_until_free(tmp_path)
+        monkeypatch.setattr(trial, "_ORPHANS_S", 60)
+        slept = SimpleNamespace(sleep=lambda _: ranks.close())
+        monkeypatch.setattr(trial, "time", slept)
+        trial.wait_until_free(tmp_path)
+
+
 def test_slices_of_a_machine_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(trial, "working_gpus", lambda _: ["4", "5", "6", "7"])
     cluster = load_recipe("recipes/tiny/llama-bytes.yaml", "cluster.gpu=h100-80gb").cluster
     first, second = trial.device_slices(cluster, 2)
     assert (first.gpus, second.gpus) == (("4", "5"), ("6", "7"))
     assert not {*first.ports} & {*second.ports}
+    with pytest.raises(PlanError, match="GPUs that are visible: 4"):
+        trial.device_slices(cluster, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(PlanError, match="GPUs that are visible: 0"):
+        trial.device_slices(cluster)
+
+
+def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> None:
+    asked: Any = SimpleNamespace(steps=5, hopeless=1.3)
+    judge = _Judge(asked, 1.0, lambda _: None)
+
+    def answers(*times: float) -> list[bool]:
+        lines = [{"step_time_s": time} for time in times]
+        return [judge("dp2", Followed(lines[: n + 1])) for n in range(len(lines))]
+
+    assert answers(9, 9, 2, 2, 1.29, 2, 2) == [False] * 6 + [True]
+    assert judge.ending(TrialResult("stopped", step=7)) == ("done", "")
+    assert answers(1, 1, 1.4, 1.31, 2) == [False] * 4 + [True]
+    given_up = ("stopped", "at best 1.31 × the fastest after 5 steps")
+    assert judge.ending(TrialResult("stopped", step=5)) == given_up

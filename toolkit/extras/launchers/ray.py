@@ -16,6 +16,7 @@ RAY = Launcher(
     "toolkit.extras.launchers.ray_start:RayStarter",
     section=RaySection,
     oversees="never",
+    waits=True,
     several_machines=True,
     packages={"ray[train]": "ray"},
     programs=(Program("ray", "pip install 'ray[train]'"),),

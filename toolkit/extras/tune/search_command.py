@@ -22,7 +22,7 @@ from toolkit.extras.tune.search_page import outcome_lines, outcome_of, write_out
 from toolkit.extras.tune.space import load_space
 from toolkit.extras.tune.sweep import run_agent_trial, write_sweep
 from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
-from toolkit.extras.tune.trial import DeviceSlice, device_slices, run_trial
+from toolkit.extras.tune.trial import DeviceSlice, check_waits, device_slices, run_trial
 from toolkit.extras.tune.tuned import check_out, tuned_path, write_searched
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
@@ -61,7 +61,7 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
         tell(f"{options.sweep} written: wandb sweep {options.sweep}")
         return
     file = options.out or tuned_path(recipe)
-    check_out(file)
+    check_out(file, "--search")
     check_local_files(load_recipe(recipe, request.overrides), recipe, request.overrides)
     run = partial(run_trial, recipe, hang_s=options.hang_s)
     if options.transfer is not None:
@@ -128,7 +128,9 @@ def run_agent(
     recipe: Path, overrides: Sequence[str], chosen: Sequence[str], folder: Path | None
 ) -> None:
     """One trial of a W&B agent."""
-    folder = folder or default_folder(load_recipe(recipe, overrides))
+    loaded = load_recipe(recipe, overrides)
+    check_waits(loaded)
+    folder = folder or default_folder(loaded)
     raise typer.Exit(run_agent_trial(recipe, overrides, chosen, folder))
 
 
@@ -141,6 +143,7 @@ def request_of(recipe: Path, overrides: Sequence[str], options: SearchOptions) -
     assert options.space is not None
     overrides = [*overrides, *_under_ray()]
     loaded = load_recipe(recipe, overrides)
+    check_waits(loaded)
     request = SearchRequest(
         recipe,
         tuple(overrides),

@@ -11,6 +11,7 @@ Bounds and choices are judged by the recipe's own schema, with the same errors.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +39,10 @@ _SAME_FOR_ALL = {
     "data.validation_fraction": "trials are compared by the loss on the same validation data",
     "data.tokenizer": "losses per token of different tokenizers cannot be compared",
     "training.sequence_length": "losses at different lengths cannot be compared",
+    "training.steps": "trials are compared at the same steps",
+    "training.tokens": "trials are compared at the same steps",
+    "training.epochs": "trials are compared at the same steps",
+    "training.precision": "it changes what a step costs: `dmt tune --throughput` compares that",
     "training.objective": "losses of different objectives cannot be compared",
     "dpo": "losses of different objectives cannot be compared",
     "orpo": "losses of different objectives cannot be compared",
@@ -185,6 +190,22 @@ def _range_problems(key: str, place: Location, node: yaml_nodes.Mapping) -> Iter
         yield Problem(key, "both log and step", "one of them", "remove one", *place)
     elif step is not None and step > high - low:
         yield Problem(f"{key}.step", str(step), "at most high - low", "", *place)
+    elif step is not None:
+        # As decimals: 0.3 is three times 0.1.
+        start, end, each = (Decimal(str(number)) for number in (low, high, step))
+        if rest := (end - start) % each:
+            found, fix = f"{step}, {found}", f"high: {end - rest} or {end - rest + each}"
+            yield Problem(f"{key}.step", found, "steps that end at high", fix, *place)
+    if key not in settings() and _is_unclear(low, high):
+        allowed = "both integers, or both with a decimal point"
+        fix = f"high: {int(high)}, or low: {float(low)} and high: {float(high)}"
+        yield Problem(key, found, allowed, fix, *place)
+
+
+def _is_unclear(low: Number, high: Number) -> bool:
+    """Whether one bound is an integer and the other one is one with a decimal point, so that
+    the range may be of either."""
+    return type(low) is not type(high) and low == int(low) and high == int(high)
 
 
 def _is_right(name: str, node: yaml_nodes.Node) -> bool:

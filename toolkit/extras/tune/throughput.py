@@ -27,6 +27,7 @@ from toolkit.extras.tune.trial import (
     device_slices,
     run_trial,
     trial_folder,
+    wait_until_free,
 )
 from toolkit.hardware.cluster import Cluster
 from toolkit.launcher import LAUNCHERS
@@ -222,6 +223,7 @@ def _measured(
     on_step(number, f"{layout}: starting")
     folder = trial_folder(tuning.folder, number)
     if folder.exists():  # of a tuning that was killed
+        wait_until_free(folder)
         shutil.rmtree(folder)
     result = run_trial(
         tuning.path,

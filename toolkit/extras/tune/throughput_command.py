@@ -65,7 +65,7 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
     loaded = load_recipe(request.recipe, request.overrides, request.cluster)
     folder = request.folder or Path("runs") / f"{loaded.name}-tune"
     file = out or tuned_path(request.recipe)
-    check_out(file)
+    check_out(file, "--throughput")
     check_local_files(loaded, request.recipe, request.overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(RunDirectory(folder)):

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
+from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
 from toolkit.launchers.outcome import log_tail
-from toolkit.launchers.process import Deadline, die_with_parent
-from toolkit.launchers.supervisor import failure_reason, visible_gpus
-from toolkit.recipe.schema import ClusterSection
+from toolkit.launchers.process import ORPHAN_GRACE_S, Deadline, die_with_parent
+from toolkit.launchers.supervisor import failure_reason, visible_gpus, working_gpus
+from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.report.record import Logs
+from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import METRICS, valid, valid_event
 
@@ -36,6 +38,8 @@ _TAIL_LINES = 4
 """Of a launcher that printed no line of its own about its end."""
 _KILL_GRACE_S = 20.0
 """Time that a launcher has to end its ranks after the third interrupt."""
+_ORPHANS_S = 2 * ORPHAN_GRACE_S
+"""Time that the ranks of a killed tuning have to save and end."""
 _SILENT_LIMITS = 4.0
 _SILENT_EXTRA_S = 60.0
 """The ranks' own watchdog ends a hung first step after three limits; one that hangs where no
@@ -70,15 +74,17 @@ def device_slices(cluster: ClusterSection, parallel: int = 1) -> list[DeviceSlic
     """This machine's devices in `parallel` equal parts, each for one trial of a recipe with
     this `cluster`, which share no GPU and no port, and no core while there are enough.
 
-    Raises PlanError if the visible GPUs are fewer than all trials need.
+    Raises PlanError if the working GPUs are fewer than all trials need.
     """
     each, cores = cluster.gpus_per_node, sorted(os.sched_getaffinity(0))
-    gpus: list[str] = [] if cluster.gpu == "cpu" else visible_gpus(each * parallel)
-    if gpus and len(gpus) < each * parallel:
+    gpus = [] if cluster.gpu == "cpu" else _gpus(cluster, each * parallel)
+    if cluster.gpu != "cpu" and len(gpus) < each * parallel:
+        most = len(gpus) // each
+        fewer = f"--parallel {most}, or " if most else ""
         raise PlanError(
-            f"{parallel} trials at a time with {each} GPUs each: found {len(gpus)} GPUs in "
-            f"CUDA_VISIBLE_DEVICES",
-            fix=f"at most {len(gpus) // each} at a time, or a smaller cluster.gpus_per_node",
+            f"trials at a time: {parallel}, with {each} GPUs each; working GPUs that are "
+            f"visible: {len(gpus)}",
+            fix=f"{fewer}a smaller cluster.gpus_per_node, or look at CUDA_VISIBLE_DEVICES",
         )
     share, ports = len(cores) // parallel, len(PORTS) // parallel
     return [
@@ -90,6 +96,30 @@ def device_slices(cluster: ClusterSection, parallel: int = 1) -> list[DeviceSlic
         )
         for number in range(parallel)
     ]
+
+
+def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
+    """Names of the GPUs for trials."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    # Where a hostfile names the machines, this one may have none.
+    return working_gpus(planned) if cluster.nodes == 1 else visible_gpus(planned)
+
+
+def check_waits(recipe: Recipe) -> None:
+    """Raises PlanError if the recipe's launcher hands a run over and does not wait for it."""
+    name, nodes = recipe.launch.launcher, recipe.cluster.nodes
+    if LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits:
+        return
+    fix = "--set launch.launcher=local"
+    if nodes > 1:
+        fix = (
+            "--set launch.launcher=deepspeed with launch.hostfile, or tune one node: "
+            "--set cluster.nodes=1"
+        )
+    raise PlanError(
+        f"launch.launcher: {name} hands its jobs over, and tuning waits for each trial", fix=fix
+    )
 
 
 @dataclass
@@ -160,9 +190,10 @@ def run_trial(
         options: More options of `dmt launch`, e.g. `--cluster FILE`.
 
     What goes wrong in the trial is a result, not an exception. The output of its launcher is in
-    `folder/launch.log`.
+    `folder/launch.log`. Raises DirectoryInUse as `wait_until_free` does.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    wait_until_free(folder)
     settings = [*overrides, f"launch.hang_timeout_s={hang_s:g}"]
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
@@ -185,6 +216,22 @@ def run_trial(
         memory_gib=max(memory, default=None),
         seconds=time.monotonic() - started,
     )
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait for the ranks that a killed tuning left in a trial's folder: they save and end.
+
+    Raises DirectoryInUse if they do not.
+    """
+    limit = Deadline()
+    limit.start(_ORPHANS_S)
+    while True:
+        try:
+            return refuse_if_claimed(RunDirectory(folder))
+        except DirectoryInUse:
+            if limit.passed:
+                raise
+        time.sleep(_POLL_S)
 
 
 class _Follower:

@@ -23,6 +23,7 @@ from toolkit.run import jsonl
 from toolkit.text.terminal import tell
 
 HEADER = "# Written by `dmt tune"
+"""Its end is the mode: one does not overwrite what the other has written."""
 
 
 def tuned_path(recipe: Path) -> Path:
@@ -32,14 +33,19 @@ def tuned_path(recipe: Path) -> Path:
     return Path(name) if RECIPES in file.resolve().parents else file.with_name(name)
 
 
-def check_out(file: Path) -> None:
-    """Raises PlanError if `file` exists and is not one of ours: before anything is measured."""
+def check_out(file: Path, mode: str) -> None:
+    """Raises PlanError if `file` exists and was not written by `dmt tune` in this mode: before
+    anything is measured."""
+    header = f"{HEADER} {mode}`"
     try:
-        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
+        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(header)
     except (OSError, UnicodeDecodeError):
         ours = False
     if not ours:
-        raise PlanError(f"--out: {file} was not written by this command", fix="name another")
+        raise PlanError(
+            f"--out: {file} was not written by `dmt tune {mode}`",
+            fix="name another file with --out, or move it",
+        )
     if not os.access(file.absolute().parent, os.W_OK):
         raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")
 
