@@ -15,7 +15,8 @@ from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, firs
 from toolkit.extras.tune.search_command import SearchOptions, request_of
 from toolkit.extras.tune.search_page import outcome_of, write_outcome_page
 from toolkit.extras.tune.space import Choices, Range, SearchSpace
-from toolkit.extras.tune.transfer import Transfer, proxy_models
+from toolkit.extras.tune.sweep import _distribution
+from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, Ending, Followed, TrialResult, device_slices
 from toolkit.intake.load import load_recipe
 
@@ -119,10 +120,20 @@ def test_trials_without_a_result(tmp_path: Path) -> None:
     """A search gives up when nothing can be trained, and names the reason."""
     with pytest.raises(RunFailed, match=r"none of 5 trials .* hung: as it was told"):
         HyperparameterSearch(request(tmp_path), Runner("hung")).run()
+    mended = HyperparameterSearch(request(tmp_path), Runner())
+    assert mended.run() and len(mended.study.get_trials()) == 5 + 8
     low = SearchSpace((Range("optimizer.learning_rate", 1e-6, 1e-5),))
     refused = replace(request(tmp_path), space=low, overrides=(), folder=tmp_path / "refused")
     with pytest.raises(PlanError, match="min_learning_rate"):
         HyperparameterSearch(refused, Runner()).run()
+
+
+def test_steps_of_a_sweep() -> None:
+    """W&B's own counts them from 0."""
+    assert _distribution(Range("x", 5, 25, step=10, whole=True)) == {"values": [5, 15, 25]}
+    assert _distribution(Range("x", 0.1, 0.3, step=0.1)) == {"values": [0.1, 0.2, 0.3]}
+    number = {"distribution": "int_uniform", "min": 5, "max": 25}
+    assert _distribution(Range("x", 5, 25, whole=True)) == number
 
 
 def test_rungs() -> None:
@@ -206,6 +217,16 @@ def test_transfer(exponent: float, exact: bool, tmp_path: Path) -> None:
     assert low < run.best(128) < high
     if exact:
         assert found.rate == pytest.approx(run.best(128), rel=1e-3) and high < 4 * low
+        folder, overrides = asked.folder / "width-32/search", proxies[0].overrides
+        narrow = HyperparameterSearch(replace(asked, overrides=overrides, folder=folder), run)
+        better = {RATE: run.best(32), "optimizer.weight_decay": "0.1"}
+        narrow.study.enqueue_trial(better)
+        more = Transfer(replace(asked, trials=4), "mup", proxies, run).run()
+        assert found.settings == {"optimizer.weight_decay": "1.0"}
+        assert more is not None and more.settings == {"optimizer.weight_decay": "0.1"}
+        empty = replace(asked, folder=tmp_path / "empty")
+        with pytest.raises(RunFailed, match="no trial of width 32 came to its end"):
+            Transfer(empty, "mup", proxies, Runner("out_of_memory")).run()
     else:
         assert high > 3 * low, "the law is off between the two widths"
     assert f"an estimate: {found.rate:.3g}, between" in str(found)

@@ -94,6 +94,8 @@ class HyperparameterSearch:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.study = self._open_study()
         self._unfinished: list[Any] = []
+        self._failed_before: set[int] = set()
+        """Trials that failed in an earlier start: others take their place."""
 
     def run(self) -> bool:
         """Run the trials that are left; False when a signal ended the search before its end.
@@ -109,6 +111,13 @@ class HyperparameterSearch:
         ):
             running = self._optuna.trial.TrialState.RUNNING
             self._unfinished = [one for one in self._trials() if one.state == running]
+            self._failed_before = {
+                one.number for one in self._trials() if self._has_failed(one)
+            }
+            if self._failed_before:
+                tell(
+                    f"{len(self._failed_before)} trials failed before: others take their place"
+                )
             failed = False
             self._interrupted = lambda: signals.stop_requested or failed
             workers = [threads.submit(self._work, devices) for devices in slices]
@@ -119,6 +128,11 @@ class HyperparameterSearch:
             for one in workers:
                 one.result()
             return not any(not one.state.is_finished() for one in self._trials())
+
+    def completed(self) -> list[Any]:
+        """The trials that have come to their end, with the loss there as `value`."""
+        complete = self._optuna.trial.TrialState.COMPLETE
+        return [one for one in self._trials() if one.state == complete]
 
     def _work(self, devices: DeviceSlice) -> None:
         """Run one trial after the other on a share of the devices."""
@@ -204,7 +218,7 @@ class HyperparameterSearch:
         tell(f"trial {trial.number}  {text.get(ending, ending)}{shown}{why}  ({words})")
 
     def _give_up_if_none_succeeds(self) -> None:
-        found = [one.user_attrs.get("result") for one in self._trials()]
+        found = [one.user_attrs.get("result") for one in self._counted()]
         bad = [one for one in found if one and one["ending"] not in ("done", "stopped")]
         refused = sum(one["ending"] == "refused" for one in bad)
         few = len(bad) - refused < _MOST_FAILURES and refused < _MOST_REFUSALS
@@ -216,7 +230,8 @@ class HyperparameterSearch:
             raise PlanError(f"all of {refused} points are {last}", fix=fix)
         raise RunFailed(
             f"none of {len(bad)} trials came to its end; the last {last}",
-            fix=f"read launch.log in {self.request.folder}/trials, and remove the folder",
+            fix=f"read launch.log in {self.request.folder}/trials; the same command then tries "
+            "other points in the place of those that failed",
         )
 
     def _rung(self) -> int | None:
@@ -226,9 +241,16 @@ class HyperparameterSearch:
     def _count_tried(self) -> int:
         """Trials but for those that the recipe's rules refused: these cost nothing."""
         waiting = self._optuna.trial.TrialState.WAITING  # of a grid
-        begun = [one for one in self._trials() if one.state != waiting]
+        begun = [one for one in self._counted() if one.state != waiting]
         results = [one.user_attrs.get("result", {}) for one in begun]
         return sum(one.get("ending") != "refused" for one in results)
+
+    def _counted(self) -> list[Any]:
+        return [one for one in self._trials() if one.number not in self._failed_before]
+
+    def _has_failed(self, trial: Any) -> bool:
+        """Whether it says nothing about its settings."""
+        return bool(trial.state == self._optuna.trial.TrialState.FAIL)
 
     def _trials(self) -> list[Any]:
         found: list[Any] = self.study.get_trials(deepcopy=False)
@@ -262,9 +284,7 @@ class HyperparameterSearch:
         else:
             study.sampler = optuna.samplers.RandomSampler(seed=seed)
         if request.sampler == "grid":
-            for one in request.space.parameters:
-                for value in one.values if isinstance(one, Choices) else ():
-                    study.enqueue_trial({one.key: value}, skip_if_exists=True)
+            self._enqueue_choices(study)
         rung = self._rung()
         study.pruner = (
             optuna.pruners.NopPruner()
@@ -272,6 +292,16 @@ class HyperparameterSearch:
             else optuna.pruners.SuccessiveHalvingPruner(rung, REDUCTION)
         )
         return study
+
+    def _enqueue_choices(self, study: Any) -> None:
+        """Of the only setting, those that no trial has or had without failing."""
+        (one,) = self.request.space.parameters
+        assert isinstance(one, Choices)
+        kept = [trial for trial in study.get_trials() if not self._has_failed(trial)]
+        points = [trial.params or trial.system_attrs.get("fixed_params", {}) for trial in kept]
+        for value in one.values:
+            if {one.key: value} not in points:
+                study.enqueue_trial({one.key: value})
 
 
 class _Progress:

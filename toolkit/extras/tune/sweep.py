@@ -5,12 +5,13 @@
 
 import os
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.extras.tune.search import REDUCTION, SearchRequest, first_rung, validates
-from toolkit.extras.tune.space import Choices, Parameter
+from toolkit.extras.tune.space import Choices, Number, Parameter, Range
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.launching import Origin, launch_recipe
 from toolkit.recipe.dump import dump
@@ -49,14 +50,22 @@ def write_sweep(request: SearchRequest, path: Path) -> None:
 def _distribution(one: Parameter) -> dict[str, Any]:
     if isinstance(one, Choices):
         return {"values": list(one.values)}  # texts: the agent writes others as Python does
-    kind = "log_uniform_values" if one.log else "uniform"
     found = {"min": one.low, "max": one.high}
-    step = one.step or (1 if one.whole else None)
-    if one.whole and not one.log and step == 1:
+    if one.step is not None and not (one.whole and one.step == 1):
+        return {"values": _stepped(one)}  # W&B counts the steps of a q_uniform from 0
+    if one.whole and not one.log:
         return {"distribution": "int_uniform", **found}
-    if step is None:
-        return {"distribution": kind, **found}
-    return {"distribution": f"q_{kind}", **found, "q": step}
+    kind = "log_uniform_values" if one.log else "uniform"
+    return {"distribution": kind, **found} if not one.whole else {
+        "distribution": f"q_{kind}", **found, "q": 1,
+    }  # fmt: skip
+
+
+def _stepped(one: Range) -> list[Number]:
+    """Each number of a range with a step."""
+    low, high, step = (Decimal(str(number)) for number in (one.low, one.high, one.step))
+    kind = int if one.whole else float
+    return [kind(low + count * step) for count in range(int((high - low) / step) + 1)]
 
 
 def run_agent_trial(

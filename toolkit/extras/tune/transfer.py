@@ -7,6 +7,8 @@ between the two is the error, which grows with the distance. It is an estimate: 
 differ from the model in width only, and the laws are those of AdamW and random weights.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,7 +166,13 @@ class Transfer:
         first = self._search(small, "search", self._request.space)
         if first is None:
             return None
-        best = dict(first.study.best_trial.params)
+        done = first.completed()
+        if not done:
+            raise RunFailed(
+                f"--transfer: no trial of width {small.width} came to its end",
+                fix=f"the reasons are in {first.request.folder}/trials/*/launch.log",
+            )
+        best = dict(min(done, key=lambda one: one.value).params)
         one = self._optimum(small, best, best[RATE])
         if one is None:
             return None
@@ -204,12 +212,15 @@ class Transfer:
         fixed = space.overrides({key: value for key, value in best.items() if key != RATE})
         rates = Choices(RATE, tuple(in_yaml(expected * factor) for factor in _FACTORS))
         proxy = replace(proxy, overrides=(*proxy.overrides, *fixed))
-        name = f"rates-{self._law}"  # where the optimum is expected depends on it
+        # Another best trial, or another law: a search of its own.
+        settled = hashlib.sha256(json.dumps([fixed, rates.values]).encode()).hexdigest()[:8]
+        name = f"rates-{expected:.3g}-{settled}"
         search = self._search(proxy, name, SearchSpace((rates,)), grid=True)
         if search is None:
             return None
-        trials = [one for one in search.study.get_trials() if one.value is not None]
-        points = sorted((math.log(float(one.params[RATE])), one.value) for one in trials)
+        points = sorted(
+            (math.log(float(one.params[RATE])), one.value) for one in search.completed()
+        )
         rate, error = vertex(points, f"width {proxy.width}")
         return Optimum(proxy.width, proxy.parameters, math.exp(rate), error)
 
