@@ -16,6 +16,7 @@ from transformers import (
 
 from toolkit.errors import DataError
 from toolkit.evaluate.samples import SamplesSection
+from toolkit.text.terminal import tell
 
 Message = dict[str, str]
 """A turn: `role` and `content`."""
@@ -105,7 +106,8 @@ def evaluate(folder: Path, settings: SamplesSection, device: str) -> list[dict[s
     prepare(folder, settings)
     model, tokenizer = load(folder, device)
     found = []
-    for prompt in settings.prompts:
+    for number, prompt in enumerate(settings.prompts, 1):
+        tell(f"prompt {number} of {len(settings.prompts)}")  # silence would look like a hang
         tokens = tokens_of(tokenizer, prompt, chat=settings.chat)
         text = complete(model, tokenizer, tokens, settings.max_tokens)
         found.append({"prompt": prompt, "completion": text})

@@ -1,6 +1,7 @@
 """Runs tasks by the lm-evaluation-harness, with its own model class for transformers."""
 
 import json
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,15 +116,22 @@ def _tasks(settings: TasksSection) -> tuple[Any, list[str]]:
 
 @contextmanager
 def _explained(settings: TasksSection) -> Iterator[None]:
-    """Turn what the harness and `datasets` raise into one sentence."""
+    """Turn what the harness and `datasets` raise into one sentence; print the traceback, too, of
+    what is not about files or the network."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, OSError):
+            fix = (
+                "a data set that is not in the cache is downloaded once, where there is a "
+                "network (HF_HUB_OFFLINE unset); a task of your own may name files (data_files)"
+            )
+        else:
+            traceback.print_exc()
+            fix = "look at the traceback above it, or in the run's logs/evaluation.log"
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise DataError(
-            f"tasks {', '.join(settings.names)}: {type(error).__name__}: {first[0]}",
-            fix="a data set that is not in the cache is downloaded once, where there is a "
-            "network (HF_HUB_OFFLINE unset); a task of your own may name files (data_files)",
+            f"tasks {', '.join(settings.names)}: {type(error).__name__}: {first[0]}", fix=fix
         ) from error

@@ -5,11 +5,11 @@ Its standard input is the JSON of a `Request`; it writes `Findings` to the reque
 prints its progress on standard error. It ends when the process that started it does.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
-import threading
-import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Any
 from toolkit.errors import EXIT_FAILED, DmtError
 from toolkit.evaluator import EVALUATORS
 from toolkit.registry import load
+from toolkit.run.jsonl import write_atomically
 
-_POLL_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class Findings:
 def main() -> int:
     """Carry out the request on standard input."""
     request = Request(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with, args=(request.parent,), daemon=True).start()
+    # Set here, not between fork and exec: a rank has threads and pinned memory.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != request.parent:  # It died before the line above.
+        return EXIT_FAILED
     answer = _answer(request)
-    Path(request.out).write_text(json.dumps(asdict(answer)), encoding="utf-8")
+    write_atomically(Path(request.out), json.dumps(asdict(answer)))
     return answer.exit_code
 
 
@@ -77,12 +81,6 @@ def _answer(request: Request) -> Findings:
         message = ": ".join([type(error).__name__, *lines])
         return Findings(findings, f"{name}: {message}", "", EXIT_FAILED)
     return Findings(findings)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

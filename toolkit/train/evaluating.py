@@ -11,10 +11,11 @@ import torch
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.engines.base import Engine
-from toolkit.errors import DmtError, RunFailed
+from toolkit.errors import DataError, DmtError, RunFailed
 from toolkit.evaluate.evaluation import evaluate, exported
 from toolkit.evaluator import EVALUATORS, chosen
 from toolkit.run.evaluations import Recorded, described, record
+from toolkit.text.terminal import tell
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress
 from toolkit.train.start import Start
@@ -98,10 +99,11 @@ class RunEvaluations:
         return self._work / f"step-{progress.step:08d}", None
 
     def _saved(self, step: int) -> Path | None:
-        finished = self._checkpoints.store.finished()
-        if self._checkpoints.saved_at != step:
+        """The run's own checkpoint of this step, unless its save has failed."""
+        store = self._checkpoints.store
+        if self._checkpoints.saved_at != step or step not in map(step_of, store.finished()):
             return None
-        return next((path for path in reversed(finished) if step_of(path) == step), None)
+        return store.of_step(step)
 
     def _judge(
         self,
@@ -114,15 +116,16 @@ class RunEvaluations:
         start = self._start
         tick = start.phases.begin(f"evaluating the weights of step {step}")
 
-        def mark() -> None:
-            tick(0)
+        def mark(done: int = 0) -> None:
+            tick(done)
             if start.stop.requested():
                 raise RunFailed("the run was asked to stop")
 
         try:
+            mark()  # asked while the weights were saved
             if checkpoint is None:
                 raise RunFailed(problem or "no weights")
-            with exported(checkpoint, self._work / "export", tick) as folder:
+            with exported(checkpoint, self._work / "export", mark) as folder:
                 found = evaluate(
                     folder,
                     {name: self._settings[name] for name in names},
@@ -156,7 +159,8 @@ class RunEvaluations:
 def prepare_evaluators(start: Start, checkpoints: RunCheckpoints) -> None:
     """Remove what a kill has left, and let every evaluator look for what it needs.
 
-    Raises its DmtError: a wrong name shall not be found after hours. Collective.
+    Raises its DmtError: a wrong name shall not be found after hours. In a run that continues,
+    where they were found once, that is a warning: a hub may be away. Collective.
     """
     all_ = chosen(start.recipe.evaluation)
     settings = {name: one for name, one in all_.items() if one.can_lack_something}
@@ -171,6 +175,14 @@ def prepare_evaluators(start: Start, checkpoints: RunCheckpoints) -> None:
                 (Path(name) / Path(path).name).write_bytes(content)
             log = start.directory.logs / "evaluation.log"
             device = start.ranks.device.type
-            evaluate(Path(name), settings, device, prepare=True, log=log, mark=lambda: tick(0))
+            try:
+                evaluate(
+                    Path(name), settings, device, prepare=True, log=log, mark=lambda: tick(0)
+                )
+            except (DataError, RunFailed) as error:
+                if not checkpoints.store.expects_one():
+                    raise
+                tell(f"warning: the evaluators may fail, training continues: {error}")
+                start.events.write("warning", source="evaluation", message=str(error))
 
     start.together.rank_zero(prepare)
