@@ -1,5 +1,6 @@
 """`dmt eval` and `dmt chat` against the harness's own command line and plain transformers."""
 
+import fcntl
 import io
 import json
 import shutil
@@ -48,7 +49,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def test_tasks_of_a_run(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
-    """The harness's numbers, in the run; what a kill has left is gone."""
+    """The harness's numbers, in the run; what a kill has left is gone, not what is in use."""
     run_dir = shutil.copytree(ddp_run, tasks.parent / "run")
     out = tasks.parent / "harness"
     harness = subprocess.Popen(
@@ -59,9 +60,13 @@ def test_tasks_of_a_run(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
         ],
         stdout=subprocess.DEVNULL,
     )
-    left = run_dir / "evaluations" / ".export-of-dmt-eval"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half")
+    work = run_dir / "evaluations"
+    left, used = (work / f".export-of-dmt-eval-{name}" for name in ("left", "used"))
+    for folder in (left, used):
+        (folder / "export").mkdir(parents=True)
+        (folder / "lock").touch()
+    held = (used / "lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a `dmt chat` of the same step
     printed = dmt("eval", run_dir, *OWN, "--include-path", tasks, "--json").json
     assert harness.wait() == 0
     (results,) = out.rglob("results_*.json")
@@ -69,7 +74,8 @@ def test_tasks_of_a_run(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
     found = printed["findings"]["tasks"]["next_word"]
     assert {*found} == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
     assert found == {name: expected[f"{name},none"] for name in found}
-    assert not left.exists()
+    assert [path.name for path in work.glob(".*")] == [used.name]
+    held.close()
     before = dmt("report", ddp_run, "--json").json
     report = dmt("report", run_dir, "--json").json
     (recorded,) = report["evaluations"]
@@ -96,6 +102,10 @@ def test_what_is_missing_is_named(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
     assert "no/such-data" in gone.err and "HF_HUB_OFFLINE" in gone.err
     assert "it is empty" in dmt("eval", ddp_run, "--prompt", "", code=2).err
     assert "Traceback" not in unknown.err + gone.err
+    text = text.replace("no/such-data", "json").replace("_split: test", "_split: none")
+    (tasks / "task.yaml").write_text(text)
+    broken = dmt("eval", ddp_run / "export", *OWN, "--include-path", tasks, code=2)
+    assert "Traceback" in broken.err and "HF_HUB_OFFLINE" not in broken.err
 
 
 def test_chat_completes_lines(ddp_run: Path, dmt: Dmt, monkeypatch: pytest.MonkeyPatch) -> None:

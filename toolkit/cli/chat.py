@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -37,11 +36,9 @@ def chat(
     from toolkit.evaluate.completions import Message, load, stream, tokens_of
 
     judged = Judged.of(path)
-    with ExitStack() as stack:
-        folder = stack.enter_context(exported_folder(judged))
+    # The export stays to the end: weights that found no room in memory are read from it.
+    with exported_folder(judged) as folder:
         model, tokenizer = load(folder, device_of(device, judged.recipe))
-        # Loaded: the temporary export is needed no more.
-        stack.close()
         console = Console()
         template = tokenizer.chat_template is not None
         if not template:

@@ -1,10 +1,12 @@
 """`dmt eval`: judge a run, a checkpoint or a Hugging Face folder by tasks and samples."""
 
 import fcntl
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +33,7 @@ from toolkit.track.trackers import wanted
 TRACKER_WAIT_S = 120.0
 """How long each tracker may take to post the numbers."""
 _WORK = ".export-of-dmt-eval"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -169,24 +172,26 @@ def exported_folder(judged: Judged) -> Iterator[Path]:
         require_whole(checkpoint, tick)
     work = judged.run.evaluations if judged.run else checkpoint.absolute().parent
     nbytes = exported_bytes(checkpoint, merged=manifest.adapter is not None)
-    with _alone(work), ExitStack() as stack:
+    with _temporary(work) as own, ExitStack() as stack:
         with byte_progress("export", nbytes) as tick:
-            folder = stack.enter_context(exported(checkpoint, work / _WORK, tick))
+            folder = stack.enter_context(exported(checkpoint, own / "export", tick))
         yield folder
 
 
 @contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """Keep a second `dmt eval` from the same temporary folder. Raises DirectoryInUse."""
+def _temporary(work: Path) -> Iterator[Path]:
+    """A new folder in `work`, removed at the end; those that a kill has left are removed."""
     work.mkdir(parents=True, exist_ok=True)
-    with (work / f"{_WORK}.lock").open("w") as file:
-        try:
+    for left in work.glob(f"{_WORK}-*/{_LOCK}"):
+        with suppress(OSError), left.open("r+") as file:  # locked by a process that lives
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DirectoryInUse(
-                f"another dmt eval is exporting into {work}", fix="wait for its end"
-            ) from error
-        yield
+            shutil.rmtree(left.parent)
+    with TemporaryDirectory(prefix=f"{_WORK}-", dir=work) as name:
+        unnamed = Path(name) / f"{_LOCK}.new"
+        with unnamed.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            unnamed.rename(Path(name) / _LOCK)  # locked before anyone can take it for left
+            yield Path(name)
 
 
 def _record(

@@ -116,8 +116,8 @@ def _tasks(settings: TasksSection) -> tuple[Any, list[str]]:
 
 @contextmanager
 def _explained(settings: TasksSection) -> Iterator[None]:
-    """Turn what the harness and `datasets` raise into one sentence; print the traceback, too, of
-    what is not about files or the network."""
+    """Turn what the harness and `datasets` raise into one sentence. What is not about files or
+    the network has a traceback, too."""
     try:
         yield
     except torch.OutOfMemoryError:
