@@ -93,6 +93,8 @@ def test_a_sweep_of_wandb(tmp_path: Path) -> None:
     )
     words = ["small.yaml", "--search", "space.yaml", "--sweep", "sweep.yaml"]
     run(dmt("tune", *words, "--set", "training.steps=4"), tmp_path, code=0)
+    refused = run(dmt("tune", *words, "--hang-seconds", "9"), tmp_path, code=2).err
+    assert "--hang-seconds is no option of --sweep" in refused
     node, problems = yaml_nodes.parse((tmp_path / "sweep.yaml").read_text(), "sweep.yaml")
     sweep = yaml_nodes.to_data(node)
     assert not problems and sweep["metric"]["name"] == "evaluation/loss"

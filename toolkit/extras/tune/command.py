@@ -40,7 +40,8 @@ Steps = Annotated[
     ),
 ]
 HangSeconds = Annotated[
-    float, typer.Option(min=1, help="A step that takes longer counts as hanging.")
+    float | None,
+    typer.Option(min=1, help="A step that takes longer counts as hanging (300)."),
 ]
 Parallel = Annotated[
     int | None,
@@ -92,7 +93,7 @@ def tune(
     search: Space = None,
     trials: Trials = None,
     steps: Steps = None,
-    hang_seconds: HangSeconds = 300,
+    hang_seconds: HangSeconds = None,
     parallel: Parallel = None,
     seed: Seed = None,
     prune: Prune = None,
@@ -120,14 +121,16 @@ def tune(
     stated = {
         "--trials": trials, "--steps": steps, "--cluster": cluster, "--out": out,
         "--dry-run": dry_run or None, "--parallel": parallel, "--seed": seed, "--prune": prune,
-        "--transfer": transfer, "KEY=VALUE": chosen or None,
+        "--transfer": transfer, "KEY=VALUE": chosen or None, "--hang-seconds": hang_seconds,
+        "--json": as_json or None,
     }  # fmt: skip
     for name, value in stated.items():
         if value is not None and name not in _OPTIONS[mode]:
             raise PlanError(f"{name} is no option of {mode}", fix="remove it: dmt tune --help")
+    hang_s = hang_seconds or _HANG_S
     if mode == "--throughput":
         of_layouts = ThroughputRequest(
-            recipe, overrides, cluster, folder, trials or 12, steps or 10, hang_seconds
+            recipe, overrides, cluster, folder, trials or 12, steps or 10, hang_s
         )
         list_layouts(of_layouts, as_json) if dry_run else tune_throughput(
             of_layouts, out, as_json
@@ -137,14 +140,16 @@ def tune(
     else:
         options = SearchOptions(
             search, folder, out, trials or 30, parallel or 1, seed or 0, prune is not False,
-            hang_seconds, sweep, transfer, as_json,
+            hang_s, sweep, transfer, as_json,
         )  # fmt: skip
         search_recipe(recipe, overrides, options)
 
 
+_HANG_S = 300.0
+_OF_TRIALS = ("--trials", "--out", "--hang-seconds", "--json")
 _OPTIONS = {
-    "--throughput": ("--trials", "--steps", "--cluster", "--dry-run", "--out"),
-    "--search": ("--trials", "--out", "--parallel", "--seed", "--prune", "--transfer"),
+    "--throughput": (*_OF_TRIALS, "--steps", "--cluster", "--dry-run"),
+    "--search": (*_OF_TRIALS, "--parallel", "--seed", "--prune", "--transfer"),
     "--sweep": ("--trials", "--prune"),
     "--agent": ("KEY=VALUE",),
 }
