@@ -1,9 +1,11 @@
 """Runs whose batch grows and that follow their validation loss, against a plain transformers
 loop with torch's ReduceLROnPlateau."""
 
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,8 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.indexed import Case, written
 from tests.e2e.layouts import outcome
-from tests.e2e.product import checkpoints, curve, dmt, events, records, run, settings
+from tests.e2e.product import (
+    checkpoints,
+    curve,
+    dmt,
+    events,
+    records,
+    run,
+    settings,
+    started,
+)
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.validation import ValidationHistory
 
 RECIPE = """
 name: adaptive
@@ -161,12 +173,34 @@ def test_killed_and_resumed_to_the_bit(case: Case, one_process: Path) -> None:
     case.launch("killed", saved)
     runs = [outcome(folder) for folder in (case.folder / "killed", one_process)]
     assert runs[0] == runs[1]
-    files = [
-        sorted((one / "checkpoints").glob("*/manifest.json"))
-        for one in (one_process, case.folder / "killed")
-    ]
-    histories = [[Manifest.read(file.parent).validation for file in found] for found in files]
-    assert histories[0] == histories[1]
+    assert histories(case.folder / "killed") == histories(one_process)
+
+
+def histories(run_dir: Path) -> dict[int, ValidationHistory]:
+    folders = [run_dir / "checkpoints" / f"step-{n:08d}" for n in checkpoints(run_dir)]
+    return {one.step: one.validation for one in map(Manifest.read, folders)}
+
+
+def test_stopped_at_the_best_step(case: Case, one_process: Path) -> None:
+    """The stop leaves its validation out; the checkpoint has it when the run continues."""
+    best, folder = events(one_process, "export")[0]["step"], case.folder / "stopped"
+    argv = dmt("launch", "recipe.yaml", "--run-dir", "stopped")
+    fault = {"DMT_FAILPOINTS": f"step=stop@hit{best}"}
+    with started(argv, case.folder, fault) as command:
+
+        def waits() -> bool:
+            rank = command.ranks().get(0)
+            return rank is not None and rank.status() == psutil.STATUS_STOPPED
+
+        command.wait_for(waits, f"step {best}")
+        rank = command.ranks()[0]
+        rank.send_signal(signal.SIGTERM)
+        rank.resume()
+        command.end(75)
+    assert histories(folder)[best].step < best
+    case.launch("stopped", {})
+    assert outcome(folder) == outcome(one_process)
+    assert histories(folder) == histories(one_process)
 
 
 LAYOUTS: dict[str, dict[str, object]] = {

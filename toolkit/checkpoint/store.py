@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import MANIFEST, Manifest
 from toolkit.checkpoint.validation import lowest
 from toolkit.errors import CheckpointError
 from toolkit.system.failpoints import failpoint
@@ -130,6 +130,17 @@ class CheckpointStore:
         except OSError as error:
             return str(error)
         return None
+
+    def restate(self, manifest: Manifest) -> None:
+        """Replace the manifest of the finished checkpoint of its step, whose files stay; at
+        every moment one of the two is there. Then remove the oldest. Raises OSError."""
+        step = manifest.step
+        self.begin(step)
+        manifest.write(self.partial(step))
+        folder = self.of_step(step)
+        (self.partial(step) / MANIFEST).replace(folder / MANIFEST)
+        sync_folder(folder)
+        self._prune(step)
 
     def _point_to(self, final: Path) -> None:
         hint = self.folder / f".{LATEST}.tmp"

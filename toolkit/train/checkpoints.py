@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -315,6 +316,15 @@ class RunCheckpoints:
         mark(f"saving step {progress.step}")
         self.saver.save(self.manifest(engine, progress), engine.state(), self.companions)
         self._stall_s = time.monotonic() - began
+
+    def add_validation(self, progress: Progress) -> None:
+        """Put a validation into the checkpoint that the run continues from: it was saved by a
+        stop, without the validation that was due. Rank 0's work."""
+        assert self._found is not None, "it continues"
+        try:
+            self.store.restate(replace(self._found.manifest, validation=progress.validation))
+        except OSError as error:
+            self._warn(f"step {progress.step} does not record its validation: {error}")
 
     def finish(self) -> None:
         """Wait for the save in flight.

@@ -267,7 +267,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
     with reporter.progress if reporter is not None else nullcontext():
         try:
             if start.recipe.follows_validation and progress.step:
-                observer.validate(progress)
+                _make_up_validation(start, observer)
             start.watchdog.mark(f"step {progress.step + 1}", progress.step)
             reduction = StepReduction(start.stop, start.together.group)
             train(job, progress, observer, reduction)
@@ -283,6 +283,15 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         observer.compare(progress)
         if progress.step < job.total_steps and reporter is not None:
             reporter.ended_early(progress)
+
+
+def _make_up_validation(start: Start, observer: Observer) -> None:
+    """Do the validation that a stop left out, and complete the checkpoint of that step."""
+    progress = start.progress
+    before = progress.validation
+    observer.validate(progress)
+    if progress.validation != before and start.leads:
+        observer.checkpoints.add_validation(progress)
 
 
 def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:
