@@ -78,6 +78,7 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     ):  # fmt: skip
         assert line in card.content
     assert "| 20 |" not in card.content, "a later step"
+    assert str(run.parent) not in card.content, "a path of this machine"
     record(made, "evaluation_tasks", Recorded("tasks", 10, {}, {"mine": {"acc,none": 0.5}}))
     checkpoint = run / "checkpoints" / "step-00000010"
     refresh_card(made, 10, checkpoint)

@@ -1,5 +1,6 @@
 """Uploads an export to a repository of the Hugging Face hub."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,8 @@ class HubRepository:
         Weights of earlier exports are replaced. A card for which `is_generated` is false stays
         as it is. Raises CheckpointError.
         """
-        with _one_error(self.name, self._api):
+        again = f"the export is complete: hf upload {self.name} {shlex.quote(str(folder))}"
+        with _one_error(self.name, self._api, again):
             keep = self._api.file_exists(self.name, CARD) and not is_generated(self._card())
             commit = self._api.upload_folder(
                 repo_id=self.name,
@@ -72,9 +74,11 @@ class HubRepository:
 
 
 @contextmanager
-def _one_error(name: str, api: "HfApi") -> Iterator[None]:
+def _one_error(
+    name: str, api: "HfApi", again: str = "start the command again"
+) -> Iterator[None]:
     """Raise CheckpointError for whatever the hub's client raises: its own errors, those of its
-    HTTP library and of its upload library have no common base."""
+    HTTP library and of its upload library have no common base. `again`: what repeats it."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
@@ -82,7 +86,7 @@ def _one_error(name: str, api: "HfApi") -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}"
-        fix = "check the network and HF_ENDPOINT, then start the command again"
+        fix = f"check the network and HF_ENDPOINT; then {again}"
         if isinstance(error, HFValidationError):
             reason, fix = str(error), "write NAMESPACE/NAME, e.g. --push-to-hub me/model"
         elif isinstance(error, HfHubHTTPError):

@@ -20,7 +20,7 @@ from toolkit.errors import DataError
 from toolkit.models.hub import download_file
 from toolkit.plan.dimensions import degrees_text
 from toolkit.recipe.dump import dump
-from toolkit.recipe.schema import ModelSection, Recipe, RowsSource
+from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ModelSection, Recipe, RowsSource
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import Score, recorded, scores
@@ -100,7 +100,7 @@ def _text(folder: Path, checkpoint: Path) -> str:
     )
     body = "\n".join(line for section in sections for line in section)
     text = f"---\n{metadata}\n---\n\n# {name}\n\n{body}\n"
-    return redact(text).replace(str(Path.home()), "~")
+    return redact(text)
 
 
 def _recipe_of(manifest: Manifest) -> Recipe | None:
@@ -176,7 +176,7 @@ def _origin(recipe: Recipe | None, manifest: Manifest, *, is_adapter: bool) -> I
     """What was trained from what, in one sentence."""
     start = "weights drawn at random"
     if recipe is not None and recipe.model.init != "random":
-        start = f"`{recipe.model.checkpoint or recipe.model.hub}`"
+        start = f"`{_name(str(recipe.model.checkpoint or recipe.model.hub))}`"
     kind = "LoRA adapters of" if is_adapter else "A model trained from"
     yield from (f"{kind} {start}, with DMT {manifest.versions.get('dmt', '')}.", "")
 
@@ -235,12 +235,28 @@ def _score_row(score: Score) -> Sequence[object]:
     return score.task, score.metric, f"{score.value:.4f}", error, f"{score.step:,}"
 
 
+_PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
+"""Sections of the recipe in a card: the others name files, machines and accounts."""
+
+
 def _settings(manifest: Manifest, recipe: Recipe | None) -> Iterator[str]:
-    """The recipe, without defaults."""
-    stated = manifest.recipe
+    """What defines the model and its training, without defaults; of folders only the name."""
+    stated: dict[str, Any] = dict(manifest.recipe)
     if recipe is not None:
         stated = recipe.model_dump(mode="json", exclude_defaults=True)
+    stated = {key: stated[key] for key in _PUBLISHED if key in stated}
+    model = stated.get("model", {})
+    for key in ("hub", "checkpoint"):
+        if model.get(key):
+            model[key] = _name(model[key])
+    if (stated.get("adapter") or {}).get("folder"):
+        stated["adapter"]["folder"] = _name(stated["adapter"]["folder"])
     yield from ("## Recipe", "", "```yaml", dump(stated, flow=False).rstrip(), "```", "")
+
+
+def _name(place: str) -> str:
+    """An id on the hub as it is, of a folder the last part."""
+    return Path(place).name if Path(place).is_absolute() else place
 
 
 def _table(
