@@ -105,7 +105,7 @@ def test_what_is_missing_is_named(ddp_run: Path, tasks: Path, dmt: Dmt) -> None:
     text = text.replace("no/such-data", "json").replace("_split: test", "_split: none")
     (tasks / "task.yaml").write_text(text)
     broken = dmt("eval", ddp_run / "export", *OWN, "--include-path", tasks, code=2)
-    assert "Traceback" in broken.err and "HF_HUB_OFFLINE" not in broken.err
+    assert "look at the traceback" in broken.err and "HF_HUB_OFFLINE" not in broken.err
 
 
 def test_chat_completes_lines(ddp_run: Path, dmt: Dmt, monkeypatch: pytest.MonkeyPatch) -> None:
