@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,12 @@ from tests.e2e import product
 from tests.e2e.conftest import write_project
 from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
-from toolkit.errors import DirectoryInUse, PlanError
-from toolkit.extras.tune import trial
+from toolkit.errors import DirectoryInUse, PlanError, Stopped
+from toolkit.extras.tune import throughput, trial
 from toolkit.extras.tune.candidates import Candidates, differences, key_of, settings_of
 from toolkit.extras.tune.throughput import _Judge
 from toolkit.extras.tune.trial import Followed, TrialResult
+from toolkit.extras.tune.tuned import calibrated_cluster, check_measured_size
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
@@ -116,6 +117,15 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     page = (tmp_path / "runs" / "e2e-tune" / "tune.html").read_text()
     assert "dmt tune --throughput" in page and "rank 1 failed with exit code 1" in page
 
+    written = Path(found["cluster"])
+    speeds = written.read_text()
+    again = dmt(*words, "--cluster", written, "--json").json
+    factors = [one["predicted_over_measured"] for one in (found, again)]
+    assert abs(math.log(factors[1])) < abs(math.log(factors[0])), (
+        "of the file's own predictions"
+    )
+    assert written.read_text() == speeds, "the file that is read is not scaled again"
+
     dmt(*words, "--set", "training.global_batch_size=16", code=2)
     tuned.write_text("# Written by `dmt tune --search`: the other mode\n")
     assert "was not written by `dmt tune --throughput`" in dmt(*words, code=2).err
@@ -139,6 +149,57 @@ def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -
     assert order[:6] == search.strategies[:6]
     fastest = next(one for one in order if one.layout.tp == 2)
     assert all(differences(one, fastest) == 1 for one in order[6:9])
+
+
+def test_failures_are_tried_again_until_one_layout_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
+    recipe = load_recipe(path, "parallel.engine=auto")
+    tuning = throughput.Tuning(path, (), recipe, explore(recipe), tmp_path, 12, 3, 60)
+    result = trial.TrialResult("failed", "no such module")
+    monkeypatch.setattr(throughput, "run_trial", lambda *_, **__: result)
+    assert [one.number for one in throughput.measure(tuning)] == [0, 1, 2, 3], "the next would"
+    assert [one.number for one in throughput.measure(tuning)] == [4, 5, 6, 7]
+    result = trial.TrialResult("done", step=5, step_time_s=2.0)
+    last = [*throughput.measure(tuning)]
+    assert len(last) == 12
+    assert throughput.fastest(tuning.kept()) == last[0]
+    assert not [*throughput.measure(tuning)], "nothing is left"
+    factor = throughput.calibration(tuning, tuning.read())
+    assert factor is not None
+    cluster = tuning.search.cluster
+    slower = replace(cluster, gpu=replace(cluster.gpu, measured=None, fp32=1e7))
+    other = throughput.Tuning(path, (), recipe, explore(recipe, slower), tmp_path, 12, 3, 60)
+    of_other = throughput.calibration(other, other.read())
+    assert of_other is not None and of_other > 2 * factor, "of its own predictions"
+
+
+def test_a_trial_that_a_signal_ended_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
+    recipe = load_recipe(path)
+    tuning = throughput.Tuning(path, (), recipe, explore(recipe), tmp_path, 12, 3, 60)
+    result = trial.TrialResult("interrupted")
+    monkeypatch.setattr(throughput, "run_trial", lambda *_, **__: result)
+    with pytest.raises(Stopped):
+        next(throughput.measure(tuning))
+    assert not tuning.read()
+
+
+def test_speeds_of_another_cluster_are_not_used_again(tmp_path: Path) -> None:
+    recipe = load_recipe("recipes/tiny/llama-bytes.yaml")
+    (tmp_path / "machine.yaml").write_text(CLUSTER)
+    named = tmp_path / "named-by-me.yaml"
+    named.write_text("nodes: 1\ngpus_per_node: 2\ngpu: cpu\nhost_memory_gib: 7\n")
+    merged = calibrated_cluster(tmp_path, recipe, str(named))
+    assert merged is not None
+    cluster = find_cluster(str(merged))
+    assert cluster.gpu.measured is not None and cluster.host_memory_gib == 7
+    check_measured_size(tmp_path, recipe)
+    with pytest.raises(PlanError, match="another cluster"):
+        check_measured_size(tmp_path, recipe.with_values({"cluster.gpus_per_node": 1}))
 
 
 def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.table import Table
@@ -157,7 +158,7 @@ def lines(tuned: Tuned) -> list[Line]:
         found.append(f"fastest: {best.layout}, {gain:.2f} × as fast as the planner's choice")
     else:
         found.append(f"fastest: {best.layout}")
-    found.append(f"wrote {tuned.file}: dmt launch {tuned.file}")
+    found.append(f"wrote {tuned.file}: dmt launch {quote(str(tuned.file))}")
     if tuned.factor is not None:
         found.append(
             f"predicted steps take {tuned.factor:.2f} × as long as measured ones (median)"
@@ -171,25 +172,13 @@ def write_page(tuned: Tuned) -> None:
     """The same as a page, `TUNE_DIR/tune.html`."""
     best = fastest(tuned.results)
     measured = [one for one in tuned.order if one.measured]
-    names = [one.layout.replace(", ", "\n", 1) for one in measured]
-    bars = [
-        {
-            "title": f"Seconds per step, {what}",
-            "stacks": {
-                "parts": [what],
-                "rows": [
-                    [name, seconds(time), False, [time]]
-                    for name, time in zip(names, times, strict=True)
-                ],
-                "limit": None,
-            },
-        }
-        for what, times in (
-            ("measured", [one.step_time_s or 0.0 for one in measured]),
-            ("predicted", [one.predicted_s for one in measured]),
-        )
-        if measured
+    rows = [
+        [one.layout.replace(", ", "\n", 1), seconds(time), False, [time]]
+        for one in measured
+        if (time := one.step_time_s) is not None
     ]
+    stacks = {"parts": ["measured"], "rows": rows, "limit": None}
+    bars = [{"title": "Seconds per step, measured", "stacks": stacks}] if rows else []
     table = {
         "title": "All trials",
         "table": [[*COLUMNS], *(_cells(tuned, one) for one in tuned.order)],

@@ -6,16 +6,16 @@ was killed and is started again repeats the trial that ran, and no other.
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from toolkit.backend import adopt_engine_config
 from toolkit.data.local import with_embedding_rows
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, Stopped
 from toolkit.evaluator import EVALUATORS
 from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
@@ -61,6 +61,8 @@ _WITHOUT = {
 }
 """Every trial trains and does nothing else."""
 _NEVER = 1_000_000_000
+_MOST_FAILURES = 4
+"""Trials that fail for the same reason before any was measured: the next ones would, too."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,29 @@ class Tuning:
         return self.folder / "results.jsonl"
 
     def read(self) -> list[Measurement]:
-        """The results so far."""
-        return [_MEASUREMENT.validate_python(line) for line in jsonl.read(self.results)]
+        """The last result of each layout, next to what is predicted now; the cluster file may
+        be another one than when it was measured. Raises PlanError for lines of another form."""
+        try:
+            lines = map(_MEASUREMENT.validate_python, jsonl.read(self.results))
+            last = {key_of(result.settings): result for result in lines}
+        except ValidationError as error:
+            raise PlanError(
+                f"{self.results} was not written by this version of DMT", fix="--dir OTHER"
+            ) from error
+        return [self._predicted_now(key, result) for key, result in last.items()]
+
+    def _predicted_now(self, key: str, result: Measurement) -> Measurement:
+        candidate = self.candidates.by_key.get(key)
+        if candidate is None or candidate.step_s is None:
+            return result
+        return replace(result, predicted_s=candidate.step_s)
+
+    def kept(self) -> list[Measurement]:
+        """The results that are not repeated: none of a tuning that came to its end and has
+        measured nothing, because what its trials failed for may have been mended since."""
+        results = self.read()
+        over = _all_fail(results) or self.candidates.following(_times(results)) is None
+        return [] if over and fastest(results) is None else results
 
     def claim(self) -> None:
         """Make the folder this tuning's. Raises PlanError if it is another recipe's."""
@@ -148,12 +171,17 @@ class Tuning:
         jsonl.write_atomically(file, text)
         jsonl.repair_tail(self.results)
 
+    @property
+    def started_locally(self) -> bool:
+        """Whether trials need another launcher than the recipe's, which hands its jobs over."""
+        return not LAUNCHERS[self.recipe.launch.launcher].supervises(self.recipe.cluster.nodes)
+
     def settings(self, candidate: Candidate) -> list[str]:
         """The overrides of a trial."""
         values = {**settings_of(candidate), **_WITHOUT}
         if self.recipe.schedule.name == "plateau":  # it needs validations: behind all steps
             values["evaluation.every_steps"] = _NEVER
-        if self.recipe.cluster.nodes == 1:
+        if self.started_locally:
             values["launch.launcher"] = "local"
         return [*self.overrides, *(f"{key}={in_yaml(value)}" for key, value in values.items())]
 
@@ -172,14 +200,23 @@ def measure(
     """Run the trials that are left, and yield each one's result when it is written.
 
     `on_step`: called with the trial's number and a line about it whenever it has trained a
-    step. Raises as `Tuning.claim` and `device_slices` do.
+    step. Raises as `Tuning.claim` and `device_slices` do, and Stopped when a signal to a trial
+    has ended it: that is no result.
     """
     tuning.claim()
     devices = device_slices(tuning.recipe.cluster)[0]
-    results = tuning.read()
-    while candidate := tuning.candidates.following(_times(results)):
-        result = _measured(tuning, candidate, devices, results, on_step)
+    number = 1 + max((result.number for result in tuning.read()), default=-1)
+    results = tuning.kept()
+    while not _all_fail(results) and (
+        candidate := tuning.candidates.following(_times(results))
+    ):
+        result = _measured(tuning, candidate, devices, number, fastest(results), on_step)
+        if result.ending == "interrupted":
+            raise Stopped(
+                f"a signal ended trial {number}", fix="start the same command to continue"
+            )
         jsonl.append(tuning.results, asdict(result))
+        number += 1
         results.append(result)
         yield result
 
@@ -190,14 +227,23 @@ def fastest(results: Sequence[Measurement]) -> Measurement | None:
     return min(measured, key=lambda result: result.step_time_s or 0.0, default=None)
 
 
-def calibration(results: Sequence[Measurement]) -> float | None:
-    """Predicted over measured seconds per step, the median of all layouts."""
+def calibration(tuning: Tuning, results: Sequence[Measurement]) -> float | None:
+    """Predicted over measured seconds per step, the median of all layouts that still fit."""
     ratios = [
         result.predicted_s / result.step_time_s
         for result in results
-        if result.measured and result.step_time_s
+        if result.measured
+        and result.step_time_s
+        and key_of(result.settings) in tuning.candidates.by_key
     ]
     return median(ratios) if ratios else None
+
+
+def _all_fail(results: Sequence[Measurement]) -> bool:
+    """Whether nothing was measured, and the last trials failed for one reason."""
+    last = {(result.ending, result.reason) for result in results[-_MOST_FAILURES:]}
+    failing = len(results) >= _MOST_FAILURES and len(last) == 1
+    return failing and results[-1].ending in ("failed", "hung") and fastest(results) is None
 
 
 def _times(results: Sequence[Measurement]) -> dict[str, float | None]:
@@ -211,11 +257,11 @@ def _measured(
     tuning: Tuning,
     candidate: Candidate,
     devices: DeviceSlice,
-    results: Sequence[Measurement],
+    number: int,
+    best: Measurement | None,
     on_step: Callable[[int, str], None],
 ) -> Measurement:
     """Run the trial of a layout, in a new run directory."""
-    number, best = len(results), fastest(results)
     layout = layout_text(*candidate.pair, candidate.layout)
     assert candidate.step_s is not None, "it fits"
     best_s = None if best is None else best.step_time_s

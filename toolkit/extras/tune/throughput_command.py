@@ -19,12 +19,13 @@ from toolkit.extras.tune.throughput import (
 )
 from toolkit.extras.tune.tuned import (
     calibrated_cluster,
+    check_measured_size,
     check_out,
+    check_tuned,
     rescaled,
     tuned_path,
-    write_tuned,
+    tuned_recipe,
 )
-from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.run import jsonl
@@ -69,6 +70,7 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
     check_local_files(loaded, request.recipe, request.overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(RunDirectory(folder)):
+        check_measured_size(folder, loaded)
         speeds = calibrated_cluster(folder, loaded, request.cluster)
         named = request.cluster if speeds is None else str(speeds)
         where = None if named is None else find_cluster(named)
@@ -82,40 +84,49 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
             request.hang_s,
             [] if named is None else ["--cluster", named],
         )
-        tuned = _run(tuning, file, speeds, where)
+        tuned = _run(tuning, file, speeds)
     output(as_json, tuned.machine_output(), lines(tuned), wrap=False)
-    if fastest(tuned.results) is None:
+    best = fastest(tuned.results)
+    if best is None:
         logs = f"{folder}/trials/*/launch.log"
-        raise RunFailed("no layout could be measured", fix=f"the reasons are in {logs}")
+        raise RunFailed(
+            "no layout could be measured",
+            fix=f"the reasons are in {logs}; the same command tries again",
+        )
+    check_tuned(tuning, best, file, where)
 
 
-def _run(tuning: Tuning, file: Path, speeds: Path | None, where: Cluster | None) -> Tuned:
+def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
     """Measure, and write the recipe, the cluster file and the page."""
-    done = len(tuning.read())
+    done = len(tuning.kept())
     if done:
         tell(f"{done} layouts were measured before, in {tuning.results}")
+    if tuning.started_locally:
+        name = tuning.recipe.launch.launcher
+        tell(f"launch.launcher: {name} hands its jobs over; the trials are started by local")
     total = min(tuning.trials, len(tuning.search.fitting))
     with count_progress(total) as update:
         update(completed=done)
         for result in measure(tuning, lambda _, text: update(description=text)):
-            update(completed=result.number + 1)
-            tell(_line(result, total))
+            done += 1
+            update(completed=done)
+            tell(f"{done} of {total}: {_line(result)}")
     results = tuning.read()
-    best, factor, cluster = fastest(results), calibration(results), None
+    best, factor, cluster = fastest(results), calibration(tuning, results), None
     if best is not None:
-        write_tuned(tuning, best, file, where)
+        jsonl.write_atomically(file, tuned_recipe(tuning, best, file))
     if speeds is not None and factor is not None:
         cluster = tuning.folder / "cluster.yaml"
-        note = f"dmt tune: measured speeds × {factor:.4g}, of {tuning.recipe.name}"
-        text = rescaled(speeds.read_text(encoding="utf-8"), factor, [note])
-        jsonl.write_atomically(cluster, text)
+        if not cluster.exists() or not cluster.samefile(speeds):  # else it was scaled before
+            text = rescaled(speeds.read_text(encoding="utf-8"), factor, tuning.recipe.name)
+            jsonl.write_atomically(cluster, text)
     tuned = Tuned(tuning, results, file, factor, cluster)
     write_page(tuned)
     return tuned
 
 
-def _line(result: Measurement, total: int) -> str:
+def _line(result: Measurement) -> str:
     time = "" if result.step_time_s is None else f", {seconds(result.step_time_s)} per step"
     why = f": {result.reason}" if result.reason else ""
     ending = result.ending.replace("_", " ")
-    return f"{result.number + 1} of {total}: {result.layout}: {ending}{time}{why}"
+    return f"trial {result.number}, {result.layout}: {ending}{time}{why}"

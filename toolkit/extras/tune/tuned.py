@@ -18,12 +18,14 @@ from toolkit.intake.load import load_recipe
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.run import jsonl
 from toolkit.text.terminal import tell
 
 HEADER = "# Written by `dmt tune"
 """Its end is the mode: one does not overwrite what the other has written."""
+MACHINE = "machine.yaml"
+"""In the folder: this machine's measured speeds."""
 
 
 def tuned_path(recipe: Path) -> Path:
@@ -103,9 +105,8 @@ def _extended(recipe: Path, file: Path) -> str:
     return os.path.relpath(recipe.absolute(), file.absolute().parent)
 
 
-def write_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
-    """Write the tuned recipe. Raises RunFailed if planning it gives another layout."""
-    jsonl.write_atomically(file, tuned_recipe(tuning, best, file))
+def check_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
+    """Raises RunFailed if planning the tuned recipe gives another layout."""
     planned = searched(load_recipe(file), cluster)[1].best
     measured = tuning.candidates.by_key.get(key_of(best.settings))
     if measured is not None and (planned.pair, planned.layout) != measured[:2]:
@@ -117,20 +118,51 @@ def calibrated_cluster(folder: Path, recipe: Recipe, stated: str | None) -> Path
     are measured, once per tuning; None, after a line about it, where that is not possible."""
     if stated is not None and find_cluster(stated).gpu.measured is not None:
         return Path(stated)
-    file = folder / "machine.yaml"
-    if file.exists():
+    file = folder / MACHINE
+    if not file.exists() and not _write_machine(file, recipe.cluster):
+        return None
+    if stated is None or not Path(stated).is_file():
         return file
+    named = folder / "named.yaml"
+    jsonl.write_atomically(named, _with_speeds(Path(stated), file))
+    return named
+
+
+def check_measured_size(folder: Path, recipe: Recipe) -> None:
+    """Raises PlanError if the speeds in the folder are those of another cluster: its results
+    are, too."""
+    file = folder / MACHINE
     section = recipe.cluster
+    if not file.exists():
+        return
+    here = default_cluster(section.nodes, section.gpus_per_node, section.gpu).section
+    if find_cluster(str(file)).section != here:
+        raise PlanError(
+            f"{file} has the speeds of another cluster than the recipe's",
+            fix="--dir OTHER, or remove the folder",
+        )
+
+
+def _write_machine(file: Path, section: ClusterSection) -> bool:
+    """Measure; False, after a line about it, where that is not possible."""
     try:
         if section.nodes > 1:
             raise PlanError("several nodes: --cluster FILE names measured speeds of them")
         text = _calibrated(section.gpus_per_node, default_cluster(1, 1, section.gpu).gpu.name)
     except (PlanError, BackendUnavailable, RunFailed) as error:
         tell(f"predictions are not calibrated: {error.message}")
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
+        return False
     jsonl.write_atomically(file, text)
-    return file
+    return True
+
+
+def _with_speeds(stated: Path, machine: Path) -> str:
+    """A cluster file with the speeds of another one, where it has none of its own."""
+    yaml = _yaml()
+    data = yaml.load(stated.read_text(encoding="utf-8"))
+    speeds = yaml.load(machine.read_text(encoding="utf-8"))["measured"]
+    data["measured"] = speeds | data.get("measured", {})
+    return _dumped(yaml, data)
 
 
 def _calibrated(processes: int, gpu: str) -> str:
@@ -145,15 +177,24 @@ def _calibrated(processes: int, gpu: str) -> str:
     return calibrate.cluster_text(machine, calibrate.calibrate(machine))
 
 
-def rescaled(text: str, factor: float, notes: Sequence[str]) -> str:
+def rescaled(text: str, factor: float, name: str) -> str:
     """A cluster file whose measured speeds are all `factor` times as high."""
-    yaml: Any = YAML()
-    yaml.width = 2**16
+    yaml = _yaml()
     data = yaml.load(text)
     _scale(data["measured"], factor)
+    return f"{_dumped(yaml, data)}# dmt tune: measured speeds × {factor:.4g}, of {name}\n"
+
+
+def _yaml() -> Any:
+    yaml = YAML()
+    yaml.width = 2**16
+    return yaml
+
+
+def _dumped(yaml: Any, data: Any) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
-    return stream.getvalue() + "".join(f"# {note}\n" for note in notes)
+    return stream.getvalue()
 
 
 def _scale(speeds: Any, factor: float) -> None:
