@@ -74,6 +74,7 @@ def new_observer(
         assignment=SimpleNamespace(prediction=None),
         phases=SimpleNamespace(begin=lambda _: None),
         watchdog=SimpleNamespace(mark=lambda *_: None),
+        together=SimpleNamespace(rank_zero=lambda action: action()),
     )
     checkpoints: Any = saves
     validation: Any = {"held out": lambda _parts: ()}

@@ -16,6 +16,7 @@ from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, req
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
+from toolkit.checkpoint.verify import verify
 from toolkit.data.build import TrainingData
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
@@ -251,10 +252,15 @@ class RunCheckpoints:
             )
 
     def exported_step(self, last: int) -> int:
-        """The step whose checkpoint becomes the export: the best one if the recipe keeps it,
-        otherwise the last."""
-        best = self.store.best() if self.store.keep_best else set()
-        return next(iter(best), last)
+        """The step whose checkpoint becomes the export: the best one if the recipe keeps it and
+        it is whole, otherwise the last."""
+        best = self.store.best(until=last) if self.store.keep_best else set()
+        for step in best - {last}:
+            folder = self.store.of_step(step)
+            if not (problems := verify(folder).problems):
+                return step
+            self._warn(f"{folder}, the best checkpoint, is not exported: {problems[0]}")
+        return last
 
     def take(self, found: Found) -> Progress:
         """Continue after a checkpoint from which nothing is loaded: all steps are done."""

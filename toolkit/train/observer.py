@@ -260,7 +260,11 @@ class Observer:
             self.start.phases.begin("building the validation batches")
             watched = HeartbeatBatches(batches(parts), self.start.phases.begin)
             results[name] = self.engine.evaluate(watched)
-        self._remember(progress, mean_of([*results.values()]).loss)
+        loss = mean_of([*results.values()]).loss
+        if self.start.recipe.follows_validation:
+            # Groups of ranks may sum in another order, and one would end the run alone.
+            loss = self.start.together.rank_zero(lambda: loss)
+        self._remember(progress, loss)
         if self.reporter is not None:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
 
