@@ -167,5 +167,5 @@ def test_there_are_commands() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
     assert verbs == {
         "init", "check", "plan", "estimate", "render", "rehearse", "launch", "data", "doctor",
-        "recipes", "schema",
+        "recipes", "schema", "tune",
     }  # fmt: skip
