@@ -26,8 +26,10 @@ def load(folder: Path, device: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     """Model and tokenizer; of a PEFT folder, with its base. Raises DataError."""
     placed = {"device_map": "auto"} if device == "cuda" else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **placed)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=False, **placed
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} cannot be loaded by transformers: {error}") from error
     return model.eval(), tokenizer
@@ -88,7 +90,9 @@ def prepare(folder: Path, settings: SamplesSection) -> None:
     """Raise DataError where the prompts cannot be completed."""
     if settings.chat:
         require_template(
-            AutoTokenizer.from_pretrained(folder), folder, "evaluation.samples.chat"
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+            folder,
+            "evaluation.samples.chat",
         )
 
 

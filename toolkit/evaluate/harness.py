@@ -65,7 +65,11 @@ def prepare(folder: Path, settings: TasksSection) -> None:
 
 
 def _require_template(folder: Path) -> None:
-    require_template(AutoTokenizer.from_pretrained(folder), folder, "evaluation.tasks.chat")
+    require_template(
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        folder,
+        "evaluation.tasks.chat",
+    )
 
 
 def _model_arguments(folder: Path, device: str) -> dict[str, Any]:
