@@ -95,9 +95,8 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
 
 def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Terminate the launcher and its processes here, and kill them if they do not exit."""
-    below = psutil.Process(process.pid).children(
-        recursive=True
-    )  # some have groups of their own
+    # Some have process groups of their own.
+    below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     try:
         process.wait(FAILED_GRACE_S)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from toolkit.checkpoint.saver import Saver
-from toolkit.checkpoint.store import CheckpointStore, step_of
+from toolkit.checkpoint.store import CheckpointStore, folder_name, step_of
 from toolkit.engines.base import Engine
 from toolkit.errors import DataError, DmtError, RunFailed
 from toolkit.evaluate.evaluation import evaluate, exported
@@ -96,7 +96,7 @@ class RunEvaluations:
         assert outcome is not None, "it was waited for"
         if outcome.problem is not None:
             return None, outcome.problem
-        return self._work / f"step-{progress.step:08d}", None
+        return self._work / folder_name(progress.step), None
 
     def _saved(self, step: int) -> Path | None:
         """The run's own checkpoint of this step, unless its save has failed."""

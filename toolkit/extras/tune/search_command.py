@@ -25,6 +25,7 @@ from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, check_waits, device_slices, run_trial
 from toolkit.extras.tune.tuned import check_out, tuned_path, write_searched
 from toolkit.intake.load import load_recipe
+from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_local_files
 from toolkit.text.terminal import tell
@@ -167,8 +168,8 @@ def _under_ray() -> list[str]:
 
 
 def slices_of(recipe: Recipe, parallel: int) -> list[DeviceSlice]:
-    """The devices of each of the trials that run at a time: of this machine, or those that Ray
-    gives to a run, which waits for them."""
-    if recipe.launch.launcher == "ray":
+    """The devices of each of the trials that run at a time: of this machine, or those that a
+    launcher gives to a run, which waits for them."""
+    if LAUNCHERS[recipe.launch.launcher].waits:
         return [DeviceSlice(number) for number in range(parallel)]
     return device_slices(recipe.cluster, parallel)

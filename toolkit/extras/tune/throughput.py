@@ -25,6 +25,7 @@ from toolkit.extras.tune.trial import (
     Followed,
     TrialResult,
     device_slices,
+    hands_over,
     run_trial,
     trial_folder,
     wait_until_free,
@@ -122,13 +123,8 @@ class Tuning:
                 fix=f"`dmt plan {self.path}` names what would fit",
             )
         nodes = self.recipe.cluster.nodes
-        name = self.recipe.launch.launcher
-        if nodes > 1 and not LAUNCHERS[name].supervises(nodes):
-            raise PlanError(
-                f"launch.launcher: {name} hands its jobs over, and tuning waits for each trial",
-                fix="--set launch.launcher=deepspeed with launch.hostfile, or tune one node: "
-                "--set cluster.nodes=1",
-            )
+        if nodes > 1 and self.started_locally:
+            raise hands_over(self.recipe.launch.launcher, nodes)
 
     @property
     def results(self) -> Path:

@@ -109,16 +109,21 @@ def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
 def check_waits(recipe: Recipe) -> None:
     """Raises PlanError if the recipe's launcher hands a run over and does not wait for it."""
     name, nodes = recipe.launch.launcher, recipe.cluster.nodes
-    if LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits:
-        return
+    if not (LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits):
+        raise hands_over(name, nodes)
+
+
+def hands_over(launcher: str, nodes: int) -> PlanError:
+    """The error of a launcher that does not wait for its jobs."""
     fix = "--set launch.launcher=local"
     if nodes > 1:
         fix = (
             "--set launch.launcher=deepspeed with launch.hostfile, or tune one node: "
             "--set cluster.nodes=1"
         )
-    raise PlanError(
-        f"launch.launcher: {name} hands its jobs over, and tuning waits for each trial", fix=fix
+    return PlanError(
+        f"launch.launcher: {launcher} hands its jobs over, and tuning waits for each trial",
+        fix=fix,
     )
 
 
