@@ -19,7 +19,6 @@ from toolkit.doctor.calibrate import (
     Machine,
     catalogue_name,
     check_known,
-    check_out,
     cluster_text,
     this_machine,
     write_cluster,
@@ -27,6 +26,7 @@ from toolkit.doctor.calibrate import (
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.hardware.cluster_file import load_cluster
+from toolkit.text.generated import check_out
 
 SPEEDS = Speeds(
     processes=2,
@@ -113,12 +113,12 @@ def test_somebodys_own_file_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("nodes: 4\n")
     with pytest.raises(PlanError, match="not written by this command"):
-        check_out(file)
+        check_out(file, HEADER)
     with pytest.raises(PlanError, match="cannot write into"):
-        check_out(tmp_path / "none" / "cluster.yaml")
+        check_out(tmp_path / "none" / "cluster.yaml", HEADER)
     file.write_text(f"{HEADER}: earlier\n")
-    check_out(file)
-    check_out(tmp_path / "new.yaml")
+    check_out(file, HEADER)
+    check_out(tmp_path / "new.yaml", HEADER)
 
 
 def test_command_prints_json_alone(

@@ -12,6 +12,7 @@ from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_UNAVAILABLE, PlanError
+from toolkit.text.generated import check_out
 
 BandwidthOption = Annotated[
     bool,
@@ -163,7 +164,7 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
 
     machine = calibration.this_machine(processes)
     calibration.check_known(machine)
-    calibration.check_out(out)
+    check_out(out, calibration.HEADER)
     calibration.tell_count(machine)
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))

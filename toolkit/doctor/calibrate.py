@@ -203,22 +203,6 @@ def _digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):.10f}".rstrip("0").removesuffix(".")
 
 
-def check_out(file: Path) -> None:
-    """Raises PlanError if `file` cannot be written, or was not written by this command: checked
-    before measuring, so that no cluster file of the user's is overwritten."""
-    try:
-        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
-    except (OSError, UnicodeDecodeError):
-        ours = False
-    if not ours:
-        raise PlanError(
-            f"--out: {file} exists and was not written by this command",
-            fix="name another file, or remove it",
-        )
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")
-
-
 def write_cluster(file: Path, text: str) -> None:
     """Write the cluster file. Raises PlanError when that is not possible after all."""
     try:

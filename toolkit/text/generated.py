@@ -1,9 +1,13 @@
-"""Files of this repository that a command writes: each generator writes them or checks them."""
+"""Files that a command writes: those of this repository, which each generator writes or checks,
+and those of users, which only the command that wrote them may replace."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from toolkit.errors import PlanError
 
 
 def write_or_check(description: str, module: str, texts: Mapping[Path, str]) -> int:
@@ -25,3 +29,20 @@ def write_or_check(description: str, module: str, texts: Mapping[Path, str]) -> 
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path], encoding="utf-8")
     return int(only_check and bool(stale))
+
+
+def check_out(file: Path, header: str, command: str = "this command") -> None:
+    """Raises PlanError if the `--out` of a command cannot be written, or exists without the
+    `header` that the command begins it with: checked before any work, so that no file of the
+    user's is overwritten."""
+    try:
+        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(header)
+    except (OSError, UnicodeDecodeError):
+        ours = False
+    if not ours:
+        raise PlanError(
+            f"--out: {file} exists and was not written by {command}",
+            fix="name another file, or remove it",
+        )
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")

@@ -23,7 +23,7 @@ from toolkit.extras.tune.space import load_space
 from toolkit.extras.tune.sweep import run_agent_trial, write_sweep
 from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, check_waits, device_slices, run_trial
-from toolkit.extras.tune.tuned import check_out, tuned_path, write_searched
+from toolkit.extras.tune.tuned import check_tuned_path, tuned_path, write_searched
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe
@@ -62,7 +62,7 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
         tell(f"{options.sweep} written: wandb sweep {options.sweep}")
         return
     file = options.out or tuned_path(recipe)
-    check_out(file, "--search")
+    check_tuned_path(file, "--search")
     check_local_files(load_recipe(recipe, request.overrides), recipe, request.overrides)
     run = partial(run_trial, recipe, hang_s=options.hang_s)
     if options.transfer is not None:

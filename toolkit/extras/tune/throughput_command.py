@@ -20,8 +20,8 @@ from toolkit.extras.tune.throughput import (
 from toolkit.extras.tune.tuned import (
     calibrated_cluster,
     check_measured_size,
-    check_out,
     check_tuned,
+    check_tuned_path,
     rescaled,
     tuned_path,
     tuned_recipe,
@@ -66,7 +66,7 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
     loaded = load_recipe(request.recipe, request.overrides, request.cluster)
     folder = request.folder or Path("runs") / f"{loaded.name}-tune"
     file = out or tuned_path(request.recipe)
-    check_out(file, "--throughput")
+    check_tuned_path(file, "--throughput")
     check_local_files(loaded, request.recipe, request.overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(RunDirectory(folder)):

@@ -20,6 +20,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.run import jsonl
+from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
 HEADER = "# Written by `dmt tune"
@@ -35,21 +36,9 @@ def tuned_path(recipe: Path) -> Path:
     return Path(name) if RECIPES in file.resolve().parents else file.with_name(name)
 
 
-def check_out(file: Path, mode: str) -> None:
-    """Raises PlanError if `file` exists and was not written by `dmt tune` in this mode: before
-    anything is measured."""
-    header = f"{HEADER} {mode}`"
-    try:
-        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(header)
-    except (OSError, UnicodeDecodeError):
-        ours = False
-    if not ours:
-        raise PlanError(
-            f"--out: {file} was not written by `dmt tune {mode}`",
-            fix="name another file with --out, or move it",
-        )
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")
+def check_tuned_path(file: Path, mode: str) -> None:
+    """Raises as `check_out` does, unless `dmt tune` wrote the file in this mode."""
+    check_out(file, f"{HEADER} {mode}`", f"`dmt tune {mode}`")
 
 
 def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:

@@ -10,11 +10,12 @@ from rich.text import Text
 
 from toolkit.cli.bars import count_progress
 from toolkit.cli.output import Hanging, output
-from toolkit.doctor.calibrate import check_known, check_out, this_machine
+from toolkit.doctor.calibrate import HEADER, check_known, this_machine
 from toolkit.errors import EXIT_FAILED
 from toolkit.extras.doctor.selftest import plan, report
 from toolkit.extras.doctor.selftest.apart import in_processes
 from toolkit.extras.doctor.selftest.check import Check, Workplace
+from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
@@ -36,7 +37,7 @@ def try_machine(
     how they begin; none: all. `jobs`: how many that measure no speed run at once.
     """
     if cluster is not None:
-        check_out(cluster)
+        check_out(cluster, HEADER)
         check_known(this_machine(processes))
     place = plan.workplace(gpu_only, processes, folder)
     steps = plan.chosen(plan.steps(place, cluster), only)
