@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.e2e.product import Ended, dmt, run, settings
+from tests.e2e.product import Ended, dmt, records, run, settings
 from toolkit.data.formats.indexed import IndexedWriter
 
 
@@ -29,6 +29,24 @@ class Case:
         stream, last = self.streams[name], self.ends[name]
         labels = np.where(np.isin(places, last), -100, stream[places + 1])
         return torch.from_numpy(stream[places]), torch.from_numpy(labels)
+
+    def in_torch(self, lr: float, **more: float) -> tuple[PreTrainedModel, torch.optim.AdamW]:
+        """The model as transformers loads it, and torch's AdamW as the recipes set it: no
+        weight decay on vectors."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+        decayed = [one for one in model.parameters() if one.ndim > 1]
+        others = [one for one in model.parameters() if one.ndim == 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, **more
+        )
+        return model, optimizer
+
+
+def sample_numbers(run_dir: Path) -> dict[int, list[int]]:
+    """The samples of each step of a run in one process, as it logs them."""
+    lines = records(run_dir / "samples" / "rank-0.jsonl")
+    return {line["step"]: line["samples"] for line in lines}
 
 
 def written(folder: Path, recipe: str) -> Case:

@@ -159,6 +159,18 @@ class Command:
         """Press Ctrl-C: SIGINT to the process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate_in_step(self, step: int) -> None:
+        """SIGTERM to rank 0, which a failpoint has stopped in this step and which goes on."""
+
+        def waits() -> bool:
+            rank = self.ranks().get(0)
+            return rank is not None and rank.status() == psutil.STATUS_STOPPED
+
+        self.wait_for(waits, f"step {step}")
+        rank = self.ranks()[0]
+        rank.send_signal(signal.SIGTERM)
+        rank.resume()
+
     def end(self, code: int | None = None) -> Ended:
         """Wait for the end; assert its exit code, if one is given, and that no process of this
         command outlives it.

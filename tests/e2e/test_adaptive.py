@@ -1,18 +1,15 @@
 """Runs whose batch grows and that follow their validation loss, against a plain transformers
 loop with torch's ReduceLROnPlateau."""
 
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import AutoModelForCausalLM
 
-from tests.e2e.indexed import Case, written
+from tests.e2e.indexed import Case, sample_numbers, written
 from tests.e2e.layouts import outcome
 from tests.e2e.product import (
     checkpoints,
@@ -81,15 +78,8 @@ def one_process(case: Case) -> Path:
 @pytest.fixture(scope="module")
 def reference(case: Case, one_process: Path) -> Reference:
     """The samples that the run names, trained here until five validations are no better."""
-    lines = records(one_process / "samples" / "rank-0.jsonl")
-    numbers = {line["step"]: line["samples"] for line in lines}
-    model = AutoModelForCausalLM.from_pretrained(case.folder / "model", dtype=torch.float32)
-    decayed = [one for one in model.parameters() if one.ndim > 1]
-    others = [one for one in model.parameters() if one.ndim == 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1
-    )
+    numbers = sample_numbers(one_process)
+    model, optimizer = case.in_torch(lr=1e-2, eps=1e-5)
     scheduler = ReduceLROnPlateau(
         optimizer, mode="min", factor=0.5, patience=0, cooldown=1, min_lr=3e-3, threshold=2e-3
     )
@@ -187,15 +177,7 @@ def test_stopped_at_the_best_step(case: Case, one_process: Path) -> None:
     argv = dmt("launch", "recipe.yaml", "--run-dir", "stopped")
     fault = {"DMT_FAILPOINTS": f"step=stop@hit{best}"}
     with started(argv, case.folder, fault) as command:
-
-        def waits() -> bool:
-            rank = command.ranks().get(0)
-            return rank is not None and rank.status() == psutil.STATUS_STOPPED
-
-        command.wait_for(waits, f"step {best}")
-        rank = command.ranks()[0]
-        rank.send_signal(signal.SIGTERM)
-        rank.resume()
+        command.terminate_in_step(best)
         command.end(75)
     assert histories(folder)[best].step < best
     case.launch("stopped", {})

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from tests.e2e.indexed import Case, written
+from tests.e2e.indexed import Case, sample_numbers, written
 from tests.e2e.product import curve, events, records
 
 RECIPE = """
@@ -87,13 +87,8 @@ def one_process(case: Case) -> Path:
 @pytest.fixture(scope="module")
 def reference(case: Case, one_process: Path) -> Reference:
     """The samples that the run names, cut and trained here."""
-    lines = records(one_process / "samples" / "rank-0.jsonl")
-    numbers = {line["step"]: line["samples"] for line in lines}
-    model = AutoModelForCausalLM.from_pretrained(case.folder / "model", dtype=torch.float32)
-    decayed = [one for one in model.parameters() if one.ndim > 1]
-    others = [one for one in model.parameters() if one.ndim == 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    numbers = sample_numbers(one_process)
+    model, optimizer = case.in_torch(lr=3e-3)
     found = Reference({}, {}, [])
     for step, length in enumerate(LENGTHS, start=1):
         inputs, labels = case.batch(numbers[step], length, "train")

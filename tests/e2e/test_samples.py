@@ -1,9 +1,7 @@
 """No sample is lost or seen twice, however often a run is stopped and laid out anew."""
 
-import signal
 from itertools import pairwise
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import Project
@@ -49,15 +47,7 @@ def stop_at(project: Project, run_dir: str, first: int, last: int, changes) -> N
     fault = {"DMT_FAILPOINTS": f"step=stop@rank0,hit{last - first}"}
     argv = project.command(run_dir, SETTINGS | changes)
     with started(argv, project.folder, fault) as command:
-
-        def stopped() -> bool:
-            rank = command.ranks().get(0)
-            return rank is not None and rank.status() == psutil.STATUS_STOPPED
-
-        command.wait_for(stopped, f"step {last}")
-        rank = command.ranks()[0]
-        rank.send_signal(signal.SIGTERM)
-        rank.resume()
+        command.terminate_in_step(last)
         assert_saved_and_stopped(command.end(), project.folder / run_dir)
 
 

@@ -5,9 +5,7 @@ Its standard input is the JSON of a `Request`; it writes `Findings` to the reque
 prints its progress on standard error. It ends when the process that started it does.
 """
 
-import ctypes
 import json
-import os
 import signal
 import sys
 import traceback
@@ -19,8 +17,7 @@ from toolkit.errors import EXIT_FAILED, DmtError
 from toolkit.evaluator import EVALUATORS
 from toolkit.registry import load
 from toolkit.run.jsonl import write_atomically
-
-_PR_SET_PDEATHSIG = 1
+from toolkit.system.parent import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ def main() -> int:
     """Carry out the request on standard input."""
     request = Request(**json.loads(sys.stdin.readline()))
     # Set here, not between fork and exec: a rank has threads and pinned memory.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != request.parent:  # It died before the line above.
+    if not end_with_parent(request.parent, signal.SIGKILL):
         return EXIT_FAILED
     answer = _answer(request)
     write_atomically(Path(request.out), json.dumps(asdict(answer)))

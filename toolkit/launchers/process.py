@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.run.ending import STACKS_SIGNAL
 from toolkit.system.handlers import STOP_SIGNALS, handling
+from toolkit.system.parent import end_with_parent
 
 FAILED_GRACE_S = 5.0
 """Grace period of the other ranks after one failed: they cannot save any more."""
@@ -23,7 +24,6 @@ STACKS_S = 0.5
 POLL_S = 0.05
 STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _INTERRUPTS_TO_KILL = 3
 
@@ -43,8 +43,7 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
         # Other launchers do not handle this signal and would exit at once, and so would a
         # worker before it has set its handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # It died before the line above.
+        if not end_with_parent(parent, number):
             os._exit(1)
 
     return between_fork_and_exec
