@@ -53,12 +53,12 @@ def _distribution(one: Parameter) -> dict[str, Any]:
     found = {"min": one.low, "max": one.high}
     if one.step is not None and not (one.whole and one.step == 1):
         return {"values": _stepped(one)}  # W&B counts the steps of a q_uniform from 0
-    if one.whole and not one.log:
-        return {"distribution": "int_uniform", **found}
     kind = "log_uniform_values" if one.log else "uniform"
-    return {"distribution": kind, **found} if not one.whole else {
-        "distribution": f"q_{kind}", **found, "q": 1,
-    }  # fmt: skip
+    if not one.whole:
+        return {"distribution": kind, **found}
+    if one.log:
+        return {"distribution": f"q_{kind}", **found, "q": 1}
+    return {"distribution": "int_uniform", **found}
 
 
 def _stepped(one: Range) -> list[Number]:
