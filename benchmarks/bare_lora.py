@@ -56,7 +56,7 @@ def batches_of(run: Assignment, steps: int, rank: int, world: int) -> list[list[
     batches = GlobalBatches(data.train, data.order, training.global_batch_size)
     found = []
     for step in range(steps):
-        ours = batches.micro_batches(step * training.global_batch_size, rank, world, micro)
+        ours = batches.micro_batches(step * training.global_batch_size, rank, [micro] * world)
         tokens = torch.tensor(sum(batch.tokens for batch in ours), dtype=torch.float32)
         dist.all_reduce(tokens)
         found.append([

@@ -291,7 +291,7 @@ def loader_tokens_per_s() -> float:
     batches, count = GlobalBatches(data.train, data.order, size), 1000
     started = time.perf_counter()
     for number in range(count):
-        batches.micro_batches(number * size, 0, 1, size)
+        batches.micro_batches(number * size, 0, [size])
     return count * size * length / (time.perf_counter() - started)
 
 

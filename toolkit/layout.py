@@ -1,9 +1,10 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 EngineName = str
 """One of `ENGINES.names`."""
@@ -77,6 +78,9 @@ class Layout:
     """All positions of a micro batch at once, or some at a time."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
+    shares: tuple[int, ...] = ()
+    """Samples of a micro batch on each data-parallel rank, where they differ; `micro_batch` is
+    then the largest. Empty: `micro_batch` on every rank."""
 
     @property
     def compiles(self) -> str | None:
@@ -91,7 +95,26 @@ class Layout:
     @property
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        return self.micro_batch * self.gradient_accumulation * self.dp
+        return self.gradient_accumulation * self.round_samples
+
+    @property
+    def round_samples(self) -> int:
+        """Samples of one micro batch of every data-parallel rank."""
+        return sum(self.shares) or self.micro_batch * self.dp
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Samples of a micro batch of each data-parallel rank."""
+        return self.shares or (self.micro_batch,) * self.dp
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without `shares` where ranks have equal ones."""
+        return {name: value for name, value in asdict(self).items() if value != ()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Layout":
+        """The layout that `to_dict` wrote."""
+        return cls(**{**data, "shares": tuple(data.get("shares", ()))})
 
     @property
     def context_groups(self) -> list[list[int]]:

@@ -12,6 +12,8 @@ from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.order import Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
+from toolkit.layout import Layout
+from toolkit.rehearse.batches import micro_batches as rehearsed
 
 Tokenized = Callable[[Sequence[Sequence[int]]], TokenizedData]
 Rows = list[tuple[list[int], list[int]]]
@@ -62,13 +64,45 @@ def test_every_layout_gets_the_same_global_batch(
     dataset: Make, size: int, n_samples: int, consumed: int, seed: int
 ) -> None:
     batches = GlobalBatches(dataset(n_samples), Shuffled(seed, n_samples), size)
-    expected = rows(batches.micro_batches(consumed, 0, 1, size))
+    expected = rows(batches.micro_batches(consumed, 0, [size]))
     assert len(expected) == size
     for dp, micro in splits(size):
-        shares = [batches.micro_batches(consumed, rank, dp, micro) for rank in range(dp)]
+        shares = [batches.micro_batches(consumed, rank, [micro] * dp) for rank in range(dp)]
         assert [row for share in shares for row in rows(share)] == expected
         assert {len(share) for share in shares} == {size // (dp * micro)}
         assert all(batch.labels.shape == (micro, 2) for share in shares for batch in share)
+
+
+@SETTINGS
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    rounds=st.integers(1, 4),
+    n_samples=st.integers(1, 60),
+    consumed=st.integers(0, 500),
+)
+def test_uneven_shares_are_a_partition_of_the_global_batch(
+    dataset: Make, sizes: list[int], rounds: int, n_samples: int, consumed: int
+) -> None:
+    layout = Layout(
+        dp=len(sizes),
+        micro_batch=max(sizes),
+        gradient_accumulation=rounds,
+        shares=tuple(sizes),
+    )
+    size = layout.global_batch
+    data = dataset(n_samples)
+    batches = GlobalBatches(data, Shuffled(7, n_samples), size)
+    found = [
+        batches.micro_batches(consumed, rank, layout.micro_batches) for rank in range(layout.dp)
+    ]
+    whole = batches.micro_batches(consumed, 0, [size])
+    assert [row for share in found for row in rows(share)] == rows(whole)
+    assert [[len(batch.labels) for batch in share] for share in found] == [
+        [one] * rounds for one in sizes
+    ]
+    (together,) = whole
+    of_rehearsals = [rehearsed(together, layout, rank) for rank in range(layout.dp)]
+    assert [*map(rows, of_rehearsals)] == [*map(rows, found)]
 
 
 @SETTINGS
@@ -81,9 +115,9 @@ def test_epochs_follow_without_a_seam(
     seen = [
         row
         for step in range(steps)  # a fresh object per step: there is no state but the cursor
-        for row in rows(GlobalBatches(data, order, size).micro_batches(step * size, 0, 1, 1))
+        for row in rows(GlobalBatches(data, order, size).micro_batches(step * size, 0, [1]))
     ]
-    assert seen == rows(GlobalBatches(data, order, steps * size).micro_batches(0, 0, 1, 1))
+    assert seen == rows(GlobalBatches(data, order, steps * size).micro_batches(0, 0, [1]))
     for start in range(0, len(seen) - n_samples + 1, n_samples):
         epoch = {tuple(inputs) for inputs, _ in seen[start : start + n_samples]}
         assert len(epoch) == n_samples
@@ -93,12 +127,12 @@ def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) 
     data, order = dataset(30), Shuffled(5, 30)
     kept = GlobalBatches(data, order, 24)
     for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
-        fresh = GlobalBatches(data, order, 24).micro_batches(step * 24, 0, 1, 24)
-        assert rows(kept.micro_batches(step * 24, 0, 1, 24)) == rows(fresh)
+        fresh = GlobalBatches(data, order, 24).micro_batches(step * 24, 0, [24])
+        assert rows(kept.micro_batches(step * 24, 0, [24])) == rows(fresh)
 
 
 def test_tensors(dataset: Make) -> None:
-    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), 4).micro_batches(0, 0, 1, 4)
+    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), 4).micro_batches(0, 0, [4])
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (4, 2)
 
@@ -116,7 +150,7 @@ def test_evaluation_sees_each_sample_once_under_every_layout(
         for row in data.rows(index)
     )
     for dp, micro in splits(size):
-        shares = [evaluation_batches(data, size, n_batches, r, dp, micro) for r in range(dp)]
+        shares = [evaluation_batches(data, size, n_batches, r, [micro] * dp) for r in range(dp)]
         assert len({len(share) for share in shares}) == 1
         assert len(shares[0]) % (size // (dp * micro)) == 0  # whole global batches
         all_rows = [row for share in shares for row in rows(share)]

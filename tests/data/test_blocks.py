@@ -220,7 +220,7 @@ def test_a_terabyte_begins_soon(tmp_path: Path) -> None:
     started = time.monotonic()
     data = built(tmp_path, {"train": train, "cache": "cache"}, 4096, 256)
     batches = GlobalBatches(data.train, data.order, 256)
-    (batch,) = batches.micro_batches(2**26, 3, 4, 64)
+    (batch,) = batches.micro_batches(2**26, 3, [64] * 4)
     assert time.monotonic() - started < 100  # hours where it grows with the tokens
     assert batch.input_ids.shape == (64, 4096)
     assert len(data.train) == (2**39 - 1) // 4096

@@ -109,7 +109,7 @@ def step_rows(data: TrainingData, step: int, world: int = 1, micro: int = 1) -> 
     found: list[bytes] = []
     batches = batches_of(data)
     for rank in range(world):
-        for batch in batches.micro_batches(step * BATCH, rank, world, micro):
+        for batch in batches.micro_batches(step * BATCH, rank, [micro] * world):
             found += contents(batch)
     return found
 
@@ -123,7 +123,7 @@ def test_every_token_once_across_changes(tmp_path: Path, make: Any) -> None:
     data, blocks = make(tmp_path), set()
     seen: Counter[int] = Counter()
     for step, length in enumerate(LENGTHS):
-        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         assert batch.input_ids.shape == (BATCH, length)
         for tokens, labels in zip(batch.input_ids.numpy(), batch.labels.numpy(), strict=True):
             start = int(tokens[0])  # tokens are their places
@@ -145,11 +145,11 @@ def test_a_pass_ends_where_all_blocks_are_seen(tmp_path: Path) -> None:
     data = one_source(tmp_path)
     passes: list[list[int]] = [[], []]
     for step in range(25):
-        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         passes[0] += batch.input_ids.flatten().tolist()
     assert sorted(passes[0]) == [*range(32 * 80)]
     for step in range(25, 25 + 40):
-        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         passes[1] += batch.input_ids.flatten().tolist()
     assert sorted(passes[1]) == [*range(32 * 80)]
     training = TrainingSection(sequence_length=FIRST, global_batch_size=BATCH, epochs=1.0)
@@ -163,7 +163,7 @@ def test_isolated_documents_count_from_the_part_of_the_row(tmp_path: Path) -> No
     starts = {int(one[0]) for one in documents}
     data = isolated(tmp_path)
     for step in (0, 5, 9, 12):
-        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         assert batch.positions is not None and batch.segments is not None
         for row in range(BATCH):
             position, segment = -1, 0
@@ -205,7 +205,7 @@ def test_shares_of_a_blend_hold_in_blocks(tmp_path: Path) -> None:
     for steps in ((0, 5), (5, 7), (7, 9), (9, 12), (12, 20)):
         found.append(Counter())
         for step in range(*steps):
-            (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+            (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
             found[-1].update((batch.input_ids.flatten() // 10_000).tolist())
     blocks = [{source: count / 32 for source, count in one.items()} for one in found]
     assert blocks[0] == {0: 5, 1: 3, 2: 2}
@@ -219,8 +219,8 @@ def test_without_lengths_nothing_changes(tmp_path: Path) -> None:
     data, plain = one_source(tmp_path, stages=[]), GlobalBatches
     before = plain(data.train, data.order, BATCH)
     for step in range(12):
-        (old,) = before.micro_batches(step * BATCH, 0, 1, BATCH)
-        (new,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (old,) = before.micro_batches(step * BATCH, 0, [BATCH])
+        (new,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         assert old.samples == new.samples and contents(old) == contents(new)
     assert data.fingerprint_at(99) == data.fingerprint
 
@@ -250,7 +250,7 @@ def test_the_rest_of_a_block_is_skipped_and_said(tmp_path: Path) -> None:
     data = one_source(tmp_path, stages=stages)
     seen: list[int] = []
     for step in range(5):
-        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, 1, BATCH)
+        (batch,) = batches_of(data).micro_batches(step * BATCH, 0, [BATCH])
         seen += batch.input_ids.flatten().tolist()
     assert len(set(seen)) == len(seen) == 3 * 8 * 8 + 2 * 8 * 40
     assert list(data.notes(5, 5)) == [
@@ -263,7 +263,7 @@ def test_validation_is_cut_alike(tmp_path: Path) -> None:
     data = one_source(tmp_path, validation_fraction=0.3)
     (held_out,) = data.validation.values()
     whole, parts = (
-        evaluation_batches(cut(held_out, parts), BATCH, 2 * parts, 0, 1, BATCH)
+        evaluation_batches(cut(held_out, parts), BATCH, 2 * parts, 0, [BATCH])
         for parts in (1, 4)
     )
     found = [

@@ -157,13 +157,13 @@ def test_a_batch_is_fetched_at_once(
     data = build(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     store.delay_s = 0.2
     batches = GlobalBatches(data.train, data.order, 4)
-    (found,) = batches.micro_batches(0, 0, 1, 4)
+    (found,) = batches.micro_batches(0, 0, [4])
     assert store.most_at_once > 2
     store.delay_s = 0.0
     assert found.input_ids.tolist() == sequence(data)[:4]
     asked: list[list[int]] = []
     monkeypatch.setattr(data.train, "expect", lambda indices: asked.append(indices.tolist()))
-    batches.micro_batches(4, 1, 2, 2)
+    batches.micro_batches(4, 1, [2, 2])
     order = data.order.indices(0, 12).tolist()
     assert asked[:2] == [order[6:8], order[10:12]], "the share of rank 1, and its next one"
 

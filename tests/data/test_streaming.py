@@ -166,7 +166,7 @@ def test_every_layout_and_restart_gets_the_same_samples(
             found = []
             for step in range(resumed, steps):
                 for rank in range(world):
-                    share = batches[rank].micro_batches(step * BATCH, rank, world, micro)
+                    share = batches[rank].micro_batches(step * BATCH, rank, [micro] * world)
                     for batch in share:
                         pairs = zip(batch.input_ids, batch.labels, strict=True)
                         found += [a.numpy().tobytes() + b.numpy().tobytes() for a, b in pairs]

@@ -230,8 +230,8 @@ def packed_steps(layout: Layout, rank: int) -> Iterator[Step]:
     with TemporaryDirectory() as cache:
         samples = packed_samples(Path(cache))
         used = np.arange(STEPS * SAMPLES)
-        whole = batches_of(samples, used, SAMPLES, 0, 1, SAMPLES)
-        share = layout.data_rank(rank), layout.dp, layout.micro_batch
+        whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
+        share = layout.data_rank(rank), layout.micro_batches
         for (batch,), mine in zip(
             whole, batches_of(samples, used, SAMPLES, *share), strict=True
         ):

@@ -106,10 +106,10 @@ def compute_unusable(path: Path) -> tuple[str, list[bool]]:
 
 def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:
     """The reference in training and in validation batches, by sample."""
-    shape = layout.dp, layout.micro_batch
+    sizes = layout.micro_batches
     order = Shuffled(3, len(table.samples))
-    training = GlobalBatches(table.samples, order, 4).micro_batches(8, 0, *shape)
-    validation = evaluation_batches(table.samples, 4, 100, 0, *shape)
+    training = GlobalBatches(table.samples, order, 4).micro_batches(8, 0, sizes)
+    validation = evaluation_batches(table.samples, 4, 100, 0, sizes)
     both = {"training": training, "validation": validation}
     return {
         name: [

@@ -96,7 +96,7 @@ def test_the_sequence_is_that_of_the_order(
     assert engine.samples == [
         tuple(
             sample
-            for batch in batches.micro_batches(step * PER_STEP, 0, 1, LAYOUT.micro_batch)
+            for batch in batches.micro_batches(step * PER_STEP, 0, LAYOUT.micro_batches)
             for sample in batch.samples
         )
         for step in range(done, STEPS)

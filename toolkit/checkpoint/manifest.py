@@ -167,7 +167,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it to disk and sync."""
-        content = asdict(self)
+        content = asdict(self) | {"layout": self.layout.to_dict()}
         content["sha256"] = _digest(content)
         write_synced(folder / MANIFEST, _text(content).encode())
 

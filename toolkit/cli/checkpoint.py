@@ -83,7 +83,7 @@ def _listed(one: Listed) -> dict[str, Any]:
         "step": manifest.step,
         "engine": manifest.engine,
         "model": manifest.model,
-        "layout": asdict(manifest.layout),
+        "layout": manifest.layout.to_dict(),
     }  # fmt: skip
     return {
         "folder": one.folder.name,
@@ -170,6 +170,7 @@ def inspect(
     found = _find(checkpoint)
     held = contents(found.folder)
     data = {"folder": str(found.folder), **asdict(found.manifest)}
+    data["layout"] = found.manifest.layout.to_dict()
     if tensors:
         data["tensors"] = {tensor.name: tensor._asdict() for tensor in held}
 

@@ -40,12 +40,12 @@ class GlobalBatches:
         """Some of the endless order of samples, from place `_first` on."""
 
     def micro_batches(
-        self, consumed_samples: int, dp_rank: int, dp_size: int, micro_batch_size: int
+        self, consumed_samples: int, dp_rank: int, sizes: Sequence[int]
     ) -> list[MicroBatch]:
         """This rank's micro batches of the global batch that starts at `consumed_samples`.
 
-        The shares of all ranks in order form the global batch, for any `dp_size` and
-        `micro_batch_size`. The global batch must be a multiple of their product.
+        `sizes`: samples of a micro batch of each data-parallel rank. The shares of all ranks in
+        order form the global batch, which must be a multiple of their sum.
         """
         shares, position = [], consumed_samples
         for _ in range(2):
@@ -53,11 +53,11 @@ class GlobalBatches:
             dataset = cut(self._dataset, stage.parts)
             indices = self._indices(position, stage.global_batch_size)
             position += len(indices)
-            share = _share(indices, dp_rank, dp_size, micro_batch_size)
+            share = _share(indices, dp_rank, sizes)
             shares.append((dataset, share))
             if isinstance(dataset, ReadAhead):
                 dataset.expect(share)
-        return _micro_batches(*shares[0], micro_batch_size)
+        return _micro_batches(*shares[0], sizes[dp_rank])
 
     def _indices(self, position: int, size: int) -> Int64Array:
         """The samples of the global batch of this size that starts at `position`.
@@ -78,8 +78,7 @@ def evaluation_batches(
     global_batch_size: int,
     batches: int,
     dp_rank: int,
-    dp_size: int,
-    micro_batch_size: int,
+    sizes: Sequence[int],
 ) -> list[MicroBatch]:
     """This rank's micro batches of the first `batches` global batches, in fixed order.
 
@@ -87,10 +86,8 @@ def evaluation_batches(
     with fully masked samples, so that every rank has the same number of micro batches.
     """
     n_samples = min(len(dataset), batches * global_batch_size)
-    found = batches_of(
-        dataset, np.arange(n_samples, dtype=np.int64), global_batch_size, dp_rank, dp_size,
-        micro_batch_size,
-    )  # fmt: skip
+    indices = np.arange(n_samples, dtype=np.int64)
+    found = batches_of(dataset, indices, global_batch_size, dp_rank, sizes)
     return [micro_batch for micro_batches in found for micro_batch in micro_batches]
 
 
@@ -99,8 +96,7 @@ def batches_of(
     indices: Int64Array,
     global_batch_size: int,
     dp_rank: int,
-    dp_size: int,
-    micro_batch_size: int,
+    sizes: Sequence[int],
 ) -> Iterator[list[MicroBatch]]:
     """This rank's micro batches of each global batch of the samples `indices`, in order.
 
@@ -110,18 +106,17 @@ def batches_of(
     indices = np.concatenate([indices, padding])
     for start in range(0, len(indices), global_batch_size):
         batch = indices[start : start + global_batch_size]
-        share = _share(batch, dp_rank, dp_size, micro_batch_size)
-        yield _micro_batches(dataset, share, micro_batch_size)
+        share = _share(batch, dp_rank, sizes)
+        yield _micro_batches(dataset, share, sizes[dp_rank])
 
 
-def _share(
-    global_batch: Int64Array, dp_rank: int, dp_size: int, micro_batch_size: int
-) -> Int64Array:
-    """The samples of one rank: the global batch cut into `dp_size` equal blocks."""
-    assert 0 <= dp_rank < dp_size
-    assert len(global_batch) % (dp_size * micro_batch_size) == 0, "the plan's batch arithmetic"
-    size = len(global_batch) // dp_size
-    return global_batch[dp_rank * size : (dp_rank + 1) * size]
+def _share(global_batch: Int64Array, dp_rank: int, sizes: Sequence[int]) -> Int64Array:
+    """The samples of one rank: the global batch cut into a block per rank, in proportion to
+    `sizes`."""
+    rounds, rest = divmod(len(global_batch), sum(sizes))
+    assert not rest, "the plan's batch arithmetic"
+    first = rounds * sum(sizes[:dp_rank])
+    return global_batch[first : first + rounds * sizes[dp_rank]]
 
 
 def _micro_batches(

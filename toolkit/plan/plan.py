@@ -116,7 +116,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `plan.json`."""
-        return asdict(self)
+        return asdict(self) | {"layout": self.layout.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
@@ -125,7 +125,7 @@ class Plan:
         return cls(
             **{
                 **fields,
-                "layout": Layout(**fields["layout"]),
+                "layout": Layout.from_dict(fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
                 "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
                 "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),

@@ -73,6 +73,7 @@ def micro_batches(
     batch: MicroBatch, layout: Layout, data_rank: int, rows_per_sample: int = 1
 ) -> list[MicroBatch]:
     """The share of one data-parallel rank of a global batch, in micro batches."""
-    share = len(batch.input_ids) // layout.dp
-    first, size = data_rank * share, layout.micro_batch * rows_per_sample
-    return [batch.rows(row, row + size) for row in range(first, first + share, size)]
+    sizes = [samples * rows_per_sample for samples in layout.micro_batches]
+    rounds, size = len(batch.input_ids) // sum(sizes), sizes[data_rank]
+    first = rounds * sum(sizes[:data_rank])
+    return [batch.rows(row, row + size) for row in range(first, first + rounds * size, size)]

@@ -59,7 +59,7 @@ def _entry(outcome: LayoutResult) -> dict[str, Any]:
         "engine": outcome.candidate.parallel.engine,
         "model": outcome.candidate.parallel.model,
         "world": outcome.candidate.processes,
-        "layout": asdict(plan.layout) if plan else None,
+        "layout": plan.layout.to_dict() if plan else None,
         "loss": outcome.record.loss,
         "grad_norm": outcome.record.grad_norm,
         "max_rel_loss": comparison.max_rel_loss if comparison else None,

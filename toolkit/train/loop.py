@@ -114,7 +114,7 @@ class TrainingRun:
             return []
         layout = self.layout
         return self.batches.micro_batches(
-            consumed_samples, layout.data_rank(self.rank), layout.dp, layout.micro_batch
+            consumed_samples, layout.data_rank(self.rank), layout.micro_batches
         )
 
     def counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:

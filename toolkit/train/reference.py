@@ -115,9 +115,12 @@ class ReferenceTable:
         rank = self._together.ranks.rank
         saved = time.monotonic()
         batches = batches_of(
-            self._samples, missing, layout.global_batch, layout.data_rank(rank), layout.dp,
-            layout.micro_batch,
-        )  # fmt: skip
+            self._samples,
+            missing,
+            layout.global_batch,
+            layout.data_rank(rank),
+            layout.micro_batches,
+        )
         for number, micro_batches in enumerate(batches):
             found = _of_all_ranks(
                 engine.sequence_log_probs(micro_batches), layout, self._together
@@ -143,12 +146,15 @@ class ReferenceTable:
 def _of_all_ranks(mine: torch.Tensor, layout: Layout, together: AllRanks) -> torch.Tensor:
     """The rows of a global batch, from every data-parallel rank's share."""
     rank = together.ranks.rank
-    share = layout.data_rank(rank)
-    everyones = torch.zeros(layout.dp, len(mine))
+    share, sizes = layout.data_rank(rank), layout.micro_batches
+    each = len(mine) // sizes[share]
+    everyones = torch.zeros(each * sum(sizes))
     if not any(layout.data_rank(other) == share for other in range(rank)):
-        everyones[share] = mine  # of the ranks that have this share, the first
+        # Of the ranks that have this share, the first.
+        first = each * sum(sizes[:share])
+        everyones[first : first + len(mine)] = mine
     dist.all_reduce(everyones, group=together.group)
-    return everyones.flatten()
+    return everyones
 
 
 def _read(path: Path, shape: tuple[int, int]) -> Values:

@@ -236,8 +236,7 @@ def _validation_batches(
         recipe.training.global_batch_size,
         recipe.evaluation.batches * parts,
         layout.data_rank(start.ranks.rank),
-        layout.dp,
-        layout.micro_batch,
+        layout.micro_batches,
     )
 
 
