@@ -81,6 +81,8 @@ class Layout:
     shares: tuple[int, ...] = ()
     """Samples of a micro batch on each data-parallel rank, where they differ; `micro_batch` is
     then the largest. Empty: `micro_batch` on every rank."""
+    stages: tuple[int, ...] = ()
+    """Layers of each of the pp · vpp model chunks, in model order; empty: `stage_layers`'."""
 
     @property
     def compiles(self) -> str | None:
@@ -107,14 +109,19 @@ class Layout:
         """Samples of a micro batch of each data-parallel rank."""
         return self.shares or (self.micro_batch,) * self.dp
 
+    @property
+    def division(self) -> tuple[int, int, tuple[int, ...]]:
+        """What decides which layers a pipeline stage has: see `stage_layers`."""
+        return self.pp, self.vpp, self.stages
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without `shares` where ranks have equal ones."""
+        """Plain data for JSON, without what is empty."""
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Layout":
         """The layout that `to_dict` wrote."""
-        return cls(**{**data, "shares": tuple(data.get("shares", ()))})
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
     @property
     def context_groups(self) -> list[list[int]]:
@@ -180,14 +187,19 @@ def mlp_chunks(elements: float) -> int:
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+def stage_layers(
+    layers: int, pp: int, vpp: int, stages: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """Number of layers of each of the pp · vpp model chunks, in model order.
 
     Chunk `virtual_stage · pp + pp_rank` belongs to pipeline rank `pp_rank`. Chunks differ
     by one layer at most, and so do pipeline ranks. What does not divide goes to the chunks
     in the middle, in order; then to the first, which holds the embedding, and never to the
-    last, which holds the larger output head. Needs at least one layer per chunk.
+    last, which holds the larger output head. Needs at least one layer per chunk. `stages`: a
+    layout's own division.
     """
+    if stages:
+        return stages
     count = pp * vpp
     assert 1 <= count <= layers, "refused at check"
     share, rest = divmod(layers, count)

@@ -198,7 +198,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
     return {
         "engine": one.pair.engine,
         "model": one.pair.model,
-        "layout": one.layout,
+        "layout": one.layout.to_dict(),
         **machine_output(by_part),
         "hfu": by_part.time.hfu_causal,
         "peak_gib": one.memory_gib,

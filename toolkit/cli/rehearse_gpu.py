@@ -123,7 +123,7 @@ def machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> 
         "recipe": rehearsal.assignment.recipe.name,
         "engine": plan.engine,
         "model": plan.model,
-        "layout": asdict(full),
+        "layout": full.to_dict(),
         "micro_batches": {
             "run": rehearsal.layout.gradient_accumulation,
             "of": full.gradient_accumulation,

@@ -368,9 +368,9 @@ def _note(found: Search, field: str) -> str:
     if field == "sequence_parallel" and uneven is not None:
         return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
     if field == "pp" and layout.pp > 1:
-        return f"; {_counted(stage_layers(job.spec.layers, layout.pp, layout.vpp))} layers"
+        return f"; {_counted(stage_layers(job.spec.layers, *layout.division))} layers"
     if field == "recompute" and isinstance(layout.recompute, int):
-        sizes = stage_layers(job.spec.layers, layout.pp, layout.vpp)
+        sizes = stage_layers(job.spec.layers, *layout.division)
         whole = "each pipeline chunk" if layout.pp > 1 else "the model"
         return f"; of the {max(sizes)} of {whole}"
     if field in ("cp", "exchange") and layout.cp > 1:

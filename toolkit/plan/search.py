@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, LinkKind
-from toolkit.layout import Layout, LossKernel, Pair, Recompute
+from toolkit.layout import Layout, LossKernel, Pair, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
     Memory,
     building_gib,
@@ -296,8 +296,7 @@ class _Splits:
         """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
         few recomputed layers as leave one, or else as fit."""
         workload, recomputes = self.partial.workload, self.partial.recomputes
-        chunks = fits.layout.pp * fits.layout.vpp
-        most = -(-workload.spec.layers // chunks)
+        most = max(stage_layers(workload.spec.layers, *fits.layout.division))
         able = can_recompute_some(workload.spec, self.partial.pair)
         if not able or not {"none", "full"} <= {way for way, _ in recomputes} or most == 1:
             return

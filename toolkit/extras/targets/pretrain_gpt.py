@@ -219,7 +219,7 @@ def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Argum
     """
     if layout.pp == 1:
         return
-    counts = stage_layers(transformer["num_layers"], layout.pp, layout.vpp)
+    counts = stage_layers(transformer["num_layers"], *layout.division)
     if len(set(counts)) > 1:
         chunks = [f"t*{count}" for count in counts]
         chunks[0], chunks[-1] = f"E{chunks[0]}", f"{chunks[-1]}L"

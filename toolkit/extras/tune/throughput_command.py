@@ -55,7 +55,7 @@ def list_layouts(request: ThroughputRequest, as_json: bool) -> None:
     where = None if request.cluster is None else find_cluster(request.cluster)
     expected = Candidates(searched(loaded, where)[1], request.trials).expected()
     data = [
-        {**one.pair._asdict(), "layout": one.layout, "predicted_s": one.step_s}
+        {**one.pair._asdict(), "layout": one.layout.to_dict(), "predicted_s": one.step_s}
         for one in expected
     ]
     output(as_json, data, [planned_table(expected)])

@@ -73,7 +73,8 @@ def expert_tensor(layout: Layout) -> int:
 
 def pipeline_layout(layers: int, layout: Layout) -> list[list[str]]:
     """The content of each of the pp·vpp pipeline chunks, in the order of the model."""
-    chunks = [["decoder"] * count for count in stage_layers(layers, layout.pp, layout.vpp)]
+    counts = stage_layers(layers, *layout.division)
+    chunks = [["decoder"] * count for count in counts]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks

@@ -22,7 +22,7 @@ def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
     ranks = layout.world // layout.pp
     if updates.whole.by_replicas and replicated(layout):
         ranks = layout.ep
-    chunks = stage_layers(place.workload.spec.layers, layout.pp, layout.vpp)
+    chunks = stage_layers(place.workload.spec.layers, *layout.division)
     return _owner_s(updates, chunks, layout.pp, stage, ranks, layout.ep, device)
 
 
@@ -34,7 +34,7 @@ def replicated(layout: Layout) -> bool:
 def owned_bytes(workload: Workload, layout: Layout, stage: int) -> float:
     """Bytes of owners' states on one rank of a stage, distributed over the ranks."""
     assert workload.updates is not None
-    chunks = stage_layers(workload.spec.layers, layout.pp, layout.vpp)
+    chunks = stage_layers(workload.spec.layers, *layout.division)
     tensors = workload.updates.of_stage(chunks, layout.pp, stage)
     each = workload.updates.whole.owner_bytes
     held = sum(count * each(tensor.shape) for tensor, count in tensors.items())

@@ -49,36 +49,51 @@ class StageShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+def layers_of_stages(
+    layers: int, pp: int, vpp: int, stages: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """Layers on each pipeline rank, all its chunks together."""
-    chunks = stage_layers(layers, pp, vpp)
+    chunks = stage_layers(layers, pp, vpp, stages)
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 
 
 @lru_cache(maxsize=4096)
 def recomputed_of_stages(
-    recompute: Recompute, layers: int, pp: int, vpp: int, share: float = 1.0
+    recompute: Recompute,
+    layers: int,
+    pp: int,
+    vpp: int,
+    stages: tuple[int, ...] = (),
+    share: float = 1.0,
 ) -> tuple[float, ...]:
     """Layers on each pipeline rank that recompute covers: so many of each chunk, or this share
     of all."""
     if isinstance(recompute, str):
-        return tuple(share * count for count in layers_of_stages(layers, pp, vpp))
-    chunks = [min(recompute, size) for size in stage_layers(layers, pp, vpp)]
+        return tuple(share * count for count in layers_of_stages(layers, pp, vpp, stages))
+    chunks = [min(recompute, size) for size in stage_layers(layers, pp, vpp, stages)]
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 
 
 @lru_cache(maxsize=16384)
 def stage_share(
-    spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int, embedding_tp: int = 0
+    spec: ModelSpec,
+    tp: int,
+    ep: int,
+    pp: int,
+    vpp: int,
+    stage: int,
+    embedding_tp: int = 0,
+    stages: tuple[int, ...] = (),
 ) -> StageShare:
     """The share of one rank of pipeline rank `stage`.
 
     Norms, routers and learned positions are replicated on every tensor-parallel rank; an expert
     is whole on its rank with expert parallel, otherwise split like a dense MLP. `embedding_tp`
-    splits the embedding, and the head with it if they are one; 0: `tp` does.
+    splits the embedding, and the head with it if they are one; 0: `tp` does. `stages`: as of
+    `stage_layers`.
     """
     parts = spec.parameters
-    layers = layers_of_stages(spec.layers, pp, vpp)[stage]
+    layers = layers_of_stages(spec.layers, pp, vpp, stages)[stage]
     split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
     experts = parts.experts / (ep if ep > 1 else tp)
     matrix = _vocabulary(spec, embedding_tp or tp)
@@ -100,7 +115,7 @@ def stage_share(
         )
     if spec.frozen is None:
         return share
-    bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))
+    bounds = list(accumulate(stage_layers(spec.layers, pp, vpp, stages), initial=0))
     held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
     frozen = _frozen(spec, spec.frozen, share, held, (tp, ep, embedding_tp or tp))
     return share._replace(frozen=frozen)

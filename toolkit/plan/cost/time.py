@@ -132,7 +132,7 @@ class StepTime:
         if self.peak_flops is None:
             return None
         layout = self.layout
-        ways = layout.recompute, layout.pp, layout.vpp
+        ways = layout.recompute, layout.division
         per_token = _flops_per_token(self.workload, *ways)[convention]
         if layout.loss != "whole" and convention.startswith("hfu"):
             per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
@@ -211,14 +211,14 @@ def busiest_stage(
     Raises PlanError if the accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
-    spec, pp = workload.spec, layout.pp
+    spec = workload.spec
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
     parts = _parts(place, machine)
-    passes = parts.passes(layers_of_stages(spec.layers, pp, layout.vpp))
+    passes = parts.passes(layers_of_stages(spec.layers, *layout.division))
     times = [sum(pair) for pair in passes]
     stage = times.index(max(times))
-    share = workload.share(layout.tp, layout.ep, pp, layout.vpp, stage)
+    share = workload.share(layout, stage)
     return BusiestStage(place, machine, parts, passes, share)
 
 
@@ -267,8 +267,7 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
         recomputed=recomputed_of_stages(
             layout.recompute,
             workload.spec.layers,
-            layout.pp,
-            layout.vpp,
+            *layout.division,
             workload.recomputed_layers,
         ),
         ends=ends_time(workload, part, layout.loss, machine),
@@ -340,12 +339,13 @@ def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _flops_per_token(
-    workload: Workload, recompute: Recompute, pp: int, vpp: int
+    workload: Workload, recompute: Recompute, division: tuple[int, int, tuple[int, ...]]
 ) -> Mapping[str, float]:
     """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
     masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
-    found, share = {}, sum(recomputed_of_stages(recompute, spec.layers, pp, vpp)) / spec.layers
+    found = {}
+    share = sum(recomputed_of_stages(recompute, spec.layers, *division)) / spec.layers
     for convention in ("causal", "full"):
         causal = convention == "causal"
         forward = spec.forward_flops_per_token(length, causal=causal)
@@ -366,8 +366,8 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     head = 2.0 * spec.vocab * spec.hidden
     forward = spec.forward_flops_per_token(length, causal=False)
     attention = forward - _weight_flops(spec)
-    held = layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
-    some = recomputed_of_stages(layout.recompute, spec.layers, layout.pp, layout.vpp)[stage]
+    held = layers_of_stages(spec.layers, *layout.division)[stage]
+    some = recomputed_of_stages(layout.recompute, spec.layers, *layout.division)[stage]
     again = _recomputed_flops(
         workload.in_layout(layout), layout.recompute, some / held, forward
     )

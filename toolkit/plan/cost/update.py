@@ -73,7 +73,7 @@ def offload_parts_s(
         added["weights"] = steps * passes
     if layout.offload_activations:
         spec = place.workload.spec
-        ways = layout.recompute, spec.layers, layout.pp, layout.vpp
+        ways = layout.recompute, spec.layers, *layout.division
         layers = recomputed_of_stages(*ways)[share.stage]
         sent = place.workload.width * place.slice.stream * spec.hidden * layers / host
         passes = max(0.0, sent - forward_s) + max(0.0, sent - backward_s)
