@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "fsdp3-2": (2, Case("fsdp", 2, stage=3, family=LAYERS)),
     "tp2": (2, megatron(tensor=2)),
     "pp2": (2, megatron(pipeline=2)),
-    "pp2-vpp2": (2, megatron(pipeline=2, virtual_pipeline=2)),
+    "pp2-vpp2": (2, megatron(pipeline=2, virtual_pipeline=2, stages=(2, 1, 1, 1))),
     "dp2-distributed": (2, megatron(stage=1)),
     "tp2-zero1": (
         2,

@@ -128,6 +128,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "mixtral": _model(MIXTRAL),
         "glm": _model(GLM),
         "gpt2": _model(GPT2),
+        "six layers": _model(DENSE | {"num_hidden_layers": 6}),
     },
     "optimizer": {
         "adamw": {},
@@ -196,6 +197,11 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "selective": {"parallel": {"recompute": "selective"}},
         "one layer": {"parallel": {"recompute": 1, "offload_activations": True}},
     },
+    "stages": {
+        "even": {},
+        "uneven": {"parallel": {"stages": [3, 1]}},
+        "uneven chunks": {"parallel": {"stages": [1, 1, 3, 1]}},
+    },
     "mlp": {"whole": {}, "tiled": _kernels(mlp="tiled")},
     "micro batch": {
         "2": {},
@@ -225,9 +231,15 @@ Value = tuple[str, str]
 """An axis and one of its values."""
 FIRST = {axis: next(iter(values)) for axis, values in FEATURES.items()}
 VALUES: tuple[Value, ...] = (
-    *((axis, value) for axis in FEATURES for value in FEATURES[axis] if value != FIRST[axis]),
+    *(
+        (axis, value)
+        for axis in FEATURES
+        for value in FEATURES[axis]
+        if value not in (FIRST[axis], "six layers")
+    ),
     *FIRST.items(),  # last: cases for the others have these, too
 )
+"""Six layers are for chunks that differ."""
 
 
 @dataclass(frozen=True)
@@ -391,7 +403,7 @@ def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:
 def reference(case: Case) -> Record:
     """transformers, PEFT and torch alone, in this process."""
     ours = {"layout", "loss", "compile", "fused", "experts", "attention", "exchange", "mlp"}
-    ours |= {"recompute", "micro batch"}
+    ours |= {"recompute", "micro batch", "stages"}
     kept = tuple(one for one in case.features if one[0] not in ours)
     return _reference(Case("ddp", kept))
 

@@ -93,7 +93,7 @@ def test_every_feature_is_legal_somewhere() -> None:
     """Or no layout would have met it."""
     met = {
         value
-        for layout in (*QUICK, "ddp-cp2")
+        for layout in (*QUICK, "ddp-cp2", "megatron-pp2-vpp2")
         for case in covering([layout])
         for value in case.values
     }

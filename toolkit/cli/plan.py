@@ -264,7 +264,9 @@ def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str
     """The dimensions in use: kernels, or how ranks share the work."""
     for one in DIMENSIONS:
         if one.shown and one.phrase == kernels and one.used(layout):
-            yield one.title or one.name, one.shown.format(getattr(layout, one.field))
+            value = getattr(layout, one.field)
+            shown = one.named(value) if isinstance(value, tuple) else one.shown.format(value)
+            yield one.title or one.name, shown
 
 
 def _shortfall(planned: Planned) -> Iterator[Text]:

@@ -6,8 +6,9 @@ tables, `dmt init` and rehearsals read the rows. The data-parallel degree and th
 have none: they follow from the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -109,6 +110,8 @@ class Dimension:
 
     def named(self, value: Any) -> str:
         """A value in a reason: `tensor 8`, `sequence parallel true`."""
+        if isinstance(value, tuple) and self.word:
+            return self.word(value)
         if isinstance(value, bool):
             return f"{self.name} {str(value).lower()}"
         if self.field == "recompute" and isinstance(value, int):
@@ -135,6 +138,12 @@ def smallest_factor(degree: int) -> int:
 
 def _replicated(value: int, small: Mapping[str, int]) -> int:
     return 2 if value > 1 and small["dp"] == 4 else 1
+
+
+def division_text(chunks: Iterable[int]) -> str:
+    """Layers of the chunks of a model: `7 + 2 × 8 + 7`."""
+    runs = [(size, len([*run])) for size, run in groupby(chunks)]
+    return " + ".join(f"{count} × {size}" if count > 1 else str(size) for size, count in runs)
 
 
 def _has_experts(choice: Choice) -> bool:
@@ -186,6 +195,19 @@ DIMENSIONS: tuple[Dimension, ...] = (
         disruption=12,
         scaled=lambda value, small: smallest_factor(value) if small["pp"] > 1 else 1,
         usual=True,
+    ),
+    Dimension(
+        "stages",
+        "parallel.stages",
+        "stages",
+        lambda chunks: f"layers {division_text(chunks)}".replace(" + ", "+").replace(
+            " × ", "×"
+        ),
+        title="division",
+        shown="{}",
+        within="pp",
+        parts=bool,
+        scaled=lambda chunks, small: chunks if small["pp"] > 1 else (),
     ),
     _degree(
         "cp",

@@ -19,6 +19,7 @@ from toolkit.plan.dimensions import (
     SETTABLE,
     Choice,
     Dimension,
+    division_text,
     layout_text,
 )
 from toolkit.plan.request import PlanRequest
@@ -368,7 +369,7 @@ def _note(found: Search, field: str) -> str:
     if field == "sequence_parallel" and uneven is not None:
         return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
     if field == "pp" and layout.pp > 1:
-        return f"; {_counted(stage_layers(job.spec.layers, *layout.division))} layers"
+        return f"; {division_text(stage_layers(job.spec.layers, *layout.division))} layers"
     if field == "recompute" and isinstance(layout.recompute, int):
         sizes = stage_layers(job.spec.layers, *layout.division)
         whole = "each pipeline chunk" if layout.pp > 1 else "the model"
@@ -423,14 +424,3 @@ def _idle(layout: Layout) -> str:
         return ""
     bubble = (layout.pp - 1) / (layout.vpp * layout.gradient_accumulation)
     return f"; the pipeline idles for {bubble:.0%} of the time that it computes"
-
-
-def _counted(chunks: tuple[int, ...]) -> str:
-    """(7, 8, 8, 7) → `7 + 2 × 8 + 7`."""
-    runs: list[list[int]] = []
-    for size in chunks:
-        if runs and runs[-1][1] == size:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, size])
-    return " + ".join(f"{count} × {size}" if count > 1 else str(size) for count, size in runs)

@@ -205,8 +205,14 @@ def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[
             contexts = _contexts(job, pair, fallback, ranks // (pipeline * tensor))
             on_stage = layers // pipeline if pipeline > 1 else 1
             most = min(support.largest("virtual_pipeline"), on_stage)
-            chunks = [one for one in range(1, most + 1) if _even(layers, pipeline, one)]
+            chunks = [
+                one
+                for one in range(1, most + 1)
+                if asked.stages or _even(layers, pipeline, one)
+            ]
             for virtual in _open(asked.virtual_pipeline, chunks, most):
+                if len(asked.stages) not in (0, pipeline * virtual):
+                    continue
                 for context_degree in contexts:
                     yield {
                         "tensor": tensor,

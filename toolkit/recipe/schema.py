@@ -734,6 +734,10 @@ class ParallelSection(Section):
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
+    stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Layers of each pipeline stage, in the order of the model, e.g. [20, 12] where the first
+    is faster; with virtual stages, of each chunk. Empty: evenly, and by speed and memory on
+    `cluster.groups` of different GPUs. The loss does not change."""
     context: Degree | Auto = 1
     """Context-parallel degree: ranks over which the positions of every row are spread, for long
     sequences (docs/context.md). Twice the degree divides every sequence length."""

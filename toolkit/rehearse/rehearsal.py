@@ -11,6 +11,7 @@ from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
 from toolkit.features.base import rehearsed
 from toolkit.intake.checks import broken_rules
+from toolkit.models.families import model_spec
 from toolkit.models.hub import model_config
 from toolkit.models.parameter_groups import in_small_model
 from toolkit.plan.plan import Plan
@@ -314,12 +315,21 @@ def _assignment(
         swap.mkdir(parents=True, exist_ok=True)
         parallel = parallel.with_values({"zero.nvme_path": str(swap)})
     cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu=gpu)
+    if parallel.stages:
+        parallel = parallel.with_values({"stages": _small_stages(recipe, parallel)})
     wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
     if parallel.context == 1:
         wanted = wanted.with_values({"kernels.context": "auto"})
     if problems := list(broken_rules(wanted)):
         raise RecipeError(problems)
     return decide(wanted, folder)
+
+
+def _small_stages(recipe: Recipe, parallel: ParallelSection) -> tuple[int, ...]:
+    """An uneven division of the small model, whatever that of the recipe's own is."""
+    layers = model_spec(model_config(recipe.model)).layers
+    chunks = int(parallel.pipeline) * int(parallel.virtual_pipeline)
+    return (layers - chunks + 1, *(1,) * (chunks - 1))
 
 
 def _reason(error: PlanError | RecipeError) -> str:

@@ -64,6 +64,9 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     if wrong := [*_layer_kernels(job, pair)]:
         return wrong
     backend = BACKENDS[pair.engine]
+    if job.parallel.stages and legality.table()[pair].largest("pipeline") == 1:
+        found, fix = f"{len(job.parallel.stages)} stages", "set parallel.engine to megatron"
+        return [Problem("parallel.stages", found, f"none with {pair}: it has no pipeline", fix)]
     if pair.model != "megatron":
         return [*stacked, *_expert(job), *backend.rules(job, pair.model)]
     if reason := job.inexpressible:
@@ -77,7 +80,7 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return [Problem("parallel.recompute", str(some), allowed, fix)]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
-    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
+    rules = [_expert, _tensor, _sequence, _pipeline, _stages, _virtual_pipeline]
     found = (problem for rule in rules for problem in rule(job))
     return [*fused, *found, *backend.rules(job, pair.model)]
 
@@ -216,6 +219,27 @@ def _pipeline(job: PlanRequest) -> Iterator[Problem]:
     ranks = job.cluster.world_size // (known(job.parallel.tensor) or 1)
     fit = [d for d in divisors(ranks) if d <= layers]
     yield _refuse("pipeline", pp, f"at most the {layers} layers", nearest(pp, fit))
+
+
+def _stages(job: PlanRequest) -> Iterator[Problem]:
+    """A number for every chunk, which add up to the model."""
+    stages, layers = job.parallel.stages, job.spec.layers
+    if not stages:
+        return
+    pp, vpp = known(job.parallel.pipeline), known(job.parallel.virtual_pipeline)
+    found = f"[{', '.join(map(str, stages))}]"
+    key, chunks = "parallel.stages", None if pp is None or vpp is None else pp * vpp
+    if len(stages) != (chunks or len(stages)):
+        allowed = f"{chunks} numbers: pipeline {pp} · virtual_pipeline {vpp}"
+        yield Problem(key, found, allowed, f"state {chunks} numbers, or none")
+    elif chunks is None and len(stages) % ((pp or 1) * (vpp or 1)):
+        allowed = f"a multiple of {(pp or 1) * (vpp or 1)} numbers, one for each chunk"
+        yield Problem(key, found, allowed, "state as many as stages · chunks, or none")
+    if sum(stages) != layers:
+        allowed = f"numbers that add up to the model's {layers} layers, not {sum(stages)}"
+        last = layers - sum(stages[:-1])
+        fix = f"set the last to {last}" if last > 0 else "change them, or remove them"
+        yield Problem(key, found, allowed, fix)
 
 
 def _virtual_pipeline(job: PlanRequest) -> Iterator[Problem]:
