@@ -31,8 +31,8 @@ def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
 
 def memory_lines(found: Estimate) -> Iterator[Text]:
     """Memory by part, and whether it fits."""
-    capacity, total = found.setup.cluster.gpu.memory_gib, found.memory.total / GIB
-    needed = found.needed
+    needed, total = found.needed, found.memory.total / GIB
+    capacity = needed.capacity_gib
     stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import UNNEEDED, Candidate, Search
 from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, GroupSection
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
@@ -240,10 +240,10 @@ def _lines(planned: Planned, top: int, explain: bool, goodput: Any) -> Iterator[
 def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
     """Pairs of a label and a value."""
     layout = plan.layout
-    machines = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield "engine", plan.engine
     yield "model", plan.model
-    yield "ranks", f"{layout.world:,} = {machines} × {cluster.gpus_per_node} {device.name}"
+    groups = [(one, str(one.gpu)) for one in cluster.groups] or [(cluster, device.name)]
+    yield "ranks", f"{layout.world:,} = {' + '.join(starmap(_machines, groups))}"
     yield "data parallel", f"{layout.dp:,}"
     yield from _dimension_rows(layout, kernels=False)
     title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
@@ -258,6 +258,12 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     )
     yield "recompute", recompute_text(layout)
     yield from _dimension_rows(layout, kernels=True)
+
+
+def _machines(cluster: ClusterSection | GroupSection, name: str) -> str:
+    """`2 nodes × 8 h100-80gb`."""
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    return f"{nodes} × {cluster.gpus_per_node} {name}"
 
 
 def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str]]:
@@ -282,7 +288,7 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     )
     yield Text("  a cluster file (--cluster FILE) states another size", "dim")
     yield Text("")
-    if found.nearest.memory_gib > (cluster.gpu.memory_gib or math.inf):
+    if found.nearest.memory_gib > (found.nearest.capacity_gib or math.inf):
         yield from memory_lines(layout_estimate(found, found.nearest))
         yield Text("")
     if not planned.plan.remedies:

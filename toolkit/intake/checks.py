@@ -9,11 +9,12 @@ are only called.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
-from toolkit.hardware.catalogue import Gpu, accelerator
+from toolkit.hardware.catalogue import Gpu, accelerator, oldest
 from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
@@ -33,6 +34,7 @@ from toolkit.recipe.schema import (
     OBJECTIVE_SECTIONS,
     ChatRowsSource,
     DataSection,
+    GpuSection,
     Recipe,
     ScheduleSection,
     Source,
@@ -343,22 +345,67 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.cluster.gpu
+    groups = recipe.cluster.groups
+    for number, one in enumerate(groups):
+        yield from _known(f"cluster.groups[{number}].gpu", one.gpu)
+    if not groups:
+        yield from _known("cluster.gpu", recipe.cluster.gpu)
+
+
+def _accelerator_of(stated: str | GpuSection) -> Gpu | None:
+    """None where the catalogue lacks it, which another rule reports."""
+    with suppress(PlanError):
+        return accelerator(stated)
+    return None
+
+
+def _known(above: str, stated: str | GpuSection) -> Iterator[Problem]:
+    """An accelerator that the catalogue lacks."""
     try:
         accelerator(stated)
     except PlanError as error:
         known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
         key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
-        yield Problem(f"cluster.gpu{key}", name, known, error.fix)
+        yield Problem(f"{above}{key}", name, known, error.fix)
     else:
         if not isinstance(stated, str) and stated.like.lower() == "cpu":
             fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
-            yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
+            yield Problem(f"{above}.like", "cpu", "a GPU of the hardware catalogue", fix)
+
+
+def _groups(recipe: Recipe) -> Iterator[Problem]:
+    """Nodes with equally many processes, of accelerators that communicate with each other."""
+    cluster = recipe.cluster
+    if not (groups := cluster.groups):
+        return
+    follows = {
+        "nodes": sum(one.nodes for one in groups),
+        "gpus_per_node": groups[0].gpus_per_node,
+        "gpu": groups[0].gpu,
+    }
+    for key, value in follows.items():
+        if (stated := getattr(cluster, key)) != value:
+            allowed = f"{value}, which follows from cluster.groups"
+            yield Problem(f"cluster.{key}", str(stated), allowed, f"remove cluster.{key}")
+    for number, one in enumerate(groups[1:], 1):
+        if one.gpus_per_node != groups[0].gpus_per_node:
+            yield Problem(
+                f"cluster.groups[{number}].gpus_per_node",
+                str(one.gpus_per_node),
+                f"{groups[0].gpus_per_node}, as in the first group: a launcher starts equally "
+                "many processes on every node",
+                f"set it to {groups[0].gpus_per_node}",
+            )
+    kinds = {one.generation for group in groups if (one := _accelerator_of(group.gpu))}
+    if kinds & {"cpu", "cdna3"} and len(kinds) > 1:
+        found = " and ".join(str(one.gpu) for one in groups)
+        allowed = "accelerators of one maker, which communicate with each other"
+        yield Problem("cluster.groups", found, allowed, "train on one of the groups")
 
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     try:
-        device = accelerator(recipe.cluster.gpu)
+        device = oldest(recipe.cluster)
     except PlanError:
         return  # reported by `_accelerator`
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
@@ -566,9 +613,17 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallel.zero",), _nvme),
     Rule(_SPREAD, _batch),
     Rule((*_SPREAD, "data.stages"), ramp_problems),
-    Rule(("cluster.gpu",), _accelerator),
+    Rule(("cluster.gpu", "cluster.groups"), _accelerator),
+    Rule(("cluster",), _groups),
     Rule(
-        ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
+        (
+            "cluster.gpu",
+            "cluster.groups",
+            "training.precision",
+            "parallel.engine",
+            "parallel.model",
+        ),
+        _precision,
     ),
     *(_if_on(feature) for feature in FEATURES.values() if feature.check),
     Rule((*_FEATURES, "adapter"), _without_adapter),

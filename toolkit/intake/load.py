@@ -68,7 +68,7 @@ def load_recipe(
     Raises RecipeError with every mistake found, in file order: the recipe's own lines,
     then those of the files it extends, then overrides. Secrets are masked in it.
     """
-    section = {} if cluster is None else find_cluster(cluster).section
+    section = {} if cluster is None else {"groups": []} | find_cluster(cluster).section
     there = [f"cluster.{key}={value}" for key, value in section.items()]
     stated = [overrides] if isinstance(overrides, str) else overrides
     examined = examine(Path(path), [*stated, *there])

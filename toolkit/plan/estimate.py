@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.layout import Layout, Pair
 from toolkit.models.hub import model_config
 from toolkit.plan.cost.derivation import Derivation
@@ -58,7 +58,7 @@ def estimate(setup: Setup) -> Estimate:
     workload, layout, cluster = setup.workload, setup.layout, setup.cluster
     return Estimate(
         setup=setup,
-        memory=device_memory(workload, layout, cluster),
+        memory=device_memory(workload, layout, cluster)[0],
         time=step_time(workload, layout, cluster),
         needed=demand(workload, layout, cluster),
     )
@@ -68,7 +68,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
     where = recipe.cluster
     job = PlanRequest.of(recipe, where, model_config(recipe.model))
-    place = cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu)
+    place = cluster or usual_cluster(where)
     place = place.limited(where.memory_fraction)
     workload = workload_of(job, Pair(plan.engine, plan.model))
     return estimate(Setup(workload, plan.layout, place))

@@ -104,9 +104,20 @@ def _choice(found: Search) -> Choice:
     return Choice(best.pair, best.layout, support, found.job.spec, limited, contexts)
 
 
+def groups(found: Search) -> Iterator[str]:
+    """What ranks of different accelerators have in common."""
+    if kinds := found.cluster.groups:
+        names = " + ".join(f"{one.gpus} × {one.gpu.name}" for one in kinds)
+        yield (
+            f"groups {names}: the step of the slowest ranks; precisions and kernels are what "
+            f"{found.cluster.gpu.name} has, and states are sharded evenly, whatever a GPU's "
+            "memory"
+        )
+
+
 def choice(found: Search) -> Iterator[str]:
     """How the layout was chosen, and how near its memory is to the limit."""
-    best, cluster, capacity = found.best, found.cluster, found.cluster.gpu.memory_gib
+    best, cluster, capacity = found.best, found.cluster, found.best.capacity_gib
     if not found.fits or capacity is None:
         return
     equal = equally_fast(found.fitting, cluster)
@@ -203,6 +214,10 @@ def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
     """The decision about one dimension of the layout, with `most` alternatives or all."""
     chosen = getattr(found.best.layout, dimension.field)
     what, note = dimension.named(chosen), _note(found, dimension.field)
+    if isinstance(chosen, tuple) and dimension.of(found.job) == ():
+        return Decision(
+            what, f"by speed and memory of the groups{_evenly(found, dimension)}", ()
+        )
     if dimension.of(found.job) != "auto":
         return Decision(what, f"asked for{note}", ())
     values = _others(found, dimension, found.best.pair)
@@ -212,6 +227,19 @@ def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
         values.sort(key=lambda one: one > 1)
     costs = (cost for value in values if (cost := _cost(found, dimension, value)))
     return Decision(what, f"{_auto(found)}{note}", tuple(islice(costs, most)))
+
+
+def _evenly(found: Search, dimension: Dimension) -> str:
+    """What even work costs where a layout has uneven work, if any layout has that and fits."""
+    layout = found.best.layout
+    even = [
+        one
+        for one in found.fitting
+        if one.pair == found.best.pair
+        and getattr(one.layout, dimension.field) == ()
+        and (one.layout.pp, one.layout.tp) == (layout.pp, layout.tp)
+    ]
+    return f"; the best even ones {_slower(found, even[0])}" if even else ""
 
 
 def _cost(found: Search, dimension: Dimension, value: Any) -> str:

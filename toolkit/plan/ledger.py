@@ -151,6 +151,8 @@ def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
     if layout.cp > 1:
         spread = f"the positions of a row on {layout.cp} ranks, each at its own place"
         yield "context parallel", f"{spread}; {layout.exchange} lets it see the whole row"
+    if layout.stages:
+        yield "uneven pipeline", "the same layers in the same order, on other ranks"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     if layout.offload_activations:

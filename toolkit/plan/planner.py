@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.errors import RecipeError
-from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
-from toolkit.plan.explain import SHOWN, choice, decisions
+from toolkit.plan.explain import SHOWN, choice, decisions, groups
 from toolkit.plan.plan import BatchCost, LengthCost, Plan
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.request import PlanRequest
@@ -22,7 +22,7 @@ from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Candidate, Search, search
 from toolkit.plan.workloads import workload_of
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import GroupSection, Recipe
 from toolkit.text.units import GIB
 
 _LOSS_SCALE = 2.0**16
@@ -48,7 +48,7 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     """
     if cluster is None:
         where = recipe.cluster
-        cluster = default_cluster(where.nodes, where.gpus_per_node, where.gpu)
+        cluster = usual_cluster(where)
     cluster = cluster.limited(recipe.cluster.memory_fraction)
     where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
@@ -60,10 +60,11 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
 
 
 def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
-    """The recipe with a cluster's size and accelerator: workers are started from these."""
-    return recipe.with_values(
-        {f"cluster.{key}": value for key, value in cluster.section.items()}
-    )
+    """The recipe with a cluster's size and accelerators: workers are started from these."""
+    said = cluster.section
+    groups = tuple(GroupSection(**one) for one in said.pop("groups", ()))
+    values = {f"cluster.{key}": value for key, value in said.items()}
+    return recipe.with_values(values | {"cluster.groups": groups})
 
 
 def settled(recipe: Recipe, plan: Plan) -> Recipe:
@@ -84,7 +85,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
     Without `explained`, it has neither reasons nor remedies: they compare the layout with what
     the planner answers to other recipes, which takes longer than the search itself.
     """
-    job, best, device = found.job, found.best, found.cluster.gpu
+    job, best = found.job, found.best
     training = job.training
     workload = workload_of(job, best.pair)
     time = step_time(workload, best.layout, found.cluster)
@@ -97,7 +98,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token(training.sequence_length, causal=True),
-        peak_flops_per_gpu=device.peak_flops(workload.precision),
+        peak_flops_per_gpu=found.cluster.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=tuple(_reasons(found, built)) if explained else (),
         memory_gib=best.memory_gib,
@@ -119,6 +120,7 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     """A line per decision, and what to know before the run."""
     job, best = found.job, found.best
     yield from (one.reason for one in decisions(found, SHOWN))
+    yield from groups(found)
     yield from choice(found)
     yield _attention_reason(_with_context(job, best))
     yield _overlap_reason(job, best)

@@ -10,6 +10,7 @@ from toolkit.adapters import lora
 from toolkit.errors import Problem
 from toolkit.evaluator import chosen
 from toolkit.features.base import Settings
+from toolkit.hardware.catalogue import oldest
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
@@ -59,6 +60,8 @@ class PlanRequest:
     ) -> "PlanRequest":
         """What the rules read of `recipe` on this cluster, for the model of this `config`."""
         lengths = recipe.trained_lengths
+        if cluster.groups:  # what all ranks can do is what the oldest accelerator can
+            cluster = cluster.model_copy(update={"gpu": oldest(cluster).name})
         return cls(
             recipe.parallel,
             cluster,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import inf
 from typing import Literal, NamedTuple
 
 from toolkit.errors import PlanError
@@ -22,10 +23,13 @@ from toolkit.plan.cost.memory import (
     host_bytes,
     nvme_bytes,
     peak_memory,
+    stage_memory,
 )
+from toolkit.plan.cost.placement import splits_groups, stage_parts
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSIONS
+from toolkit.plan.groups import spread
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import can_recompute_some
@@ -71,6 +75,8 @@ class Candidate(NamedTuple):
     """Disk space of one node for offload."""
     step_s: float | None
     """None if it does not fit; then its speed was not computed."""
+    capacity_gib: float | None
+    """Memory of the fullest device; None where it is not limited (a CPU)."""
 
     @property
     def degrees(self) -> tuple[Pair, int, int, int, int]:
@@ -141,7 +147,7 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
         if found is not None and found.fits:
             break
     if found is None:
-        raise _no_layout(job, tried)
+        raise _no_layout(job, cluster, tried)
     return found
 
 
@@ -153,21 +159,34 @@ def evaluate(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
 
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     """Memory of one layout, without its speed."""
-    memory = device_memory(workload, layout, cluster)
+    memory, fullest = device_memory(workload, layout, cluster)
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
     if places != ("none", "none") or layout.offload_activations:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
-    states = memory.model_states / GIB
-    return Candidate(workload.pair, layout, needed, states, host, disk, None)
+    states, capacity = memory.model_states / GIB, fullest.gpu.memory_gib
+    return Candidate(workload.pair, layout, needed, states, host, disk, None, capacity)
 
 
-def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
-    """Memory of the fullest device; a CPU has no CUDA context."""
-    memory = peak_memory(workload, layout)
-    return replace(memory, context=0.0) if cluster.gpu.memory_gib is None else memory
+def device_memory(
+    workload: Workload, layout: Layout, cluster: Cluster
+) -> tuple[Memory, Cluster]:
+    """Memory of the device that is fullest for its size, and that device; a CPU has no CUDA
+    context."""
+    if cluster.gpu.memory_gib is None:
+        return replace(peak_memory(workload, layout), context=0.0), cluster
+    if not cluster.groups:
+        return peak_memory(workload, layout), cluster
+    return max(
+        (
+            (stage_memory(workload, part.of(layout), stage), part.cluster)
+            for stage, parts in enumerate(stage_parts(layout, cluster))
+            for part in parts
+        ),
+        key=lambda found: found[0].total / (found[1].gpu.memory_gib or inf),
+    )
 
 
 ON_DISKS = " on the disks"
@@ -195,7 +214,7 @@ class Shortage(NamedTuple):
 
 def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
     """The resource that a layout exceeds; None if it fits."""
-    capacity = cluster.gpu.memory_gib
+    capacity = one.capacity_gib
     if capacity is not None and one.memory_gib > capacity:
         needed, missing = f"{one.memory_gib:.1f}", f"{one.memory_gib - capacity:.1f}"
         return Shortage(needed, f"{capacity:g}", "per GPU", "", missing)
@@ -213,7 +232,7 @@ def room(one: Candidate, cluster: Cluster) -> Room:
     """Whether a layout fits, with or without a margin for the error of its memory."""
     if shortage(one, cluster):
         return "does not fit"
-    capacity = cluster.gpu.memory_gib
+    capacity = one.capacity_gib
     roomy = capacity is None or one.memory_gib * (1 + MARGIN) <= capacity
     return "fits" if roomy else "tight"
 
@@ -223,9 +242,10 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     rejected: Counter[str] = Counter()
-    for partial in partial_layouts(job, fallback):
-        if partial.micro_batches:
-            _Splits(partial, cluster).fill(fitting, too_large, rejected)
+    for one in partial_layouts(job, fallback):
+        for partial in spread(one, cluster, job.training):
+            if partial.micro_batches:
+                _Splits(partial, cluster).fill(fitting, too_large, rejected)
     if not fitting and not too_large:
         return None
     return Search(
@@ -239,10 +259,18 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     )
 
 
-def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
-    """Why there is no layout: the batch, or the model's shape."""
+def _no_layout(job: PlanRequest, cluster: Cluster, tried: list[Fallback]) -> PlanError:
+    """Why there is no layout: the batch, groups of different GPUs, or the model's shape."""
     for fallback in tried:
         for first in partial_layouts(job, fallback):
+            block = first.layout.tp * first.layout.cp
+            if cluster.groups and splits_groups(first.layout, cluster):
+                return PlanError(
+                    f"cluster.groups: groups of {block} ranks, tensor {first.layout.tp} · "
+                    f"context {first.layout.cp}, would reach across different GPUs",
+                    fix="leave parallel.tensor and parallel.context at auto, or state smaller "
+                    "ones",
+                )
             return uneven_batch(job, first.layout)
     return no_degrees(job)
 
@@ -370,7 +398,7 @@ def _drawbacks(one: Candidate, cluster: Cluster) -> tuple[bool, float, int, int,
     """What decides between equally fast layouts, the least first: tensor groups over slow
     links, memory in excess of what leaves a margin, the number of parallel dimensions and
     other techniques, their degrees, and memory."""
-    layout, capacity = one.layout, cluster.gpu.memory_gib or 0.0
+    layout, capacity = one.layout, one.capacity_gib or 0.0
     scarce = max(one.memory_gib, capacity / (1 + MARGIN))
     degrees = layout.tp + layout.pp + layout.vpp + layout.cp + layout.ep
     slow_links = layout.tp > 1 and tensor_link(layout, cluster) not in FAST_LINKS

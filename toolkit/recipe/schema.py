@@ -9,7 +9,16 @@ import math
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    create_model,
+    model_serializer,
+    model_validator,
+)
 
 from toolkit.evaluator import with_evaluators
 from toolkit.features.base import changed, features_of, with_features
@@ -786,6 +795,26 @@ GPU_NAME, GPU_MAP = "(name)", "(map)"
 """pydantic's names of the two forms of `cluster.gpu`; error texts do not show them."""
 
 
+GpuChoice: TypeAlias = Annotated[
+    Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
+    Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
+]
+
+
+class GroupSection(Section):
+    """Nodes of a cluster that are alike."""
+
+    nodes: Degree = 1
+    """Machines."""
+    gpus_per_node: Degree = 1
+    """Processes per machine; equal in all groups."""
+    gpu: GpuChoice = "cpu"
+    """As `cluster.gpu`."""
+    speed: PositiveFloat = 1.0
+    """Speed of these devices relative to what the planner assumes of their kind, e.g. 0.5 for
+    CPUs that are half as fast as those of another group."""
+
+
 class ClusterSection(Section):
     """The machines that the run is planned for."""
 
@@ -793,15 +822,34 @@ class ClusterSection(Section):
     """Machines."""
     gpus_per_node: Degree = 1
     """Processes per machine, one per GPU (or per CPU process with `gpu: cpu`)."""
-    gpu: Annotated[
-        Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
-        Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
-    ] = "cpu"
+    gpu: GpuChoice = "cpu"
     """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
     `{like: h100-80gb, memory_gib: 94}`."""
+    groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
+    """Groups of nodes with different GPUs, in the order of their ranks; `nodes`,
+    `gpus_per_node` and `gpu` follow from them (docs/planner.md)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each GPU's memory that a plan may need, e.g. 0.9 if other programs use the GPU
     too (docs/planner.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_groups(cls, stated: Any) -> Any:
+        """What follows from `groups`; a rule reports where it is stated differently."""
+        try:
+            groups = [GroupSection.model_validate(one) for one in stated["groups"]]
+            follows = {
+                "nodes": sum(one.nodes for one in groups),
+                "gpus_per_node": groups[0].gpus_per_node,
+                "gpu": groups[0].gpu,
+            }
+        except (LookupError, TypeError, ValueError):  # none, or reported where they are read
+            return stated
+        return follows | stated
+
+    @model_serializer(mode="wrap")
+    def _without_no_groups(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "groups" or value}
 
     @property
     def world_size(self) -> int:

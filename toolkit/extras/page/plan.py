@@ -68,7 +68,7 @@ def plan_data(planned: Planned) -> dict[str, Any]:
 
 def _tiles(planned: Planned, chosen: Estimate) -> list[list[str]]:
     time, cluster, run = chosen.time, planned.cluster, planned.run
-    limit = cluster.gpu.memory_gib
+    limit = chosen.needed.capacity_gib
     tiles = [
         ["memory", size(chosen.needed.memory_gib), "" if limit is None else f"of {limit:.4g}"],
         ["step", seconds(time.total_s), f"{chosen.setup.layout.global_batch:,} samples"],
@@ -102,7 +102,7 @@ def _memory_title(chosen: Estimate) -> str:
 
 def memory_stacks(names: Sequence[str], estimates: Sequence[Estimate]) -> Stacks:
     """Memory by part, in GiB, next to the device's."""
-    limit_gib = estimates[0].setup.cluster.gpu.memory_gib
+    limit_gib = estimates[0].needed.capacity_gib
     rows = []
     for name, one in zip(names, estimates, strict=True):
         total = one.memory.total / GIB

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
 from toolkit.extras.tune.candidates import key_of
 from toolkit.extras.tune.throughput import Measurement, Tuning, searched
-from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.hardware.cluster import Cluster, default_cluster, usual_cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
@@ -124,7 +124,7 @@ def check_measured_size(folder: Path, recipe: Recipe) -> None:
     section = recipe.cluster
     if not file.exists():
         return
-    here = default_cluster(section.nodes, section.gpus_per_node, section.gpu).section
+    here = usual_cluster(section).section
     if find_cluster(str(file)).section != here:
         raise PlanError(
             f"{file} has the speeds of another cluster than the recipe's",

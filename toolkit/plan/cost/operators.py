@@ -60,9 +60,9 @@ class Device:
 
 
 @lru_cache(maxsize=1024)
-def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
+def device(gpu: Gpu, workload: Workload, efficiency: Efficiency, speed: float = 1.0) -> Device:
     """The rates of `gpu`: measured, or a share of its peaks; those of a nominal CPU for an
-    unknown one.
+    unknown one; all times `speed`.
 
     Raises PlanError for a precision that the accelerator lacks.
     """
@@ -79,16 +79,16 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     kernel = efficiency[f"attention.{attention_kernel(gpu, workload)}"]
     of = ".cpu" if gpu.generation == "cpu" else ""
     return Device(
-        matmul=matmul,
+        matmul=matmul * speed,
         matmul_width=matmul_width,
-        plain_matmul=plain,
+        plain_matmul=plain * speed,
         width=width,
-        attention=plain / share * kernel,
-        memory=measured or memory * efficiency["memory"],
+        attention=plain / share * kernel * speed,
+        memory=(measured or memory * efficiency["memory"]) * speed,
         multiprocessors=gpu.multiprocessors,
         half_k=efficiency[f"matmul.half_k{of}"],
         half_sequence=efficiency[f"attention.half_sequence{of}"],
-        gap_s=efficiency[f"kernel.gap_s{of}"],
+        gap_s=efficiency[f"kernel.gap_s{of}"] / speed,
         efficiency=efficiency,
     )
 

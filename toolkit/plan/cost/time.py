@@ -5,7 +5,7 @@ throughout: no loop over layers or micro batches.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, sqrt
 
@@ -23,6 +23,7 @@ from toolkit.plan.cost.operators import (
     ends_time,
     layer_time,
 )
+from toolkit.plan.cost.placement import stage_parts
 from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
@@ -206,20 +207,54 @@ class BusiestStage:
 def busiest_stage(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
 ) -> BusiestStage:
-    """The slowest pipeline stage of `workload` in `layout` on `cluster`.
+    """The slowest pipeline stage of `workload` in `layout` on `cluster`, each as slow as the
+    slowest of its ranks.
 
-    Raises PlanError if the accelerator lacks the workload's precision.
+    Raises PlanError if an accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
-    spec = workload.spec
-    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine = device(cluster.gpu, workload, efficiency)
-    parts = _parts(place, machine)
-    passes = parts.passes(layers_of_stages(spec.layers, *layout.division))
+    placed = stage_parts(layout, cluster)
+    kinds = {
+        part: _everywhere(workload, part.of(layout), part.cluster, efficiency)
+        for part in dict.fromkeys(part for parts in placed for part in parts)
+    }
+    slowest = [
+        max((kinds[part] for part in parts), key=lambda one: sum(one.passes[stage]))
+        for stage, parts in enumerate(placed)
+    ]
+    passes = [one.passes[stage] for stage, one in enumerate(slowest)]
     times = [sum(pair) for pair in passes]
     stage = times.index(max(times))
-    share = workload.share(layout, stage)
-    return BusiestStage(place, machine, parts, passes, share)
+    return replace(slowest[stage], passes=passes, share=workload.share(layout, stage))
+
+
+def _everywhere(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
+) -> BusiestStage:
+    """Every stage, as if all ranks were those of `cluster`; the first is not the busiest."""
+    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
+    machine = device(cluster.gpu, workload, efficiency, cluster.speed)
+    parts = _parts(place, machine)
+    passes = parts.passes(layers_of_stages(workload.spec.layers, *layout.division))
+    return BusiestStage(place, machine, parts, passes, workload.share(layout, 0))
+
+
+def stage_seconds(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
+) -> list[tuple[float, float]]:
+    """Seconds of both passes of a micro batch, on the slowest ranks of each pipeline stage: of
+    one layer, and of embedding and head."""
+    workload, none = workload.in_layout(layout), (0,) * layout.pp
+    found = []
+    for stage, parts in enumerate(stage_parts(layout, cluster)):
+        each = []
+        for part in parts:
+            one = _everywhere(workload, part.of(layout), part.cluster, efficiency).parts
+            ends_s = sum(replace(one, recomputed=none).passes(none)[stage])
+            layer = one.layer.forward.total + one.layer.backward.total
+            each.append((layer + one.traffic.forward + one.traffic.backward, ends_s))
+        found.append(max(each))
+    return found
 
 
 def step_time(
@@ -247,7 +282,7 @@ def step_time(
         message_s=message,
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
-        peak_flops=cluster.gpu.peak_flops(workload.precision),
+        peak_flops=cluster.peak_flops(workload.precision),
         workload=place.workload,
         layout=layout,
     )
