@@ -121,7 +121,9 @@ class Layout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Layout":
         """The layout that `to_dict` wrote."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        fields: dict[str, Any] = dict(data)
+        lists = {name: tuple(one) for name, one in fields.items() if isinstance(one, list)}
+        return cls(**{**fields, **lists})
 
     @property
     def context_groups(self) -> list[list[int]]:

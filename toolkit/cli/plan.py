@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, starmap
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -242,8 +242,9 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     layout = plan.layout
     yield "engine", plan.engine
     yield "model", plan.model
-    groups = [(one, str(one.gpu)) for one in cluster.groups] or [(cluster, device.name)]
-    yield "ranks", f"{layout.world:,} = {' + '.join(starmap(_machines, groups))}"
+    groups = [_machines(one, str(one.gpu)) for one in cluster.groups]
+    machines = groups or [_machines(cluster, device.name)]
+    yield "ranks", f"{layout.world:,} = {' + '.join(machines)}"
     yield "data parallel", f"{layout.dp:,}"
     yield from _dimension_rows(layout, kernels=False)
     title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)

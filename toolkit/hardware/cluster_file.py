@@ -179,10 +179,11 @@ def _wrong(key: str, node: yaml_nodes.Node, accepted: Any) -> Problem | None:
         TEXT: isinstance(value, str) and 0 < len(value) <= 100,
         KIND: value in LINK_KINDS,
     }
-    if key == "gpu":
+    inner = key.rpartition("].")[2]
+    if inner == "gpu":
         return _wrong_gpu(key, node)
     if not isinstance(accepted, Mapping) and right[accepted]:
-        if key == "gpu.like":
+        if inner == "gpu.like":
             return _wrong_gpu(key, node)
         return None
     found = node.text if isinstance(node, yaml_nodes.Scalar) else "a list or map"

@@ -396,7 +396,7 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
                 "many processes on every node",
                 f"set it to {groups[0].gpus_per_node}",
             )
-    kinds = {one.generation for group in groups if (one := _accelerator_of(group.gpu))}
+    kinds = {gpu.generation for one in groups if (gpu := _accelerator_of(one.gpu))}
     if kinds & {"cpu", "cdna3"} and len(kinds) > 1:
         found = " and ".join(str(one.gpu) for one in groups)
         allowed = "accelerators of one maker, which communicate with each other"

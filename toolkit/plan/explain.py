@@ -239,7 +239,7 @@ def _evenly(found: Search, dimension: Dimension) -> str:
         and getattr(one.layout, dimension.field) == ()
         and (one.layout.pp, one.layout.tp) == (layout.pp, layout.tp)
     ]
-    return f"; the best even ones {_slower(found, even[0])}" if even else ""
+    return f"; evenly it {_slower(found, even[0])}" if even else ""
 
 
 def _cost(found: Search, dimension: Dimension, value: Any) -> str:

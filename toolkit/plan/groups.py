@@ -83,7 +83,7 @@ def _divided(
 
     def cost(stage: int) -> float:
         layer_s, ends_s = seconds[stage]
-        return ((counts[stage] + unit) * layer_s + ends_s) * factors[stage]
+        return float(((counts[stage] + unit) * layer_s + ends_s) * factors[stage])
 
     for _ in range(total // unit - len(counts)):
         counts[min(range(len(counts)), key=cost)] += unit

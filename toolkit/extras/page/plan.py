@@ -67,7 +67,7 @@ def plan_data(planned: Planned) -> dict[str, Any]:
 
 
 def _tiles(planned: Planned, chosen: Estimate) -> list[list[str]]:
-    time, cluster, run = chosen.time, planned.cluster, planned.run
+    time, run = chosen.time, planned.run
     limit = chosen.needed.capacity_gib
     tiles = [
         ["memory", size(chosen.needed.memory_gib), "" if limit is None else f"of {limit:.4g}"],

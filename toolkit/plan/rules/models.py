@@ -65,8 +65,9 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return wrong
     backend = BACKENDS[pair.engine]
     if job.parallel.stages and legality.table()[pair].largest("pipeline") == 1:
-        found, fix = f"{len(job.parallel.stages)} stages", "set parallel.engine to megatron"
-        return [Problem("parallel.stages", found, f"none with {pair}: it has no pipeline", fix)]
+        stated, fix = f"{len(job.parallel.stages)} stages", "set parallel.engine to megatron"
+        allowed = f"none with {pair}: it has no pipeline"
+        return [Problem("parallel.stages", stated, allowed, fix)]
     if pair.model != "megatron":
         return [*stacked, *_expert(job), *backend.rules(job, pair.model)]
     if reason := job.inexpressible:
