@@ -130,7 +130,7 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     workload = workload.in_layout(layout)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
     context = context_bytes(workload, layout)
-    shares = _fullest_shares(workload, layout)
+    shares = _fullest_shares(workload, *degrees(layout))
     if len(shares) == 1:
         return _memory(workload, layout, step, shares[0], context)
     stages = [_memory(workload, layout, step, share, context) for share in shares]
@@ -141,7 +141,7 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
-    share = workload.share(layout, stage)
+    share = workload.share(*degrees(layout), stage)
     return _memory(workload, layout, step, share, context_bytes(workload, layout))
 
 
@@ -187,20 +187,27 @@ def _memory(
 
 def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> float:
     """How many layers of a stage keep what their recompute says; the others keep everything."""
-    layers = workload.spec.layers
-    return recomputed_of_stages(layout.recompute, layers, *layout.division)[share.stage]
+    division = layout.pp, layout.vpp, layout.stages
+    recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *division)
+    return recomputed[share.stage]
 
 
 def is_whole_again(workload: Workload, layout: Layout) -> bool:
     """Whether the peak includes the layer that is recomputed. If only the first layers of a
     chunk are, what the last ones kept is free before."""
-    smallest = min(stage_layers(workload.spec.layers, *layout.division))
-    return isinstance(layout.recompute, str) or layout.recompute >= smallest
+    if isinstance(layout.recompute, str):
+        return True
+    return layout.recompute >= min(stage_layers(workload.spec.layers, *layout.division))
 
 
 def context_bytes(workload: Workload, layout: Layout) -> float:
     """Bytes of a device outside the allocator."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
+
+
+def degrees(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
+    """Quantities that determine a rank's share of the parameters."""
+    return layout.tp, layout.ep, layout.pp, layout.vpp, layout.stages
 
 
 def micro_batch_of(
@@ -227,7 +234,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
     Offloaded states are not counted, although parts of them pass through the device.
     """
-    shares = _fullest_shares(workload, layout)
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
@@ -235,7 +242,7 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights on the fullest rank while the model is built, if it is built whole."""
     if not workload.cost.builds_whole(workload.model, layout):
         return 0.0
-    shares = _fullest_shares(workload, layout)
+    shares = _fullest_shares(workload, *degrees(layout))
     return max(share.parameters for share in shares) * workload.width / GIB
 
 
@@ -336,14 +343,15 @@ def _padding(workload: Workload, ranks: int) -> float:
     return -(-experts // ranks) * ranks / experts
 
 
-def _fullest_shares(workload: Workload, layout: Layout) -> list[StageShare]:
+@lru_cache(maxsize=4096)
+def _fullest_shares(
+    workload: Workload, tp: int, ep: int, pp: int, vpp: int, stages: tuple[int, ...]
+) -> list[StageShare]:
     """Of the stages that can be the fullest: first, last, and the first with most layers; all
     where a layout divides layers by itself."""
-    counts = layers_of_stages(workload.spec.layers, *layout.division)
-    stages = sorted({0, counts.index(max(counts)), layout.pp - 1})
-    if layout.stages:
-        stages = [*range(layout.pp)]
-    return [workload.share(layout, stage) for stage in stages]
+    counts = layers_of_stages(workload.spec.layers, pp, vpp, stages)
+    found = {*range(pp)} if stages else {0, counts.index(max(counts)), pp - 1}
+    return [workload.share(tp, ep, pp, vpp, stages, stage) for stage in sorted(found)]
 
 
 # Buffers within a step
@@ -512,7 +520,7 @@ def input_bytes(workload: Workload, layout: Layout) -> float:
     powers of two as sizes (torch's CachingHostAllocator)."""
     if not layout.offload_activations:
         return 0.0
-    first = workload.share(layout, 0)  # which holds most micro batches
+    first = workload.share(*degrees(layout), 0)  # which holds most micro batches
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp
     stream = tokens / (layout.tp if layout.sequence_parallel else 1)
     block = 2 ** ceil(log2(workload.width * stream * workload.spec.hidden))
@@ -535,6 +543,6 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
     """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
     first stage."""
-    share = workload.share(layout, 0)
+    share = workload.share(*degrees(layout), 0)
     ranks = layout.dp * layout.cp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

@@ -11,6 +11,7 @@ from toolkit.plan.cost.memory import (
     RESERVE_SHARE,
     Memory,
     chunks_waiting,
+    degrees,
     document_masks,
     exchanged,
     is_whole_again,
@@ -37,7 +38,7 @@ def memory_derivations(
 ) -> dict[str, Derivation]:
     """By the names of `memory_parts`, for the rank that `memory` describes."""
     workload = workload.in_layout(layout)
-    share = workload.share(layout, memory.stage)
+    share = workload.share(*degrees(layout), memory.stage)
     return {
         **_states(workload, layout, share, memory),
         "activations": _activations(workload, layout, share, memory),

@@ -213,6 +213,8 @@ def busiest_stage(
     Raises PlanError if an accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
+    if not cluster.groups:
+        return _everywhere(workload, layout, cluster, efficiency)
     placed = stage_parts(layout, cluster)
     kinds = {
         part: _everywhere(workload, part.of(layout), part.cluster, efficiency)
@@ -225,18 +227,23 @@ def busiest_stage(
     passes = [one.passes[stage] for stage, one in enumerate(slowest)]
     times = [sum(pair) for pair in passes]
     stage = times.index(max(times))
-    return replace(slowest[stage], passes=passes, share=workload.share(layout, stage))
+    share = workload.share(layout.tp, layout.ep, *layout.division, stage)
+    return replace(slowest[stage], passes=passes, share=share)
 
 
 def _everywhere(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
 ) -> BusiestStage:
-    """Every stage, as if all ranks were those of `cluster`; the first is not the busiest."""
+    """The same on a cluster of one kind of accelerators."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency, cluster.speed)
     parts = _parts(place, machine)
-    passes = parts.passes(layers_of_stages(workload.spec.layers, *layout.division))
-    return BusiestStage(place, machine, parts, passes, workload.share(layout, 0))
+    division = layout.pp, layout.vpp, layout.stages
+    passes = parts.passes(layers_of_stages(workload.spec.layers, *division))
+    times = [sum(pair) for pair in passes]
+    stage = times.index(max(times))
+    share = workload.share(layout.tp, layout.ep, *division, stage)
+    return BusiestStage(place, machine, parts, passes, share)
 
 
 def stage_seconds(
@@ -302,7 +309,9 @@ def _parts(place: PlacedLayout, machine: Device) -> StageParts:
         recomputed=recomputed_of_stages(
             layout.recompute,
             workload.spec.layers,
-            *layout.division,
+            layout.pp,
+            layout.vpp,
+            layout.stages,
             workload.recomputed_layers,
         ),
         ends=ends_time(workload, part, layout.loss, machine),

@@ -157,11 +157,11 @@ class Workload:
         whole = self.embeds_whole and (self.spec.tied_embeddings or self.spec.vocab % tp > 0)
         return self.spec.vocab if whole else padded_vocab(self.spec.vocab, tp) / tp
 
-    def share(self, layout: Layout, stage: int) -> StageShare:
+    def share(
+        self, tp: int, ep: int, pp: int, vpp: int, stages: tuple[int, ...], stage: int
+    ) -> StageShare:
         """See `stage_share`."""
-        degrees = layout.tp, layout.ep, layout.pp, layout.vpp
-        embedding_tp = int(self.embeds_whole)
-        return stage_share(self.spec, *degrees, stage, embedding_tp, layout.stages)
+        return stage_share(self.spec, tp, ep, pp, vpp, stage, int(self.embeds_whole), stages)
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's
