@@ -307,6 +307,17 @@ def test_did_you_mean(tmp_path: Path) -> None:
     assert nested.fix == "did you mean `queue_depth`?"
 
 
+def test_what_deepspeed_has_removed_is_named(tmp_path: Path) -> None:
+    """Compression of messages that older releases had, and what has taken its place."""
+    content = {
+        "optimizer": {"type": "OneBitAdam"},
+        "zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}},
+    }
+    optimizer, loco = problems(own_file(tmp_path, content))
+    assert "no 1-bit optimizers: write adamw" in optimizer.fix
+    assert loco.fix == "delete it: DeepSpeed has removed it, and refuses it"
+
+
 def test_several_mistakes_come_in_file_order(tmp_path: Path) -> None:
     config = own_file(
         tmp_path, {"scheduler": {}, "stepz": 1, "bf16": {"enabled": False}, "fp8": {}}

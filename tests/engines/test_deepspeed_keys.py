@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.engines.deepspeed.keys import (
     FILE,
+    GONE,
     KNOWN_KEYS,
     ZERO_POSITIVE,
     ZERO_SIZES,
@@ -77,6 +78,7 @@ bounded = {field.alias or name: [getattr(one, "gt", None) for one in field.metad
 print(json.dumps({
     "switches": of_type(bool, bool | None, typing.Optional[bool]),
     "sizes": of_type(int),
+    "removed": sorted({*removed, *config._REMOVED_ZERO_CONFIG_KEYS}),
     "positive": sorted(name for name, bounds in bounded.items() if 0 in bounds),
     "": sorted(Recorder.asked - removed),
     "aio": sorted(AIO_DEFAULT_DICT),
@@ -117,3 +119,4 @@ def test_types_of_zero_keys_are_deepspeeds(installed: dict[str, Any]) -> None:
     assert sorted(ZERO_SWITCHES) == installed["switches"]
     assert sorted(ZERO_SIZES) == installed["sizes"]
     assert sorted(ZERO_POSITIVE) == installed["positive"]
+    assert sorted(GONE) == installed["removed"]

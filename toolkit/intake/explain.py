@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import Problem
-from toolkit.intake.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
+from toolkit.intake.foreign import FOREIGN_VALUES, foreign, later_value
 from toolkit.intake.layers import describe_node
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.describe import (
@@ -308,8 +308,7 @@ def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]
         return translated
     if isinstance(node.value, bool):
         word = "auto" if node.value else "none"
-        later = LATER_VALUES.get(key, {}).get(str(node.value).lower(), "")
-        return f"write {word}" if word in choices(annotation) else later
+        return f"write {word}" if word in choices(annotation) else later_value(key, node.value)
     if isinstance(node.value, float) and accepts(annotation, int) and abs(node.value) < 1e18:
         if node.value.is_integer():
             return f"write {int(node.value)}"
@@ -345,7 +344,7 @@ def _translated(key: str, text: str) -> str:
     """What another tool's value is called here; empty for a value that none has."""
     if value := FOREIGN_VALUES.get(key, {}).get(text.lower()):
         return f"write {value}"
-    return LATER_VALUES.get(key, {}).get(text.lower(), "")
+    return later_value(key, text)
 
 
 def _takes_list(annotation: Any) -> bool:

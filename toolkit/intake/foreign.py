@@ -200,11 +200,17 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 
 _NO_RL = "this release trains on given answers only: write dpo or orpo, with preferences"
 _PACKS = "write greedy for chats, best_fit for documents"
+_NO_ONE_BIT = (
+    "DeepSpeed 0.19 has no 1-bit optimizers: write adamw; parallel.zero.quantized_gradients "
+    "and parallel.outer send fewer bytes"
+)
+_ONE_BIT = "onebitadam onebit_adam zerooneadam zero_one_adam onebitlamb onebit_lamb"
 
 LATER_VALUES: dict[str, dict[str, str]] = {
     "parallel.engine": {
         f"zero{n}": f"write deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)
     },
+    "optimizer.name": dict.fromkeys(_ONE_BIT.split(), _NO_ONE_BIT),
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
 }
@@ -212,6 +218,11 @@ LATER_VALUES: dict[str, dict[str, str]] = {
 for _feature in FEATURES.values():
     for _key, _values in _feature.foreign_values.items():
         LATER_VALUES[_key] = LATER_VALUES.get(_key, {}) | dict(_values)
+
+
+def later_value(key: str, value: object) -> str:
+    """What to write instead of a value that this release lacks; empty for any other."""
+    return LATER_VALUES.get(key, {}).get(str(value).lower(), "")
 
 
 def foreign(name: str) -> Foreign | None:

@@ -13,6 +13,7 @@ from toolkit.data.local import PLACEHOLDER
 from toolkit.errors import DmtError, PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.foreign import later_value
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.describe import settings
@@ -287,7 +288,7 @@ def _valid(found: Statements) -> Recipe:
         value, origin = found.values.pop(key), found.origins.pop(key)
         place, _, name = origin.partition(" ")
         changes = CHANGES if key.partition(".")[0] in _CHANGING else ""
-        reason = f"{changes}{key} is {setting.allowed}"
+        reason = f"{changes}{later_value(key, value) or f'{key} is {setting.allowed}'}"
         found.uncarried.append(Uncarried(name or key, in_yaml(value), place, reason))
         _put_default(found, key, value, name or key)
 

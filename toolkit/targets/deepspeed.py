@@ -13,7 +13,7 @@ from toolkit.engines.deepspeed.config import (
     unknown_keys,
 )
 from toolkit.engines.deepspeed.json_file import JsonFile
-from toolkit.engines.deepspeed.keys import KNOWN_KEYS
+from toolkit.engines.deepspeed.keys import KNOWN_KEYS, REMOVED
 from toolkit.errors import Problem
 from toolkit.recipe.schema import Recipe
 from toolkit.targets.base import (
@@ -160,5 +160,7 @@ def _hint(problem: Problem) -> str:
         return f"not {problem.allowed}"
     if problem.fix.startswith("did you"):
         return problem.fix
+    if problem.fix.endswith(REMOVED):
+        return REMOVED
     dropped = problem.key.rpartition(".")[0] in _DROPPING
     return "DeepSpeed drops it silently" if dropped else "DeepSpeed refuses it"

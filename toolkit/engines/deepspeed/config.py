@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
-from toolkit.engines.deepspeed.keys import KNOWN_KEYS
+from toolkit.engines.deepspeed.keys import GONE, KNOWN_KEYS, REMOVED
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.features.base import FEATURES
+from toolkit.intake.foreign import later_value
 from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection, Recipe
@@ -359,7 +360,8 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
         for name in value:
             if name not in known:
                 key = f"{block}.{name}" if block else name
-                fix = did_you_mean(name, known, "delete it")
+                gone = f"delete it: {REMOVED}" if name in GONE else ""
+                fix = gone or did_you_mean(name, known, "delete it")
                 yield file.problem(key, value[name], allowed, fix)
 
 
@@ -371,12 +373,9 @@ def _disagreements(
     for key, value in owned.items():
         found = None if preset and key in ABSENT else _stated(file, key)
         if found is not None and value is not None and not same(found, value):
-            yield file.problem(
-                key,
-                found,
-                f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"',
-                f'write "auto" here, or change {OWNED[key]} in the recipe',
-            )
+            allowed = f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"'
+            fix = later_value(OWNED[key], found) or f'write "auto" here, or change {OWNED[key]} in the recipe'
+            yield file.problem(key, found, allowed, fix)
     for key, value in required.items():
         found = _stated(file, key)
         if found is not None and not same(found, value):

@@ -19,6 +19,9 @@ ZERO_SIZES = _TABLES.pop("sizes")
 """Those that are integers of 0 or more."""
 ZERO_POSITIVE = _TABLES.pop("positive")
 """Those of the integers that may not be 0."""
+GONE = _TABLES.pop("removed")
+"""Keys of its top level and of `zero_optimization` that it refuses by name."""
+REMOVED = "DeepSpeed has removed it, and refuses it"
 KNOWN_KEYS: Mapping[str, frozenset[str]] = _TABLES
 """Keys of each checked block; "" is the top level. `optimizer.params` holds those of AdamW.
 Old spellings that DeepSpeed still translates (`cpu_offload`, …) are deliberately omitted."""
