@@ -8,6 +8,7 @@ The one command, as root (Debian: apt-get install pdsh openssh-server iproute2):
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,23 +35,41 @@ def torchrun(hosts: TwoHosts, project: Project, name: str, changes: dict) -> lis
     return [Command(hosts.on(host, command), project.folder, hosts.env) for host in HOSTS]
 
 
-def deepspeed(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list[Command]:
-    """`dmt launch` on the first host; DeepSpeed starts the ranks of both by ssh."""
+def deepspeed(
+    hosts: TwoHosts, project: Project, name: str, changes: dict, launcher: str = "deepspeed"
+) -> list[Command]:
+    """`dmt launch` on the first host; the launcher starts the ranks of both by ssh."""
     hostfile = project.folder / "hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in HOSTS))
     stated = {**changes, "launch.hostfile": hostfile}
-    command = project.command(name, stated, "--launcher", "deepspeed")
+    command = project.command(name, stated, "--launcher", launcher)
     return [Command(hosts.on(HOSTS[0], command), project.folder, hosts.env)]
 
 
+def openmpi(*run: Any) -> list[Command]:
+    """The same by Open MPI's `mpirun`."""
+    *where, changes = run
+    return deepspeed(*where, {**changes, "launch.mpi.command": "mpirun.openmpi"}, "mpi")
+
+
+def mpich(*run: Any) -> list[Command]:
+    """The same by hydra, that of MPICH."""
+    *where, changes = run
+    return deepspeed(*where, {**changes, "launch.mpi.command": "mpirun.mpich"}, "mpi")
+
+
+MPI = [
+    pytest.param(start, marks=[pytest.mark.soak, pytest.mark.needs(package)])
+    for start, package in ((openmpi, "openmpi-bin"), (mpich, "mpich"))
+]
 STARTS = pytest.mark.parametrize(
     "start",
-    [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak)],
+    [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak), *MPI],
     ids=lambda one: one.__name__,
 )
 
 
-@pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("start", [torchrun, deepspeed, *MPI], ids=lambda one: one.__name__)
 def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
     run_dir = project.folder / f"two-{start.__name__}"
     commands = start(hosts, project, run_dir.name, {**TWO, "training.steps": 6})

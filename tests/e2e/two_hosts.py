@@ -36,7 +36,8 @@ class TwoHosts:
         self.folder = folder
         self.env = {
             "GLOO_SOCKET_IFNAME": WIRE,
-            "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMP_NUM_THREADS": "1",  # both hosts have the same cores
             "PATH": SEARCH_PATH,
         }
@@ -83,7 +84,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
             _run("ip", "netns", "add", host)
         _wire()
         for host in HOSTS:
-            _names(host)
+            _names(folder, host)
             _ssh_daemon(hosts, host)
         yield hosts
     finally:
@@ -104,12 +105,17 @@ def _wire() -> None:
         _run(*inside, "link", "set", "lo", "up")
 
 
-def _names(host: str) -> None:
+def _names(folder: Path, host: str) -> None:
     """`ip netns exec` puts the files of /etc/netns/HOST over those of /etc."""
     own = Path("/etc/netns") / host
     own.mkdir(parents=True, exist_ok=True)
     lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in HOSTS)]
     (own / "hosts").write_text("\n".join(lines) + "\n")
+    (own / "ssh").mkdir(exist_ok=True)
+    (own / "ssh" / "ssh_config").write_text(
+        f"IdentityFile {folder}/user_key\nStrictHostKeyChecking no\n"
+        f"UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    )
 
 
 def _keys(folder: Path) -> None:
@@ -121,10 +127,6 @@ def _keys(folder: Path) -> None:
         f"AuthorizedKeysFile {folder}/authorized_keys\n"
         "Port 22\nStrictModes no\nPermitRootLogin yes\nPidFile none\nUsePAM no\n"
     )
-    (folder / "ssh_config").write_text(
-        f"IdentityFile {folder}/user_key\nStrictHostKeyChecking no\n"
-        f"UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-    )
 
 
 def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
@@ -132,7 +134,7 @@ def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
     sshd = which("sshd", path=SEARCH_PATH)
     assert sshd is not None
     _run(*hosts.on(host, [sshd, "-f", str(hosts.folder / "sshd_config")]))
-    check = hosts.on(host, ["ssh", "-F", str(hosts.folder / "ssh_config"), host, "true"])
+    check = hosts.on(host, ["ssh", host, "true"])
 
     def answers() -> bool:
         return subprocess.run(check, env=_env(), capture_output=True).returncode == 0

@@ -595,8 +595,7 @@ MISTAKES = {
         "on given answers only: write dpo or orpo", at="objective",
     ),
     "an optimizer that DeepSpeed has removed": M(
-        "optimizer:", "optimizer:\n  name: OneBitAdam", "optimizer.name",
-        "write adamw; parallel.zero.quantized_gradients", at="OneBitAdam",
+        "adamw", "OneBitAdam", "optimizer.name", "parallel.zero.quantized_gradients",
     ),
     "noise of TRL": M(
         "  steps: 100", "  steps: 100\n  neftune: 5", "training.neftune", "remove it",

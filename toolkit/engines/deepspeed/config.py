@@ -374,7 +374,9 @@ def _disagreements(
         found = None if preset and key in ABSENT else _stated(file, key)
         if found is not None and value is not None and not same(found, value):
             allowed = f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"'
-            fix = later_value(OWNED[key], found) or f'write "auto" here, or change {OWNED[key]} in the recipe'
+            fix = later_value(OWNED[key], found) or (
+                f'write "auto" here, or change {OWNED[key]} in the recipe'
+            )
             yield file.problem(key, found, allowed, fix)
     for key, value in required.items():
         found = _stated(file, key)
