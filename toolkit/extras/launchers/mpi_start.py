@@ -26,8 +26,8 @@ from toolkit.launchers.process import ORPHAN_GRACE_S, StopSignals
 from toolkit.system.interpreter import python
 
 _KILL_AFTER = {"OMPI_MCA_odls_base_sigkill_timeout": f"{ORPHAN_GRACE_S / 2:.0f}"}
-"""Open MPI would end the other ranks 1 s after the first one has left, saved or failed, and kill
-them 1 s later: it waits so long twice, on each machine, whether or not ranks are left."""
+"""Open MPI would end the other ranks 1 s after the first one has left, saved or failed, and
+kill them 1 s later: it waits so long twice, on each machine, whether or not ranks are left."""
 
 
 class MpiStarter:
