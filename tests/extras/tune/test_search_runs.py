@@ -101,6 +101,7 @@ def test_a_sweep_of_wandb(tmp_path: Path) -> None:
     rate = {"distribution": "log_uniform_values", "min": 1e-3, "max": 1e-1}
     assert sweep["parameters"]["optimizer.learning_rate"] == rate
     args = {"optimizer.learning_rate": 0.02, "optimizer.betas": "[0.9, 0.99]"}
+    args["evaluation.batches"] = 2.0  # a q_log_uniform_values of W&B
     job = {"args": {key: {"value": value} for key, value in args.items()}}
     known = utils.create_sweep_command_args(job)
     command = utils.create_sweep_command(sweep["command"])
@@ -112,4 +113,5 @@ def test_a_sweep_of_wandb(tmp_path: Path) -> None:
     assert json.loads((trial / "wandb.json").read_text())["run_id"] == "ab12cd34"
     trained = load_recipe(trial / "recipe.yaml")
     assert trained.optimizer.learning_rate == 0.02 and trained.optimizer.betas == (0.9, 0.99)
+    assert trained.evaluation.batches == 2
     assert trained.logging.wandb is not None and trained.logging.wandb.mode == "online"

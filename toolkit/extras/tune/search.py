@@ -27,6 +27,7 @@ from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.system.install import NAME
 from toolkit.text.terminal import tell
 
 STUDY = "study.db"
@@ -396,6 +397,6 @@ def import_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise BackendUnavailable(
-            "dmt tune --search: optuna is not installed", fix="pip install optuna"
+            "dmt tune --search: optuna is not installed", fix=f"pip install '{NAME}[tune]'"
         ) from error
     return optuna

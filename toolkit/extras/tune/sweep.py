@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -81,7 +82,8 @@ def run_agent_trial(
             "--agent: started by no W&B agent (WANDB_RUN_ID is not set)",
             fix="wandb sweep FILE, with the file of --sweep, then wandb agent ID",
         )
-    texts = [*overrides, *chosen, ONLINE]
+    # A rounded number of W&B's is a float, which no setting for integers takes.
+    texts = [*overrides, *(re.sub(r"=(\d+)\.0$", r"=\1", one) for one in chosen), ONLINE]
     run = RunDirectory(folder / "trials" / run_id)
     run.path.mkdir(parents=True, exist_ok=True)
     state = run.path / "wandb.json"

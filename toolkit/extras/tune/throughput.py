@@ -66,9 +66,10 @@ _MOST_FAILURES = 4
 """Trials that fail for the same reason before any was measured: the next ones would, too."""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A line of results.jsonl: one layout, and what its trial did."""
+@dataclass(frozen=True, kw_only=True)
+class Measurement(TrialResult):
+    """A line of results.jsonl: one layout, and what its trial did; one that was given up as
+    hopeless is `stopped`."""
 
     number: int
     """Of the trial, from 0."""
@@ -78,13 +79,6 @@ class Measurement:
     predicted_s: float
     """Seconds per step."""
     predicted_gib: float
-    ending: Ending
-    """`stopped`: given up as hopeless."""
-    reason: str = ""
-    step: int = 0
-    step_time_s: float | None = None
-    memory_gib: float | None = None
-    seconds: float = 0.0
 
     @property
     def measured(self) -> bool:
@@ -279,17 +273,12 @@ def _measured(
     shutil.rmtree(RunDirectory(folder).checkpoints, ignore_errors=True)
     ending, reason = judge.ending(result)
     return Measurement(
-        number,
-        layout,
-        settings_of(candidate),
-        candidate.step_s,
-        candidate.memory_gib,
-        ending,
-        reason,
-        result.step,
-        result.step_time_s,
-        result.memory_gib,
-        round(result.seconds, 3),
+        **vars(replace(result, ending=ending, reason=reason)),
+        number=number,
+        layout=layout,
+        settings=settings_of(candidate),
+        predicted_s=candidate.step_s,
+        predicted_gib=candidate.memory_gib,
     )
 
 

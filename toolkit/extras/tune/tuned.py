@@ -20,6 +20,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.run import jsonl
+from toolkit.targets.base import nested
 from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
@@ -48,22 +49,19 @@ def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
         f"{HEADER} --throughput`: {best.layout}",
         f"# measured: {best.step_time_s:.4g} s per step; predicted: {best.predicted_s:.4g} s",
     ]
-    tree: dict[str, Any] = {"extends": _extended(find_recipe(tuning.path), file)}
-    for key, value in chosen_settings(tuning, best).items():
-        inner = tree
-        *sections, name = key.split(".")
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return "\n".join([*notes, dump(tree, flow=False)])
+    return _extending(tuning.path, file, nested(chosen_settings(tuning, best)), *notes)
 
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
     """Write the recipe with these `KEY=VALUE` settings."""
     settings = yaml_nodes.to_data(read_layers(recipe, overrides).trees[-1])
-    tree = {"extends": _extended(find_recipe(recipe), file), **settings}
-    text = f"{HEADER} --search`: {note}\n{dump(tree, flow=False)}"
+    text = _extending(recipe, file, settings, f"{HEADER} --search`: {note}")
     jsonl.write_atomically(file, text)
+
+
+def _extending(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -> str:
+    tree = {"extends": _extended(find_recipe(recipe), file), **settings}
+    return "\n".join([*notes, dump(tree, flow=False)])
 
 
 def chosen_settings(tuning: Tuning, best: Measurement) -> dict[str, Any]:
