@@ -94,18 +94,18 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
 
 
 def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """Terminate the launcher and its processes here, and kill them if they do not exit."""
-    # Some have process groups of their own.
+    """Terminate the launcher, and kill what has not exited by then or is left behind: its
+    ssh, which may have a process group of its own."""
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     try:
         process.wait(FAILED_GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        for one in below:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait()
+    for one in below:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def require_program(launcher: str, spec: LaunchSpec, where: str) -> None:
