@@ -2,6 +2,7 @@
 
 from toolkit.backend import adopt_engine_config
 from toolkit.data.local import with_embedding_rows
+from toolkit.features.base import resolved
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.planned import Planned
@@ -19,7 +20,7 @@ def plan_recipe(recipe: Recipe, cluster: str | Cluster | None = None) -> Planned
     own settings are not possible there.
     """
     where = None if cluster is None else find_cluster(cluster)
-    recipe = with_embedding_rows(adopt_engine_config(recipe))
+    recipe = with_embedding_rows(adopt_engine_config(resolved(recipe)))
     if where is not None:
         recipe = placed_on(recipe, where)
     found = explore(recipe, where)

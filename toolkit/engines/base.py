@@ -118,9 +118,12 @@ class Engine(Protocol):
 
         Before it changes them, a step calls `checkpoint.copies.wait_for_copies`: the GPU may
         still copy them for a save. What is put into them counts from the next step on. The
-        weights that the model computes with do not follow: an engine that continues is built
-        with them.
+        weights that the model computes with do not follow until `follow_state`: an engine that
+        continues is built with them.
         """
+
+    def follow_state(self) -> None:
+        """Let the model compute with the weights that were put into the state."""
 
     def counters(self) -> Counters:
         """The rest of the optimizer's state that a checkpoint must hold; equal on every

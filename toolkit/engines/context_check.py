@@ -17,6 +17,7 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.isolation import exchanged, probe
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
+from toolkit.features.base import inside_engines
 from toolkit.models import compiled
 from toolkit.models.families import attention
 
@@ -35,7 +36,7 @@ def check_context(engine: Any, setup: EngineSetup) -> None:
             whole, other = (engine.log_probs(one) for one in (batch, exchanged(batch)))
     half = tokens.shape[1] // 2
     seen = _size((other - whole)[:, half:])
-    exact = setup.precision == "fp32" and not setup.features
+    exact = setup.precision == "fp32" and not inside_engines(setup.features)
     share, rounding = _EXACT if exact else _ROUNDED
     bound = share * seen + rounding * _size(whole)
     change = _size(split - whole)

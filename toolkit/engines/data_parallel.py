@@ -154,6 +154,9 @@ class DataParallelEngine(Engine):
         """Context of forward passes without a backward pass."""
         return hf.evaluating(self.replica)
 
+    def follow_state(self) -> None:
+        """Nothing: the weights of the state are the model's, or are gathered from there."""
+
     def counters(self) -> Counters:
         scale = None
         if self.scaler.is_enabled():

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from toolkit.recipe.section import Section
 from toolkit.registry import Registry, load
 
+AnyRecipe = TypeVar("AnyRecipe", bound=Section)
 AnySection = TypeVar("AnySection", bound=type[Section])
 Hook = str
 """`module:function`, imported when first called; empty: nothing to do."""
@@ -32,6 +33,8 @@ class Feature:
     inside: Literal["", "parallel.zero"] = ""
     """The section of the recipe, by its dotted path, that has the fields of `section`; empty:
     the recipe has `section` as a whole, or null, under the feature's name."""
+    under: Literal["", "parallel"] = ""
+    """The section of the recipe that has `section` as a whole; empty: the recipe itself."""
     # (recipe) -> Iterator[Problem]
     check: Hook = ""
     """What it requires of the recipe's other settings."""
@@ -53,6 +56,9 @@ class Feature:
     # (settings, plan, spec: ModelSpec, engine_config) -> Iterator[(kind, what, why)]
     ledger: Hook = ""
     """Its entries of the ledger."""
+    # (settings, spec: ModelSpec) -> Iterator[str]
+    reasons: Hook = ""
+    """What a plan says about it."""
     # (model: nn.Module, settings) -> None
     apply: Hook = ""
     """Changes a transformers model before it is sharded; also the rehearsal's reference."""
@@ -62,6 +68,19 @@ class Feature:
     # (loss: Tensor, settings) -> Tensor
     reference_loss: Hook = ""
     """The same for the mean loss of the rehearsal's reference."""
+    # (recipe, settings) -> Recipe
+    resolve: Hook = ""
+    """The recipe that is planned and run instead; of that one, itself."""
+    # (order: Order, settings) -> Order
+    order: Hook = ""
+    """Changes which samples are trained when."""
+    # (engine: Engine, settings, start: Start) -> Engine
+    attach: Hook = ""
+    """What trains instead of the engine, once that has the state of its checkpoint."""
+    # (assignment, settings, origin: Origin, cluster: str | None, changes)
+    #     -> InsteadOfRanks | None
+    launch: Hook = ""
+    """What `dmt launch` starts instead of the run's ranks; None: these."""
     # (settings) -> Section | None
     rehearse: Hook = ""
     """Its settings for the small model of a rehearsal; without it, those of the recipe."""
@@ -77,7 +96,7 @@ class Feature:
     """Distributions that it needs, and the module of each."""
     excludes: frozenset[str] = frozenset()
     """What it is not combined with: `adapter`, `liger` (its kernels), `scripts` (those of
-    Accelerate, whose model is their own)."""
+    Accelerate, whose model is their own), `trials` (of `dmt tune`)."""
     foreign: Mapping[str, str] = field(default_factory=dict)
     """Names of other tools for its settings, separated by spaces, by the setting."""
     foreign_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -86,6 +105,11 @@ class Feature:
     def call(self, hook: str, *arguments: Any) -> Any:
         """What the hook of this name returns."""
         return load(getattr(self, hook))(*arguments)
+
+    @property
+    def path(self) -> str:
+        """The dotted path of its settings."""
+        return self.inside or (f"{self.under}.{self.name}" if self.under else self.name)
 
     @property
     def fields(self) -> Mapping[str, FieldInfo]:
@@ -98,13 +122,13 @@ class Feature:
     def values(self, settings: Section | None) -> dict[str, object]:
         """The recipe's values, by dotted path, that state these settings."""
         if not self.inside:
-            return {self.name: settings}
+            return {self.path: settings}
         return {f"{self.inside}.{name}": getattr(settings, name) for name in self.fields}
 
     def stated(self, recipe: Section) -> Section | None:
         """Its settings in a recipe; None where it is off."""
         if not self.inside:
-            return getattr(recipe, self.name)  # type: ignore[no-any-return]
+            return attrgetter(self.path)(recipe)  # type: ignore[no-any-return]
         return self.read(attrgetter(self.inside)(recipe))
 
     def read(self, around: Section) -> Section | None:
@@ -128,6 +152,7 @@ FEATURES: Registry[Feature] = Registry(
         "fp8": "toolkit.features.fp8:FEATURE",
         "bf16_states": "toolkit.features.bf16_states:FEATURE",
         "zero_plus": "toolkit.features.zero_plus:FEATURE",
+        "outer": "toolkit.extras.outer:FEATURE",
     },
 )
 """Every feature by its name; other packages add theirs as entry points."""
@@ -154,6 +179,18 @@ def changed(hook: str, value: Any, settings: Settings) -> Any:
     return value
 
 
+def inside_engines(settings: Settings) -> Settings:
+    """Those of the features that change what an engine computes."""
+    return {name: one for name, one in settings.items() if not FEATURES[name].attach}
+
+
+def resolved(recipe: AnyRecipe) -> AnyRecipe:
+    """See `Feature.resolve`: what all features that are on make of a recipe."""
+    for resolve, settings in hooks("resolve", features_of(recipe)):
+        recipe = resolve(recipe, settings)
+    return recipe
+
+
 def with_features(path: str, after: str) -> Callable[[AnySection], AnySection]:
     """A decorator of the recipe's section at `path`: adds the settings of the features that
     belong there, behind the field `after`."""
@@ -165,7 +202,7 @@ def with_features(path: str, after: str) -> Callable[[AnySection], AnySection]:
         added = [
             item
             for feature in FEATURES.values()
-            if feature.inside == path
+            if (feature.inside or feature.under) == path
             for item in feature.fields.items()
         ]
         section.__pydantic_fields__ = dict([*fields[:place], *added, *fields[place:]])

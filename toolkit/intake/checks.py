@@ -430,7 +430,7 @@ def _if_on(feature: Feature) -> Rule:
         if feature.name in recipe.features:
             yield from feature.call("check", recipe)
 
-    return Rule((feature.inside or feature.name, *feature.reads), check)
+    return Rule((feature.path, *feature.reads), check)
 
 
 def _computes(device: Gpu, precision: str) -> bool:
@@ -551,7 +551,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
-_FEATURES = tuple(feature.inside or feature.name for feature in FEATURES.values())
+_FEATURES = tuple(feature.path for feature in FEATURES.values())
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (

@@ -9,8 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
+from toolkit.features.base import hooks
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
@@ -46,6 +48,16 @@ class LaunchResult:
     """What was started, as shell commands."""
     exit_code: int = EXIT_DONE
     """As of `dmt launch`: 0, 4 (failed), 75 (stopped after saving; launch again to resume)."""
+
+
+class InsteadOfRanks(Protocol):
+    """What a feature lets `dmt launch` start instead of the run's ranks."""
+
+    def printable(self) -> str:
+        """The commands, for a shell."""
+
+    def start(self) -> int:
+        """Start it, wait, and return the exit code. Raises as `launch_recipe` does."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,19 @@ def launch_recipe(
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, assignment.plan, "launch", tell)
     code = EXIT_DONE
-    if not dry_run:
+    if instead := _instead_of_ranks(assignment, origin, cluster, changes):
+        if not dry_run:
+            origin.check(assignment.recipe)
+            code = instead.start()
+    elif not dry_run:
         origin.check(assignment.recipe)
         _request(changes, assignment)
         if oversees:
             code = _oversee(starter(name), assignment, spec, recipe, where, origin)
         else:
             code = _hand_over(starter(name), assignment, spec)
-    result = LaunchResult(assignment.run_dir, assignment.plan, spec.printable(), code)
+    command = (instead or spec).printable()
+    result = LaunchResult(assignment.run_dir, assignment.plan, command, code)
     if check and code != EXIT_DONE:
         if code == EXIT_RESUMABLE:
             raise Stopped(f"{result.run_dir}: stopped after saving", fix="launch it again")
@@ -118,6 +135,21 @@ def launch_recipe(
             f"{result.run_dir}: the run failed", fix=f"its logs are in {result.run_dir}/logs"
         )
     return result
+
+
+def _instead_of_ranks(
+    assignment: Assignment,
+    origin: Origin,
+    cluster: str | Cluster | None,
+    changes: Sequence[str],
+) -> InsteadOfRanks | None:
+    """What a feature starts instead; see `Feature.launch`."""
+    named = cluster if isinstance(cluster, str) else None
+    for launch, settings in hooks("launch", assignment.recipe.features):
+        found: InsteadOfRanks | None = launch(assignment, settings, origin, named, changes)
+        if found is not None:
+            return found
+    return None
 
 
 def _request(changes: Sequence[str], assignment: Assignment) -> None:

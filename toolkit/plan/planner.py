@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.errors import RecipeError
+from toolkit.features.base import hooks
 from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import building_gib, model_states_gib
@@ -130,6 +131,8 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
         family = job.spec.family
         yield f"model {family}: generic, counted on transformers' own; docs/models.md"
     yield from _evaluators_reason(found)
+    for lines, section in hooks("reasons", job.features):
+        yield from lines(section, job.spec)
     if not found.fits:
         yield f"WARNING: does not fit: {over(found)}"
     elif built_gib >= best.memory_gib:

@@ -728,6 +728,7 @@ class ZeroSection(Section):
     preset's."""
 
 
+@with_features("parallel", after="offload_activations")
 class ParallelSection(Section):
     """How to parallelise the training, independently of any backend's configuration format."""
 

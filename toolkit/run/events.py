@@ -30,6 +30,7 @@ EventKind = Literal[
     "early_stop",
     "window",
     "prediction",
+    "outer",
     "signal",
     "warning",
     "end",
@@ -67,6 +68,8 @@ class EventLog:
     - `early_stop` (with a `message`, `best_step` and `best_loss`) where the validation losses
       have ended a run before its last step; its `end` is that of a finished one;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
+    - `outer` when weights were exchanged with other replicas, or one `joined` (by the holder:
+      with `replicas`, their `tokens`, and bytes `sent` and `received` since its start);
     - `step` (optimizer steps done) in every event that belongs to a step.
     """
 

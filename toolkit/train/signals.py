@@ -24,6 +24,8 @@ class StopRequest:
         self._reason: str | None = None
         self._interrupts = 0
         self._handlers = handling(STOP_SIGNALS, self._remember)
+        self.agreed = False
+        """Whether all ranks know that the run stops after this step, without a signal."""
 
     @property
     def reason(self) -> str | None:

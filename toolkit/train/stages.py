@@ -21,6 +21,7 @@ from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import RunFailed
+from toolkit.features.base import changed, hooks
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import RandomWeights, WeightSource
@@ -62,6 +63,8 @@ def work(start: Start) -> None:
             reference.compute(engine, start.plan.layout, start.phases)
         if found is not None:
             _resume(start, checkpoints, engine, found)
+        for attach, settings in hooks("attach", start.recipe.features):
+            engine = attach(engine, settings, start)
         reporter = _watch(start, steps, checkpoints)
         samples = reference or data
         validation = {
@@ -245,9 +248,10 @@ def _training_run(
 ) -> TrainingRun:
     recipe, layout = start.recipe, start.plan.layout
     batch = recipe.training.global_batch_size
+    order = changed("order", data.order, recipe.features)
     return TrainingRun(
         engine,
-        GlobalBatches(samples, data.order, batch, data.lengths),
+        GlobalBatches(samples, order, batch, data.lengths),
         layout,
         start.ranks.rank,
         recipe.training.seed,

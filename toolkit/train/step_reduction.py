@@ -36,9 +36,9 @@ class StepReduction:
         With several ranks, a signal that arrives during a step takes effect after the next one.
         """
         if self._pending is None:
-            return self._stop.requested(), self._numbers
+            return self._stop.requested() or self._stop.agreed, self._numbers
         sums, work = self._pending
         work.wait()
         self._pending = None
         stopping, *totals = sums.tolist()
-        return stopping > 0, tuple(totals)
+        return stopping > 0 or self._stop.agreed, tuple(totals)

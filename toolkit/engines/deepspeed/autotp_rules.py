@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.engines.deepspeed import autotp
 from toolkit.errors import Problem
-from toolkit.features.base import FEATURES
+from toolkit.features.base import FEATURES, inside_engines
 from toolkit.models.config_keys import is_attention_dropout, is_dropout
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
@@ -68,7 +68,7 @@ def _untested(job: PlanRequest) -> Iterator[tuple[str, object]]:
     for key, value in stated.items():
         if value not in ("auto", "none"):
             yield key, value
-    for name, settings in job.features.items():
+    for name, settings in inside_engines(job.features).items():
         for setting, on in FEATURES[name].values(settings).items():
             if on is not None:
                 yield setting, "settings" if setting == name else str(on).lower()

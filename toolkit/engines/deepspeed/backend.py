@@ -19,6 +19,7 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
+from toolkit.features.base import inside_engines
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -73,7 +74,7 @@ def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
         fix += ", or router_jitter_noise to 0"
     elif (activation := config.get("hidden_act", "silu")) != "silu":
         allowed = f"1 with model.config.hidden_act: {activation}: AutoEP's experts have silu"
-    elif job.adapter or job.freeze or job.optimizer.kind.whole or job.features:
+    elif job.adapter or job.freeze or job.optimizer.kind.whole or inside_engines(job.features):
         allowed = "1 with adapters, frozen weights, optimizers other than adamw, or features"
     elif job.training.precision == "fp16":
         allowed, fix = "1 with precision: fp16", "set training.precision to bf16"

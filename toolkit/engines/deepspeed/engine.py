@@ -25,6 +25,7 @@ from toolkit.engines.base import (
 )
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
+    follow_masters,
     loss_scale,
     partitions,
     set_loss_scale,
@@ -250,6 +251,10 @@ class DeepSpeedEngine(Engine):
         self.train_step([batch] * layout.gradient_accumulation, 1, 0.0)
         self.objective = self.setup.objective
         adam.set_steps([self._adam], 0)
+
+    def follow_state(self) -> None:
+        if not self.plain:
+            follow_masters(self.optimizer, self.stage)
 
     @property
     def _adam(self) -> Any:

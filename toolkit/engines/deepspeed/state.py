@@ -214,12 +214,32 @@ def undo_first_step(optimizer: Any) -> None:
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where a fused AdamW counts
-    if hasattr(optimizer, "fp32_groups_flat"):  # a fused AdamW has flat groups
-        for master, weight in zip(
-            optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True
-        ):
-            master.copy_(weight)
+    for master, weight in _stage_0_pairs(optimizer):
+        master.copy_(weight)
+
+
+def _stage_0_pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """fp32 masters and weights of stage 0 in 16 bits; a fused AdamW has flat groups."""
+    if hasattr(optimizer, "fp32_groups_flat"):
+        yield from zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
         return
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-        for master, weight in zip(masters, weights, strict=True):
-            master.copy_(weight)
+        yield from zip(masters, weights, strict=True)
+
+
+@torch.no_grad()
+def follow_masters(optimizer: Any, stage: int) -> None:
+    """Give the weights that the model computes with the values of their fp32 masters, as the
+    end of DeepSpeed's step does; not for stage 0 in fp32, where they are the same."""
+    if stage == 0:
+        for master, weight in _stage_0_pairs(optimizer):
+            weight.copy_(master)
+    elif stage < 3:
+        optimizer.update_lp_params()
+    else:
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()

@@ -362,6 +362,17 @@ class MegatronEngine(Engine):
         yield from megatron_state.state(self.chunks, self.model, self.optimizer)
         yield from owner_shards(megatron_state.adams(self.optimizer))
 
+    def follow_state(self) -> None:
+        for part in self.optimizer.chained_optimizers:
+            if part.optimizer is not None and hasattr(
+                part, "_copy_main_params_to_model_params"
+            ):
+                part._copy_main_params_to_model_params()
+        if self.setup.engine_config["ddp"]["use_distributed_optimizer"]:
+            for replica in self.replicas:
+                replica.start_param_sync(force_sync=True)
+        self._ungathered = False
+
     def counters(self) -> Counters:
         steps = adam.steps_of(megatron_state.adams(self.optimizer))
         # If a pipeline stage is completely frozen, its ranks have no counts.

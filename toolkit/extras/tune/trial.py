@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
+from toolkit.features.base import FEATURES, excluding
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
 from toolkit.launchers.outcome import log_tail
@@ -107,8 +108,12 @@ def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
 
 
 def check_waits(recipe: Recipe) -> None:
-    """Raises PlanError if the recipe's launcher hands a run over and does not wait for it."""
+    """Raises PlanError if the recipe's launcher hands a run over and does not wait for it, or
+    if a feature is not for trials."""
     name, nodes = recipe.launch.launcher, recipe.cluster.nodes
+    for feature in excluding("trials", recipe.features):
+        path = FEATURES[feature].path
+        raise PlanError(f"{path} is not for trials", fix=f"--set {path}=null")
     if not (LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits):
         raise hands_over(name, nodes)
 

@@ -1,0 +1,90 @@
+"""The outer loop of DiLoCo (arXiv:2311.08105): replicas of a run train on their own and
+exchange weights every few steps.
+
+A replica is a run with its own ranks and run directory. A *holder*, in the role of a parameter
+server, has the weights and the outer momentum. No engine, launcher or checkpoint knows of it.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from toolkit.features.base import Feature
+from toolkit.recipe.section import (
+    Count,
+    Fraction,
+    NonEmpty,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+
+class LinkSection(Section):
+    """The link between sites, for the planner's prediction."""
+
+    gigabits_per_s: PositiveFloat = 1.0
+    """Bandwidth of a site, in each direction."""
+    latency_ms: NonNegativeFloat = 30.0
+    """Time of one message on its way."""
+
+
+class OuterSection(Section):
+    """Replicas that train on their own between exchanges of weights (DiLoCo)."""
+
+    replicas: Annotated[int, Field(ge=2, le=1024)]
+    """Number of replicas, each with the machines of `cluster`. Every one trains its own part,
+    of equal size, of each global batch (`training.global_batch_size` is that of all)."""
+    every_steps: Positive = 100
+    """Inner steps between two exchanges. `checkpoint.every_steps` must be a multiple."""
+    optimizer: Literal["nesterov", "sgd", "average"] = "nesterov"
+    """What applies the outer gradient, the weights before a round minus the mean of those after
+    it: SGD with Nesterov's momentum (DiLoCo's), with heavy-ball momentum, or just the mean."""
+    learning_rate: PositiveFloat = 0.7
+    """Outer learning rate; `average` does not use it."""
+    momentum: Fraction = 0.9
+    """Outer momentum; `average` does not use it."""
+    overlap: Literal["none", "delayed"] = "none"
+    """`none`: a round ends when all replicas have handed in theirs. `delayed`: asynchronous
+    updates: they are sent while the next round trains, and applied as they arrive."""
+    staleness: Positive = 2
+    """With `delayed`: how many rounds a replica may have handed in more than the slowest."""
+    compress: Literal["none", "int8"] = "none"
+    """`int8`: changes of weights are sent to the holder in 8 bits, with a scale per 1024."""
+    replica: Count | None = None
+    """Which replica this is, from 0; null: `dmt launch` starts all of them on this machine."""
+    holder: NonEmpty | None = None
+    """HOST:PORT of the holder, which `dmt launch` of replica 0 starts and binds to it. null: a
+    free port of this machine's loopback device."""
+    link: LinkSection = LinkSection()
+    whole_batch: Positive | None = None
+    """Set by DMT: the global batch of all replicas, once `training.global_batch_size` is that
+    of one."""
+
+
+_RULES = "toolkit.extras.outer.rules"
+
+FEATURE = Feature(
+    name="outer",
+    section=OuterSection,
+    under="parallel",
+    check=f"{_RULES}:problems",
+    reads=(
+        "training",
+        "checkpoint",
+        "data",
+        "schedule.name",
+        "evaluation.early_stopping",
+        "evaluation.batches",
+        "parallel.zero",
+    ),
+    resolve=f"{_RULES}:of_replica",
+    ledger=f"{_RULES}:ledger",
+    reasons=f"{_RULES}:reasons",
+    rehearse=f"{_RULES}:rehearsed",
+    order="toolkit.extras.outer.engine:order",
+    attach="toolkit.extras.outer.engine:attach",
+    launch="toolkit.extras.outer.launch:instead",
+    excludes=frozenset({"scripts", "trials"}),
+)
