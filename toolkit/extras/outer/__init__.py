@@ -41,15 +41,16 @@ class OuterSection(Section):
     optimizer: Literal["nesterov", "sgd", "average"] = "nesterov"
     """What applies the outer gradient, the weights before a round minus the mean of those after
     it: SGD with Nesterov's momentum (DiLoCo's), with heavy-ball momentum, or just the mean."""
-    learning_rate: PositiveFloat = 0.7
-    """Outer learning rate; `average` does not use it."""
-    momentum: Fraction = 0.9
-    """Outer momentum; `average` does not use it."""
+    learning_rate: PositiveFloat | None = None
+    """Outer learning rate, not with `average`; null: 0.7."""
+    momentum: Fraction | None = None
+    """Outer momentum, not with `average`; null: 0.9."""
     overlap: Literal["none", "delayed"] = "none"
     """`none`: a round ends when all replicas have handed in theirs. `delayed`: asynchronous
     updates: they are sent while the next round trains, and applied as they arrive."""
-    staleness: Positive = 2
-    """With `delayed`: how many rounds a replica may have handed in more than the slowest."""
+    staleness: Positive | None = None
+    """With `delayed` only: how many rounds a replica may have handed in more than the slowest;
+    null: 2."""
     compress: Literal["none", "int8"] = "none"
     """`int8`: changes of weights are sent to the holder in 8 bits, with a scale per 1024."""
     replica: Count | None = None
@@ -61,6 +62,19 @@ class OuterSection(Section):
     whole_batch: Positive | None = None
     """Set by DMT: the global batch of all replicas, once `training.global_batch_size` is that
     of one."""
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Outer learning rate and momentum."""
+        if self.optimizer == "average":
+            return 1.0, 0.0
+        rate = 0.7 if self.learning_rate is None else self.learning_rate
+        return rate, 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def steps_ahead(self) -> int:
+        """`staleness` in inner steps."""
+        return (self.staleness or 2) * self.every_steps
 
 
 _RULES = "toolkit.extras.outer.rules"

@@ -35,17 +35,9 @@ class OuterOptimizer:
     arrivals: int = 0
     """Number of them."""
 
-    @property
-    def _factors(self) -> tuple[np.float32, np.float32]:
-        """lr and μ."""
-        own = self.settings
-        if own.optimizer == "average":
-            return np.float32(1), np.float32(0)
-        return np.float32(own.learning_rate), np.float32(own.momentum)
-
     def step(self, gradient: Weights) -> None:
         """Apply the outer gradient of a round, which is changed."""
-        rate, mu = self._factors
+        rate, mu = map(np.float32, self.settings.factors)
         for name, delta in gradient.items():
             if mu:
                 momentum = self.momentum.setdefault(name, np.zeros_like(delta))
@@ -59,7 +51,7 @@ class OuterOptimizer:
 
     def arrive(self, gradient: Weights, replicas: int) -> None:
         """Apply the gradient of one of so many replicas, which is changed."""
-        rate, mu = self._factors
+        rate, mu = map(np.float32, self.settings.factors)
         self.arrivals += 1
         whole_round = self.arrivals >= replicas
         nesterov = self.settings.optimizer == "nesterov"

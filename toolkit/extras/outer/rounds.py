@@ -217,7 +217,7 @@ class Rounds:
     def _may_be_ahead(self, replica: int, step: int) -> bool:
         others = [one.step for number, one in self.live.items() if number != replica]
         ahead = step - min(others, default=step)
-        return ahead <= self.settings.staleness * self.settings.every_steps
+        return ahead <= self.settings.steps_ahead
 
     def _arrive(self, replica: int, member: Member) -> None:
         """Apply what one replica has handed in."""

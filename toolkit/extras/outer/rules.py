@@ -30,6 +30,15 @@ def _own(outer: OuterSection) -> Iterator[Problem]:
     if outer.replica is not None and outer.replica >= outer.replicas:
         allowed = f"0 to {outer.replicas - 1}"
         yield Problem(f"{_KEY}.replica", str(outer.replica), allowed, "number them from 0")
+    unused = {
+        "learning_rate": outer.optimizer == "average",
+        "momentum": outer.optimizer == "average",
+        "staleness": outer.overlap != "delayed",
+    }
+    for name, is_unused in unused.items():
+        if is_unused and (value := getattr(outer, name)) is not None:
+            other = "overlap: none" if name == "staleness" else "optimizer: average"
+            yield Problem(f"{_KEY}.{name}", f"{value:g}", f"null with {other}", "remove it")
     if outer.holder is not None:
         try:
             address(outer.holder)
@@ -117,7 +126,7 @@ def ledger(
     yield "exact", "samples of replicas", f"each trains 1/{replicas} of every global batch"
     how: str = outer.optimizer
     if how != "average":
-        how += f", learning rate {outer.learning_rate:g}, momentum {outer.momentum:g}"
+        how += ", learning rate {:g}, momentum {:g}".format(*outer.factors)
     why = (
         f"another algorithm than one large batch: {replicas} replicas train {steps} steps each "
         f"and their weights are merged ({how}); equal only with every_steps: 1, optimizer: "
