@@ -18,7 +18,7 @@ from toolkit.data.rows import Int64Array
 from toolkit.engines.base import Counters, Engine, EvalResult, StepResult
 from toolkit.errors import PlanError, Stopped
 from toolkit.extras.outer import OuterSection
-from toolkit.extras.outer.link import Link
+from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.rectangles import Rectangles, Values, by_key, in_order
 from toolkit.extras.outer.wire import Floats
 
@@ -85,7 +85,7 @@ class OuterEngine(Engine):
         together = start.together
         self._rectangles = Rectangles(engine, start.recipe, together.group)
         self._last = start.recipe.total_steps()
-        self._link = Link(holder, start.recipe.name, replica, settings.compress)
+        self._link = HolderLink(holder, start.recipe.name, replica, settings.compress)
         self._pending: _HandIn | None = None
         start.phases.begin("joining the other replicas")
         step, shapes = start.progress.step, self._rectangles.shapes
@@ -216,7 +216,9 @@ class OuterEngine(Engine):
 class _HandIn(threading.Thread):
     """Hands a round in while the rank does something else."""
 
-    def __init__(self, link: Link, step: int, tokens: float, change: list[Floats]) -> None:
+    def __init__(
+        self, link: HolderLink, step: int, tokens: float, change: list[Floats]
+    ) -> None:
         super().__init__(daemon=True)
         self._hand_in = partial(link.hand_in, step, tokens, change)
         self._held: list[Floats] | None = None
@@ -230,7 +232,7 @@ class _HandIn(threading.Thread):
             self._error = error
 
     def result(self) -> list[Floats] | None:
-        """What `Link.hand_in` has returned, or raised."""
+        """What `HolderLink.hand_in` has returned, or raised."""
         self.join()
         if self._error is not None:
             raise self._error

@@ -21,7 +21,7 @@ PATIENCE_S = 300.0
 _RETRY_S = 0.5
 
 
-class Link:
+class HolderLink:
     """Requests of one rank. Raises RunFailed where the holder is gone or refuses."""
 
     def __init__(self, holder: str, run: str, replica: int, compress: Compression) -> None:
