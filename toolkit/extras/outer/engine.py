@@ -220,7 +220,7 @@ class _HandIn(threading.Thread):
         self, link: HolderLink, step: int, tokens: float, change: list[Floats]
     ) -> None:
         super().__init__(daemon=True)
-        self._hand_in = partial(link.hand_in, step, tokens, change)
+        self._hand_in = partial(to.hand_in, step, tokens, change)
         self._held: list[Floats] | None = None
         self._error: Exception | None = None
         self.start()
