@@ -216,9 +216,7 @@ class OuterEngine(Engine):
 class _HandIn(threading.Thread):
     """Hands a round in while the rank does something else."""
 
-    def __init__(
-        self, link: HolderLink, step: int, tokens: float, change: list[Floats]
-    ) -> None:
+    def __init__(self, to: HolderLink, step: int, tokens: float, change: list[Floats]) -> None:
         super().__init__(daemon=True)
         self._hand_in = partial(to.hand_in, step, tokens, change)
         self._held: list[Floats] | None = None
