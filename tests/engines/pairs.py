@@ -207,6 +207,10 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "2": {},
         "1": {"training": {"micro_batch_size": 1}},
         "4": {"training": {"micro_batch_size": 4}},
+        "uneven": {
+            "parallel": {"shares": [3, 1]},
+            "training": {"micro_batch_size": "auto"},
+        },
     },
 }
 """By axis, the values and what each adds to the recipe. The first is that of `BASE`."""

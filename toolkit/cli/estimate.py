@@ -15,7 +15,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.dimensions import recompute_text
+from toolkit.plan.dimensions import batch_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
     estimate_plan,
@@ -66,8 +66,7 @@ def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:
     degrees = ("dp", "tp", "pp", "vpp", "cp", "ep")
     split = " · ".join(f"{key} {getattr(layout, key):,}" for key in degrees)
     yield f"  {split} · zero {layout.zero_stage} · recompute {recompute_text(layout)}"
-    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
-    yield f"  {batch} = {layout.global_batch:,} samples"
+    yield f"  {batch_text(layout)}"
     yield ""
     yield from memory_lines(found)
     yield ""

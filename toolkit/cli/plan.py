@@ -23,7 +23,7 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.dimensions import DIMENSIONS, recompute_text
+from toolkit.plan.dimensions import DIMENSIONS, batch_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
     Setup,
@@ -252,11 +252,7 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     places = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_parameters}
     away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
     yield "offload", ", ".join(away) or "none"
-    yield (
-        "global batch",
-        f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
-        f"{layout.dp:,} dp = {layout.global_batch:,} samples",
-    )
+    yield "global batch", batch_text(layout)
     yield "recompute", recompute_text(layout)
     yield from _dimension_rows(layout, kernels=True)
 

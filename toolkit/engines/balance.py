@@ -40,7 +40,8 @@ class Balance:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.settings = setup.balance
-        self.copies = setup.layout.dp
+        self.shares = setup.layout.micro_batches
+        self.data_rank = setup.layout.data_rank(setup.ranks.rank)
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
         """Ranks that hold other tokens of the same rows; None if this rank holds whole rows."""
@@ -97,10 +98,11 @@ class Balance:
         return balance
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Reset the counts. Every data-parallel rank has the same number of rows."""
+        """Reset the counts. A data-parallel rank has its share of the rows."""
         if self.settings is None:
             return
-        self._rows = self.copies * sum(len(batch.input_ids) for batch in micro_batches)
+        mine = sum(len(batch.input_ids) for batch in micro_batches)
+        self._rows = mine * sum(self.shares) // self.shares[self.data_rank]
         size = self.layers * self.experts
         self._sums = torch.zeros(size + 4, dtype=torch.float64, device=self.device)
         self._counts = self._sums[:size].view(self.layers, self.experts)

@@ -272,9 +272,11 @@ def _device(file: JsonFile, block: str) -> Placement | None:
 def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     """Every setting that the recipe decides, by DeepSpeed's name for it."""
     layout, optimizer = request.layout, request.optimizer
+    ranks = layout.dp * layout.cp
     settings: dict[str, object] = {
-        # DeepSpeed counts context-parallel ranks as data-parallel ones.
-        "train_batch_size": layout.global_batch * layout.cp,
+        # DeepSpeed counts context-parallel ranks as data-parallel ones. Where shares differ,
+        # it takes all for the largest: the product must hold, and it only logs the numbers.
+        "train_batch_size": ranks * layout.micro_batch * layout.gradient_accumulation,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
         # DeepSpeed clips at 1.0 unless configured not to.

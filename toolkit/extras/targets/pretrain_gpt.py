@@ -152,6 +152,7 @@ def render(recipe: Recipe, plan: Plan) -> ArgumentList:
     found = [
         *_model_problems(model, config),
         *_context_problems(config["transformer"], layout),
+        *_shares_problems(layout),
         *run_problems(recipe),
     ]
     if found:
@@ -253,6 +254,12 @@ def _context_problems(transformer: Mapping[str, Any], layout: Layout) -> Iterato
             f"in Megatron-LM, {allowed}",
             "set kernels.context to all_gather",
         )
+
+
+def _shares_problems(layout: Layout) -> Iterator[Problem]:
+    if layout.shares:
+        found, allowed = str([*layout.shares]), "in Megatron-LM, []: ranks have equal ones"
+        yield Problem("parallel.shares", found, allowed, "set parallel.shares to []")
 
 
 def _key_heads(transformer: Mapping[str, Any], layout: Layout) -> int:
