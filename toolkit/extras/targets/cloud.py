@@ -76,6 +76,11 @@ class CloudTarget(Target):
         return text.getvalue(), tuple(_notes(recipe.cluster))
 
     def _gpus(self, cluster: ClusterSection) -> str:
+        if cluster.groups:
+            raise PlanError(
+                f"cluster.groups: a task of {self.title} asks for one kind of machines",
+                fix="plan for one of the groups, e.g. `--set cluster.groups=[]` and its nodes",
+            )
         if cluster.gpu == "cpu":
             return ""
         if (name := self.accelerators.get(str(cluster.gpu))) is None:

@@ -272,6 +272,9 @@ class TableTarget(Target):
         if plan.layout.vpp > 1 and not self.interleaves:
             chunks = str(plan.layout.vpp)
             problems.append(Problem("parallel.virtual_pipeline", chunks, f"{here}1"))
+        for name in ("stages", "shares"):
+            if uneven := getattr(plan.layout, name):
+                problems.append(Problem(f"parallel.{name}", shown(uneven), f"{here}even ones"))
         if recipe.total_steps() is None:
             epochs = f"{recipe.training.epochs:g}"
             problems.append(Problem("training.epochs", epochs, f"{here}a number of steps"))

@@ -17,10 +17,11 @@ from pydantic import TypeAdapter
 
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
-from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
+from toolkit.plan.cost.placement import StagePart
 from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.rehearse.gpu.findings import (
@@ -61,7 +62,8 @@ class DressRehearsal:
     def of(
         cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
     ) -> "DressRehearsal":
-        """Rehearse `ranks`; without any, the first rank of each pipeline stage.
+        """Rehearse `ranks`; without any, the first rank of each pipeline stage, and on groups
+        of different GPUs the first of each stage on each.
 
         Raises RecipeError for ranks that the layout does not have, for a recipe that is
         not for GPUs, and for what is offloaded to NVMe.
@@ -84,7 +86,12 @@ class DressRehearsal:
         if problems:
             raise RecipeError(problems)
         each = layout.world // layout.pp
-        chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
+        first = {each * stage: None for stage in range(layout.pp)}
+        if planned.recipe.cluster.groups:
+            where = usual_cluster(planned.recipe.cluster)
+            kinds = [(rank // each, where.kind_of(rank)) for rank in range(layout.world)]
+            first = {kinds.index(kind): None for kind in dict.fromkeys(kinds)}
+        chosen = tuple(ranks) or tuple(first)
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
             raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
         return cls(_shortened(planned), planned, chosen, cluster)
@@ -144,10 +151,21 @@ class RehearsedRank:
     found: RankFindings
 
     @property
+    def layout(self) -> Layout:
+        """As this rank has it: with the samples of its micro batches."""
+        layout = self.rehearsal.layout
+        samples = layout.micro_batches[layout.data_rank(self.rank)]
+        return StagePart(self.cluster, samples).of(layout)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it is: its group of a cluster of several."""
+        return self.rehearsal.estimate.setup.cluster.kind_of(self.rank)
+
+    @property
     def planned(self) -> Memory:
         """The planner's memory of its stage."""
-        setup = self.rehearsal.estimate.setup
-        return stage_memory(setup.workload, setup.layout, self.stage)
+        return stage_memory(self.rehearsal.estimate.setup.workload, self.layout, self.stage)
 
     @property
     def planned_communicators(self) -> int:
@@ -158,8 +176,7 @@ class RehearsedRank:
     @property
     def planned_flops(self) -> float:
         """The planner's FLOPs of what is run."""
-        setup = self.rehearsal.estimate.setup
-        return rank_flops(setup.workload, setup.layout, self.stage)
+        return rank_flops(self.rehearsal.estimate.setup.workload, self.layout, self.stage)
 
     @property
     def peak(self) -> Peak:
@@ -176,22 +193,22 @@ class RehearsedRank:
     def compiling_saves_gib(self) -> float:
         """The planner's saving of compiled layers, or Liger's kernels, compared with those that
         were run."""
-        setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
-        kernels = {name: getattr(wanted, name) for name in ("compile", "fused", "loss")}
-        compiled = replace(setup.layout, **kernels)
-        less = stage_memory(setup.workload, compiled, self.stage).allocated
+        workload, wanted = self.rehearsal.estimate.setup.workload, self.rehearsal.planned
+        names = ("compile", "fused", "loss")
+        kernels = {name: getattr(wanted.plan.layout, name) for name in names}
+        less = stage_memory(workload, replace(self.layout, **kernels), self.stage).allocated
         return (self.planned.allocated - less) / GIB
 
     @property
     def fits(self) -> bool:
         """On the plan's device."""
-        capacity = self.rehearsal.estimate.setup.cluster.gpu.memory_gib
+        capacity = self.cluster.gpu.memory_gib
         return capacity is None or self.needed_gib <= capacity
 
     @property
     def save_s(self) -> float | None:
         """Seconds of a save's copies from the GPU, at the planner's link to the host."""
-        link = self.rehearsal.estimate.setup.cluster.host_link_bytes_per_s
+        link = self.cluster.host_link_bytes_per_s
         return None if self.found.saved is None else self.found.saved.from_gpu / link
 
     @property

@@ -72,7 +72,7 @@ def rehearse(
     are raised.
     """
     layout, recipe = assignment.plan.layout, assignment.recipe
-    world = layout.world
+    world, samples = layout.world, layout.micro_batches[layout.data_rank(rank)]
     if BACKENDS[assignment.plan.engine].rehearsed_alone(recipe.training.precision):
         rank, world = 0, 1
     device.join(rank, world)
@@ -94,7 +94,7 @@ def rehearse(
         changed(engine)
         watch.account.own(_modules(engine))
         try:
-            _train(engine, assignment, watch, skip)
+            _train(engine, assignment, samples, watch, skip)
         except RuntimeError as error:
             if not watch.found.of(MIXED):
                 raise
@@ -115,10 +115,12 @@ def _modules(engine: Any) -> list[nn.Module]:
     return chunks or [getattr(engine.model, "module", engine.model)]
 
 
-def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collection[str]) -> None:
+def _train(
+    engine: Engine, assignment: Assignment, samples: int, watch: Watch, skip: Collection[str]
+) -> None:
     """A step, an evaluation, the state out and in again, and another step."""
     layout, recipe = assignment.plan.layout, assignment.recipe
-    rows = layout.micro_batch * recipe.training.rows_per_sample
+    rows = samples * recipe.training.rows_per_sample
     tokens = torch.zeros(rows, recipe.trained_lengths[-1], dtype=torch.int64)
     reads = [
         name for name in recipe.objective().reads if name not in MicroBatch.__annotations__
