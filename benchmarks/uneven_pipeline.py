@@ -66,7 +66,13 @@ if rank and os.environ.get("PASSES"):
 def run(folder: Path, name: str, stages: list[int], slowed: str, steps: int) -> dict[str, Any]:
     """Losses, seconds of each step, and seconds that each rank computes in a step."""
     settings = SETTINGS | {"parallel.stages": stages, "training.steps": steps}
-    command = [sys.executable, "-c", "from toolkit.cli.entry import main; main()", "launch", RECIPE]
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit.cli.entry import main; main()",
+        "launch",
+        RECIPE,
+    ]
     command += ["--run-dir", str(folder / name)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
