@@ -181,6 +181,49 @@ def test_another_cluster_than_the_recipes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        (["engine=megatron", "pipeline=2", "tensor=1", "stages=[1,3]"], [0, 2]),
+        (["engine=ddp"], [0, 2]),
+    ],
+)
+def test_each_gpu_of_a_mixed_cluster(parallel: list[str], ranks: list[int]) -> None:
+    """A rank computes what the planner assumed of its share of the layers or samples."""
+    arguments = "--gpu", "--json", "--cluster", "1x2xa100-80gb+1x2xh100-80gb"
+    chosen = ["training.precision=bf16", "training.global_batch_size=48"]
+    chosen += [f"parallel.{one}" for one in parallel]
+    done = dmt("rehearse", LLAMA, *arguments, overrides=chosen)
+    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert [one["rank"] for one in found["ranks"]] == ranks, "one of each kind and stage"
+    weights = [
+        sum(
+            size
+            for name, size in parameters().items()
+            if f" {n}" in name and "norm" not in name
+        )
+        for n in range(LAYERS)
+    ]
+    layout = found["layout"]
+    shares, stages = layout.get("shares"), layout.get("stages")
+    assert bool(shares) != bool(stages)
+    for one in found["ranks"]:
+        layers = stages[one["stage"]] if stages else LAYERS
+        samples = shares[one["rank"]] if shares else layout["micro_batch"]
+        is_last = one["stage"] == layout["pp"] - 1
+        products = layers * weights[0] + is_last * VOCABULARY * HIDDEN
+        scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * layers
+        tokens = samples * found["micro_batches"]["run"] * SEQUENCE
+        assert one["flops"] == tokens * (6 * products + 3.5 * scores)
+        assert one["planned_flops"] == pytest.approx(one["flops"])
+        assert one["planned_gib"] == pytest.approx(one["peak_gib"], rel=0.1)
+        assert one["fits"] and not one["wrong"]
+    if shares:
+        assert shares[0] == shares[1] < shares[2] == shares[3]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-dpo", "llama-lora"])
 def test_pairs_and_documents(name: str) -> None:
     """What an objective reads besides tokens is there; comparisons find everything equal."""
