@@ -185,7 +185,7 @@ def test_another_cluster_than_the_recipes() -> None:
     ("parallel", "ranks"),
     [
         (["engine=megatron", "pipeline=2", "tensor=1", "stages=[1,3]"], [0, 2]),
-        (["engine=ddp"], [0, 2]),
+        (["engine=ddp", "shares=[1,1,2,2]"], [0, 2]),
     ],
 )
 def test_each_gpu_of_a_mixed_cluster(parallel: list[str], ranks: list[int]) -> None:
