@@ -403,6 +403,22 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("cluster.groups", found, allowed, "train on one of the groups")
 
 
+def _moving(recipe: Recipe) -> Iterator[Problem]:
+    """What `parallel.balance: auto` needs."""
+    parallel, key = recipe.parallel, "parallel.balance"
+    if parallel.balance == "none":
+        return
+    if recipe.checkpoint.every_steps is None:
+        allowed, fix = "none without checkpoints, at which samples move", "set it to 100"
+        yield Problem("checkpoint.every_steps", "null", f"parallel.balance {allowed}", fix)
+    if legality.data_parallel(parallel, recipe.cluster) == 1:
+        allowed = "none: one data-parallel rank has all samples"
+        yield Problem(key, "auto", allowed, "set it to none")
+    if recipe.model.balance is not None:
+        allowed = "none with model.balance, whose terms are divided by the planned rows"
+        yield Problem(key, "auto", allowed, "set it to none, or state parallel.shares")
+
+
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     try:
         device = oldest(recipe.cluster)
@@ -571,6 +587,16 @@ _SPREAD = (
 )
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        (
+            "parallel",
+            "cluster.nodes",
+            "cluster.gpus_per_node",
+            "checkpoint.every_steps",
+            "model.balance",
+        ),
+        _moving,
+    ),
     Rule(LENGTH_SETTINGS, _length_of_run),
     Rule((*_STEPS, *_WARMUPS, "schedule.decay_steps"), _warmup, hidden=True),
     Rule(_WARMUPS, _two_warmups),

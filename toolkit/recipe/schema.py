@@ -766,6 +766,9 @@ class ParallelSection(Section):
     """Samples of a micro batch on each data-parallel rank, e.g. [2, 1] where the first is twice
     as fast; empty: equally many. Their sum divides the global batch, and the loss does not
     change."""
+    balance: Literal["none", "auto"] = "none"
+    """`auto`: the speed of every rank is measured at each checkpoint, and samples move from
+    ranks that stay slower to faster ones; the loss does not change (docs/staying-alive.md)."""
     overlap: Literal["none"] | Auto = "auto"
     """`auto`: communication overlaps with computation. `none`, with engine `megatron`:
     gradients are reduced after the backward pass, ZeRO 1's weights gathered after the update,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event, amount, attempts, step_of
 from toolkit.report.goodput import Goodput, Metrics, goodput
-from toolkit.report.stragglers import pace
+from toolkit.report.stragglers import measured, pace
 from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
@@ -68,7 +68,7 @@ class RunRecord:
     @cached_property
     def pace(self) -> list[str]:
         """Where it slowed down, and which rank holds up the others."""
-        return pace(self.metrics, self.ranks)
+        return [*pace(self.metrics, self.ranks), *measured(self.events)]
 
     @property
     def state(self) -> tuple[RunState, str]:

@@ -134,6 +134,16 @@ def pace(metrics: Sequence[Mapping[str, Any]], ranks: RankLines) -> list[str]:
     return [f"{said}: {which} per step, {one.usual_s:.3g} s before"]
 
 
+def measured(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences of the last event of each straggler, and of the last move of samples."""
+    found = {
+        (event.get("kind"), event.get("slow_rank")): str(event.get("message", ""))
+        for event in events
+        if event.get("kind") in ("straggler", "balance")
+    }
+    return [*found.values()]
+
+
 def _named(one: Straggler) -> str:
     return f"rank {one.rank} {WAITS[one.what]}, {one.own_s:.3g} s"
 

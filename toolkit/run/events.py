@@ -31,6 +31,8 @@ EventKind = Literal[
     "window",
     "prediction",
     "outer",
+    "straggler",
+    "balance",
     "signal",
     "warning",
     "end",

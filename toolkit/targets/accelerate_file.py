@@ -98,7 +98,11 @@ def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
         open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
-        plain = {"kernels.mlp": "whole", "parallel.offload_activations": "false"}
+        plain = {
+            "kernels.mlp": "whole",
+            "parallel.balance": "none",
+            "parallel.offload_activations": "false",
+        }
         open_again |= {key: plain[key] for key in plain.keys() & stated.keys()}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
@@ -118,6 +122,8 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     }
     features = recipe.features
     found |= {name: str(features[name]) for name in excluding("scripts", features)}
+    if recipe.parallel.balance != "none":
+        found["parallel.balance"] = recipe.parallel.balance
     if recipe.parallel.offload_activations:
         found["parallel.offload_activations"] = "true"
     if recipe.model.resize_embeddings is not None:

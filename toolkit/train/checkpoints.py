@@ -65,6 +65,8 @@ class RunCheckpoints:
         companions: Mapping[str, bytes],
     ) -> None:
         self.assignment = assignment
+        self.layout = assignment.plan.layout
+        """Of the steps to come."""
         self.leader = rank == 0
         self.data = data
         self.companions = companions
@@ -393,7 +395,7 @@ class RunCheckpoints:
             streams=self.data.places_at(progress.consumed_samples),
             engine=plan.engine,
             model=plan.model,
-            layout=plan.layout,
+            layout=self.layout,
             base=self._base,
             recipe=self.recipe,
             versions=self.versions,

@@ -23,6 +23,7 @@ from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.schedule import learning_rate
+from toolkit.train.split import Split
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -102,6 +103,8 @@ class TrainingRun:
     guard: GuardSection
     objective: Objective
     early_stopping: EarlyStoppingSection | None = None
+    split: Split | None = None
+    """If samples may move between ranks; None: `layout` is that of every step."""
 
     def ends_at(self, progress: Progress) -> bool:
         """Whether all steps are done, or the validation losses end the run early."""
@@ -112,7 +115,7 @@ class TrainingRun:
         """This rank's part of the global batch of `step`; empty after the last step."""
         if step >= self.total_steps:
             return []
-        layout = self.layout
+        layout = self.layout if self.split is None else self.split.at(step)
         return self.batches.micro_batches(
             consumed_samples, layout.data_rank(self.rank), layout.micro_batches
         )

@@ -26,6 +26,7 @@ from toolkit.track.rank_waits import RankWaits
 from toolkit.track.sample_log import SampleLog
 from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import wanted
+from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.evaluating import RunEvaluations
 from toolkit.train.loop import Progress, StepReport
@@ -132,12 +133,14 @@ class Observer:
         checkpoints: RunCheckpoints,
         reporter: Reporter | None,
         steps: int,
+        balancer: Balancer | None = None,
     ) -> None:
         """`validation`: this rank's validation batches by the title of their source, with every
         sample split into the given number of parts; `reporter` is None on every rank but 0;
         `steps` are those of the whole run."""
         self.start = start
         self.steps = steps
+        self.balancer = balancer
         self.engine = engine
         self.validation = validation
         self.checkpoints = checkpoints
@@ -297,12 +300,23 @@ class Observer:
         self._save_due |= bool(every and progress.step % every == 0)
         if stopping or (self._save_due and not self._skipping):
             self._save_due = False
+            if not stopping:
+                self._balance(progress.step)
             self.checkpoints.save(self.engine, progress, self.start.phases.begin)
         elif every and not self._skipping:
             self.checkpoints.prepare(self.engine)
         if stopping:
             self._finish_saving()
             self.compare(progress)
+
+    def _balance(self, step: int) -> None:
+        """Measure ranks, and let a checkpoint record how later batches are split."""
+        if self.balancer is None or step >= self.steps:
+            return
+        for line in self.balancer.at_checkpoint(step):
+            if self.reporter is not None:
+                self.reporter.progress.message(f"step {step}  {line}")
+        self.checkpoints.layout = self.start.split.layout
 
     def save_now(self, progress: Progress) -> None:
         """Save, unless this step is already saved, and wait for it."""

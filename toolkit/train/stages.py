@@ -24,6 +24,7 @@ from toolkit.errors import RunFailed
 from toolkit.features.base import changed, hooks
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
+from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.run.assignment import elastic_restarts
@@ -31,6 +32,7 @@ from toolkit.run.events import process_age_s
 from toolkit.text.terminal import tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import PeerFailed
+from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.evaluating import prepare_evaluators
@@ -63,6 +65,10 @@ def work(start: Start) -> None:
             reference.compute(engine, start.plan.layout, start.phases)
         if found is not None:
             _resume(start, checkpoints, engine, found)
+            if start.recipe.parallel.balance == "auto":
+                unit = start.recipe.training.batch_unit
+                start.split.resume(found.manifest.layout, unit)
+                checkpoints.layout = start.split.layout
         for attach, settings in hooks("attach", start.recipe.features):
             engine = attach(engine, settings, start)
         reporter = _watch(start, steps, checkpoints)
@@ -72,7 +78,8 @@ def work(start: Start) -> None:
             for name, held_out in samples.validation.items()
         }
         job = _training_run(start, engine, samples.train, data, steps)
-        observer = Observer(start, engine, validation, checkpoints, reporter, steps)
+        balancer = Balancer(start, model_spec(config.to_dict()).hidden)
+        observer = Observer(start, engine, validation, checkpoints, reporter, steps, balancer)
         _train(start, job, observer)
         _close(start, checkpoints, engine)
 
@@ -239,7 +246,7 @@ def _validation_batches(
         recipe.training.global_batch_size,
         recipe.evaluation.batches * parts,
         layout.data_rank(start.ranks.rank),
-        layout.micro_batches,
+        start.split.layout.micro_batches,
     )
 
 
@@ -261,6 +268,7 @@ def _training_run(
         recipe.guard,
         recipe.objective(),
         recipe.evaluation.early_stopping,
+        start.split,
     )
 
 

@@ -152,7 +152,7 @@ def render(recipe: Recipe, plan: Plan) -> ArgumentList:
     found = [
         *_model_problems(model, config),
         *_context_problems(config["transformer"], layout),
-        *_shares_problems(layout),
+        *_shares_problems(layout, recipe.parallel.balance),
         *run_problems(recipe),
     ]
     if found:
@@ -256,7 +256,10 @@ def _context_problems(transformer: Mapping[str, Any], layout: Layout) -> Iterato
         )
 
 
-def _shares_problems(layout: Layout) -> Iterator[Problem]:
+def _shares_problems(layout: Layout, balance: str) -> Iterator[Problem]:
+    if balance != "none":
+        allowed, fix = "in Megatron-LM, none", "set parallel.balance to none"
+        yield Problem("parallel.balance", balance, allowed, fix)
     if layout.shares:
         found, allowed = str([*layout.shares]), "in Megatron-LM, []: ranks have equal ones"
         yield Problem("parallel.shares", found, allowed, "set parallel.shares to []")

@@ -1,0 +1,236 @@
+"""`parallel.balance`: every rank's speed, slow ranks, and samples that move to faster ones.
+
+At checkpoint boundaries each rank computes products of the model's size for a moment. No other
+rank takes part in them, so the rate is a rank's own under every engine: within a step, ranks
+that gather weights or gradients layer by layer all take as long as the slowest. All ranks know
+all rates and decide alike.
+"""
+
+import math
+import socket
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+
+import torch
+import torch.distributed as dist
+
+from toolkit.layout import Layout
+from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.plan import Plan
+from toolkit.plan.rules.legality import divisors
+from toolkit.recipe.schema import Recipe
+from toolkit.train.split import with_shares
+from toolkit.train.start import Start
+
+PROBE_S = 0.5
+"""Of computing at a checkpoint: some periods of a scheduler that limits a process."""
+QUIET_S = 120.0
+"""Least time between measurements if nothing is to be balanced: they cost 0.5% at most."""
+MEASUREMENTS = 3
+"""In a row, which must agree."""
+LEAST_GAIN = 1.05
+"""Predicted ratio of step times from which on samples are moved."""
+SLOW = 1.25
+"""How many times as long as the others a straggler takes."""
+AHEAD = 2
+"""Steps whose micro batches may be built already; see `Prefetch`."""
+_ROWS = 1024
+
+
+def apportion(
+    speeds: Sequence[float], total: int, most: Sequence[int]
+) -> tuple[int, ...] | None:
+    """`total` samples for ranks of these speeds so that the last is done first: one for each,
+    and each other one goes where it is done first. No rank gets more than its `most`; None
+    where that is too few or too many for all."""
+    shares = [1] * len(speeds)
+    if not len(speeds) <= total <= sum(most):
+        return None
+    waiting = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
+    heapify(waiting)
+    left = total - len(speeds)
+    while left:
+        _, rank = waiting[0]
+        if shares[rank] >= most[rank]:
+            heapreplace(waiting, (math.inf, rank))
+            continue
+        shares[rank] += 1
+        left -= 1
+        heapreplace(waiting, ((shares[rank] + 1) / speeds[rank], rank))
+    return tuple(shares)
+
+
+def seconds(layout: Layout, speeds: Sequence[float]) -> float:
+    """Of a step, in units of a sample at speed 1: of the data-parallel rank that takes longest,
+    since all wait for it in every round of micro batches."""
+    longest = max(n / speed for n, speed in zip(layout.micro_batches, speeds, strict=True))
+    return layout.gradient_accumulation * longest
+
+
+def fastest(layout: Layout, speeds: Sequence[float], unit: int, most: Sequence[int]) -> Layout:
+    """The split with the shortest step; of those within 1%, the one whose number of micro
+    batches is the nearest. With pipeline stages that number stays: their bubble depends on it.
+
+    `unit`: samples that a round of micro batches must divide; `most`: see `apportion`.
+    """
+    sums = [layout.round_samples] if layout.pp > 1 else divisors(unit)
+    found = [
+        with_shares(layout, shares)
+        for total in sums
+        if (shares := apportion(speeds, total, most)) is not None
+    ]
+    least = min((seconds(one, speeds) for one in found), default=math.inf)
+    return min(
+        (one for one in found if seconds(one, speeds) <= 1.01 * least),
+        key=lambda one: abs(one.gradient_accumulation - layout.gradient_accumulation),
+        default=layout,
+    )
+
+
+def most_samples(recipe: Recipe, plan: Plan) -> int:
+    """Samples of the largest micro batch that is predicted to fit on every device."""
+
+    def too_large(samples: int) -> bool:
+        layout = replace(plan.layout, micro_batch=samples, shares=())
+        return not estimate_plan(recipe, replace(plan, layout=layout)).fits
+
+    sizes = range(1, plan.layout.round_samples * plan.layout.gradient_accumulation + 1)
+    return bisect_left(sizes, True, key=too_large)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement: the rate of every rank, in products per second."""
+
+    step: int
+    rates: tuple[float, ...]
+
+    def speeds(self, layout: Layout) -> list[float]:
+        """Of each data-parallel rank: that of its slowest rank."""
+        found = [math.inf] * layout.dp
+        for rank, rate in enumerate(self.rates):
+            at = layout.data_rank(rank)
+            found[at] = min(found[at], rate)
+        return found
+
+    def delays(self, layout: Layout) -> list[float]:
+        """How many times as long as the middle one of the others each rank takes for its
+        samples."""
+        own = [
+            layout.micro_batches[layout.data_rank(rank)] / rate
+            for rank, rate in enumerate(self.rates)
+        ]
+        return [
+            one / statistics.median(own[:rank] + own[rank + 1 :])
+            for rank, one in enumerate(own)
+        ]
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> None:
+    """One unit of work."""
+    torch.mm(left, right)
+    if left.is_cuda:
+        torch.cuda.synchronize(left.device)
+
+
+def measure(width: int, device: torch.device, precision: str) -> float:
+    """Products per second of [1024, width] with [width, width], on this rank alone."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    left = torch.ones(_ROWS, width, device=device, dtype=dtype)
+    right = torch.ones(width, width, device=device, dtype=dtype)
+    product(left, right)
+    count, began = 0, time.perf_counter()
+    while (passed := time.perf_counter() - began) < PROBE_S:
+        product(left, right)
+        count += 1
+    return max(count, 1) / passed
+
+
+class Balancer:
+    """Measures at checkpoints, reports stragglers and, with `parallel.balance: auto`, moves
+    samples. Its methods are collective."""
+
+    def __init__(self, start: Start, width: int) -> None:
+        """`width`: the model's hidden size."""
+        self.start = start
+        self.width = width
+        self._moves = start.recipe.parallel.balance == "auto"
+        self._last_s = time.monotonic()
+        self._found: list[Measured] = []
+        self._named: set[int] = set()
+        """Stragglers that were reported."""
+        self._most: int | None = None
+
+    def at_checkpoint(self, step: int) -> list[str]:
+        """Measure when due, after `step` steps. Returns, on rank 0, what to tell the user."""
+        start = self.start
+        if start.ranks.world == 1 or not (self._moves or start.together.rank_zero(self._due)):
+            return []
+        start.phases.begin("measuring the speed of the ranks")
+        mine = measure(self.width, start.ranks.device, start.recipe.training.precision)
+        everyones: list[tuple[float, str]] = [(0.0, "")] * start.ranks.world
+        dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)
+        self._last_s = time.monotonic()
+        rates, hosts = zip(*everyones, strict=True)
+        self._found = [*self._found, Measured(step, rates)][-MEASUREMENTS:]
+        if len(self._found) < MEASUREMENTS:
+            return []
+        told = self._stragglers(step, hosts)
+        if self._moves:
+            told += self._move(step)
+        return told
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._last_s >= QUIET_S
+
+    def _stragglers(self, step: int, hosts: Sequence[str]) -> list[str]:
+        """Report ranks that are slow in all measurements, each once until it recovers."""
+        layout, told = self.start.split.layout, []
+        delays = [*zip(*(one.delays(layout) for one in self._found), strict=True)]
+        slow = {rank for rank, each in enumerate(delays) if min(each) >= SLOW}
+        for rank in sorted(slow - self._named):
+            ratio, since = statistics.median(delays[rank]), self._found[0].step
+            message = (
+                f"rank {rank} on {hosts[rank]} takes {ratio:.2f} times as long as the other "
+                f"ranks, since step {since} or before"
+            )
+            told.append(message)
+            if self.start.leads:
+                self.start.events.write(
+                    "straggler", step=step, slow_rank=rank, host=hosts[rank],
+                    slower=round(ratio, 3), since_step=since, message=message,
+                )  # fmt: skip
+        self._named = slow
+        return told
+
+    def _move(self, step: int) -> list[str]:
+        """Move samples, if every measurement predicts a gain."""
+        start, layout = self.start, self.start.split.layout
+        measured = [one.speeds(layout) for one in self._found]
+        speeds = [statistics.median(each) for each in zip(*measured, strict=True)]
+        if self._most is None:
+            planned = start.recipe, start.plan
+            self._most = start.together.rank_zero(lambda: most_samples(*planned))
+        most = [max(self._most, n) for n in start.plan.layout.micro_batches]
+        new = fastest(layout, speeds, start.recipe.training.batch_unit, most)
+        gains = [seconds(layout, one) / seconds(new, one) for one in measured]
+        if min(gains) < LEAST_GAIN:
+            return []
+        self._found = []
+        start.split.change(new, step + AHEAD)
+        shares = [*new.micro_batches]
+        message = (
+            f"from step {step + AHEAD + 1} on, micro batches have {shares} samples on the "
+            f"data-parallel ranks: predicted to be {statistics.median(gains):.2f} times as fast"
+        )
+        if start.leads:
+            start.events.write(
+                "balance", step=step, from_step=step + AHEAD, shares=shares,
+                gradient_accumulation=new.gradient_accumulation, message=message,
+                speeds=[round(one / max(speeds), 3) for one in speeds],
+            )  # fmt: skip
+        return [message]
