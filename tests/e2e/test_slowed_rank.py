@@ -7,7 +7,7 @@ import pytest
 
 from tests.browser import Tab, browser
 from tests.e2e.conftest import Project
-from tests.e2e.product import dmt, run
+from tests.e2e.product import curve, dmt, events, records, run
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -34,6 +34,32 @@ if os.environ.get("RANK") == "1" and os.environ.get("SLOWED"):
     Prefetch.__init__ = slowed
 """
 """Rank 1 waits as long as ten steps took, at least 0.5 s: longer than other load makes it."""
+SLOW_RANK = """
+import os
+if "RANK" in os.environ and os.environ.get("SLOWED"):
+    import time
+    from toolkit.train import balance, loop
+    train, product = loop.train, balance.product
+    row_s = 0.01 * (1 + int(os.environ["RANK"]))
+
+    def slowed(*given, **named):
+        from transformers.models.llama.modeling_llama import LlamaModel
+        forward = LlamaModel.forward
+
+        def by_row(self, input_ids, *more, **named):
+            time.sleep(row_s * len(input_ids))
+            return forward(self, input_ids, *more, **named)
+
+        LlamaModel.forward = by_row
+        return train(*given, **named)
+
+    def slow_product(*factors):
+        time.sleep(2 * row_s)
+        product(*factors)
+
+    loop.train, balance.product = slowed, slow_product
+"""
+"""Rank 1 sleeps twice as long for a row as rank 0, and for a product."""
 STEPS = {"training.steps": 40, "logging.every_steps": 1, "evaluation.every_steps": "null"}
 
 
@@ -94,3 +120,42 @@ def test_what_differs_from_last_weeks_run(tab: Tab) -> None:
     assert "0.002" in rows[0]
     assert "slower (median tokens/s)" in differences
     assert tab.errors() == [] and tab.inaccessible() == []
+
+
+def test_samples_move_to_the_faster_rank(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """At a checkpoint of a run that is not restarted for it; and a restart continues so."""
+    hook = tmp_path_factory.mktemp("hook")
+    (hook / "sitecustomize.py").write_text(SLOW_RANK)
+    batch = {
+        "training.global_batch_size": 12,
+        "training.micro_batch_size": 3,
+        "checkpoint.every_steps": 2,
+        "evaluation.every_steps": "null",
+        "logging.samples": "true",
+    }
+    project.launch("even", batch)
+    slowed = {"PYTHONPATH": f"{hook}:{ROOT}", "SLOWED": "1"}
+    for steps in (12, 20):
+        moving = {"parallel.balance": "auto", "training.steps": steps}
+        project.launch("moved", batch | moving, env=slowed)
+    run_dir = project.folder / "moved"
+    (event,) = events(run_dir, "balance")
+    fast, slow = event["shares"]
+    assert fast > slow
+    assert event["from_step"] == event["step"] + 2
+    rounds = 12 // (fast + slow)
+    lines = records(run_dir / "samples" / "rank-0.jsonl")
+    first = event["from_step"] + 1
+    counts = [(line["step"], len(line["samples"])) for line in lines]
+    assert counts == [(n, rounds * fast if n >= first else 6) for n in range(1, 21)]
+    losses = [
+        {step: loss for step, (loss, _) in curve(folder).items()}
+        for folder in (run_dir, project.folder / "even")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (straggler,) = events(run_dir, "straggler")
+    assert straggler["slow_rank"] == 1 and straggler["slower"] > 1.25
+    said = " ".join(run(dmt("report", "moved"), project.folder).out.split())
+    assert "rank 1 on" in said and f"[{fast}, {slow}] samples" in said

@@ -1,0 +1,75 @@
+"""Which samples move where, by measured speeds."""
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.layout import Layout
+from toolkit.train.balance import Measured, apportion, fastest, seconds
+from toolkit.train.split import Split, with_shares
+
+SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
+
+
+@given(SPEEDS, st.integers(1, 12), st.integers(1, 8))
+def test_no_other_shares_are_done_earlier(speeds: list[float], total: int, most: int) -> None:
+    every = [
+        max(n / speed for n, speed in zip(shares, speeds, strict=True))
+        for shares in product(range(1, most + 1), repeat=len(speeds))
+        if sum(shares) == total
+    ]
+    found = apportion(speeds, total, [most] * len(speeds))
+    if found is None:
+        assert not every
+    else:
+        assert sum(found) == total and max(found) <= most
+        assert max(n / speed for n, speed in zip(found, speeds, strict=True)) == min(every)
+
+
+@given(SPEEDS, st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_the_batch_stays(speeds: list[float], micro: int, rounds: int, piped: bool) -> None:
+    layout = Layout(
+        dp=len(speeds), pp=1 + piped, micro_batch=micro, gradient_accumulation=rounds
+    )
+    new = fastest(layout, speeds, layout.global_batch, [100] * layout.dp)
+    assert new.global_batch == layout.global_batch and new.world == layout.world
+    assert seconds(new, speeds) <= seconds(layout, speeds) * 1.01
+    assert max(new.micro_batches) == new.micro_batch
+    if piped:
+        assert new.gradient_accumulation == rounds
+
+
+def test_accumulation_gives_way_where_memory_does_not() -> None:
+    layout = Layout(dp=2, micro_batch=3, gradient_accumulation=2)
+    assert fastest(layout, [1.0, 0.5], 12, [12, 12]).micro_batches == (4, 2)
+    limited = fastest(layout, [1.0, 0.5], 12, [3, 3])
+    assert (limited.shares, limited.gradient_accumulation) == ((2, 1), 4)
+    assert fastest(layout, [1.0, 0.5], 12, [1, 1]).gradient_accumulation == 6
+
+
+def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
+    layout = Layout(dp=2, tp=2, pp=2)
+    measured = Measured(3, (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0))
+    assert measured.speeds(layout) == [1.0, 4.0]
+    delays = measured.delays(layout)
+    assert delays[5] == 4.0 and {*delays[:5], *delays[6:]} == {1.0}
+
+
+def test_a_rank_that_has_less_to_do_is_no_straggler() -> None:
+    uneven = with_shares(Layout(dp=2, micro_batch=3, gradient_accumulation=2), (4, 2))
+    assert Measured(3, (2.0, 1.0)).delays(uneven) == [1.0, 1.0]
+
+
+def test_a_split_changes_from_a_step_on_and_continues() -> None:
+    planned = Layout(dp=2, micro_batch=3, gradient_accumulation=2)
+    moved, split = with_shares(planned, (4, 2)), Split(planned)
+    split.change(moved, 7)
+    assert [split.at(step).micro_batches for step in (6, 7)] == [(3, 3), (4, 2)]
+    later = Split(planned)
+    later.resume(moved, 12)
+    assert later.at(0) == moved
+    for other in (Layout(dp=4, micro_batch=3), with_shares(planned, (8, 4))):
+        kept = Split(planned)
+        kept.resume(other, 6)  # other ranks, or batches of 6 to come
+        assert kept.at(0) == planned
