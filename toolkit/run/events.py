@@ -72,9 +72,9 @@ class EventLog:
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `outer` when weights were exchanged with other replicas, or one `joined` (by the holder:
       with `replicas`, their `tokens`, and bytes `sent` and `received` since its start);
-    - `straggler` (with `slow_rank`, `host`, how many times `slower` than the others, `since_step`
-      and a `message`) when a rank is slow, `balance` (with `shares`, `from_step`, `speeds` and a
-      `message`) when samples move between data-parallel ranks;
+    - `straggler` (with `slow_rank`, `host`, how many times `slower` than the others,
+      `since_step` and a `message`) when a rank is slow, `balance` (with `shares`, `from_step`,
+      `speeds` and a `message`) when samples move between data-parallel ranks;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """
 
