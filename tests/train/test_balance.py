@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.layout import Layout
-from toolkit.train.balance import Measured, apportion, fastest, seconds
-from toolkit.train.split import Split, with_shares
+from toolkit.train.balance import RankRates, apportion, fastest, seconds
+from toolkit.train.split import BatchSplit, with_shares
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
 
@@ -50,7 +50,7 @@ def test_accumulation_gives_way_where_memory_does_not() -> None:
 
 def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
     layout = Layout(dp=2, tp=2, pp=2)
-    measured = Measured(3, (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0))
+    measured = RankRates(3, (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0))
     assert measured.speeds(layout) == [1.0, 4.0]
     delays = measured.delays(layout)
     assert delays[5] == 4.0 and {*delays[:5], *delays[6:]} == {1.0}
@@ -58,18 +58,18 @@ def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
 
 def test_a_rank_that_has_less_to_do_is_no_straggler() -> None:
     uneven = with_shares(Layout(dp=2, micro_batch=3, gradient_accumulation=2), (4, 2))
-    assert Measured(3, (2.0, 1.0)).delays(uneven) == [1.0, 1.0]
+    assert RankRates(3, (2.0, 1.0)).delays(uneven) == [1.0, 1.0]
 
 
 def test_a_split_changes_from_a_step_on_and_continues() -> None:
     planned = Layout(dp=2, micro_batch=3, gradient_accumulation=2)
-    moved, split = with_shares(planned, (4, 2)), Split(planned)
+    moved, split = with_shares(planned, (4, 2)), BatchSplit(planned)
     split.change(moved, 7)
     assert [split.at(step).micro_batches for step in (6, 7)] == [(3, 3), (4, 2)]
-    later = Split(planned)
+    later = BatchSplit(planned)
     later.resume(moved, 12)
     assert later.at(0) == moved
     for other in (Layout(dp=4, micro_batch=3), with_shares(planned, (8, 4))):
-        kept = Split(planned)
+        kept = BatchSplit(planned)
         kept.resume(other, 6)  # other ranks, or batches of 6 to come
         assert kept.at(0) == planned

@@ -92,18 +92,19 @@ def fastest(layout: Layout, speeds: Sequence[float], unit: int, most: Sequence[i
 
 
 def most_samples(recipe: Recipe, plan: Plan) -> int:
-    """Samples of the largest micro batch that is predicted to fit on every device."""
+    """Samples of the largest micro batch that is predicted to fit on every device, at most
+    twice the planned one: on a CPU, nothing is known about its limit."""
 
     def too_large(samples: int) -> bool:
         layout = replace(plan.layout, micro_batch=samples, shares=())
         return not estimate_plan(recipe, replace(plan, layout=layout)).fits
 
-    sizes = range(1, plan.layout.round_samples * plan.layout.gradient_accumulation + 1)
+    sizes = range(1, 2 * plan.layout.micro_batch + 1)
     return bisect_left(sizes, True, key=too_large)
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankRates:
     """One measurement: the rate of every rank, in products per second."""
 
     step: int
@@ -160,7 +161,7 @@ class Balancer:
         self.width = width
         self._moves = start.recipe.parallel.balance == "auto"
         self._last_s = time.monotonic()
-        self._found: list[Measured] = []
+        self._found: list[RankRates] = []
         self._named: set[int] = set()
         """Stragglers that were reported."""
         self._most: int | None = None
@@ -176,7 +177,7 @@ class Balancer:
         dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)
         self._last_s = time.monotonic()
         rates, hosts = zip(*everyones, strict=True)
-        self._found = [*self._found, Measured(step, rates)][-MEASUREMENTS:]
+        self._found = [*self._found, RankRates(step, rates)][-MEASUREMENTS:]
         if len(self._found) < MEASUREMENTS:
             return []
         told = self._stragglers(step, hosts)

@@ -23,7 +23,7 @@ from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.schedule import learning_rate
-from toolkit.train.split import Split
+from toolkit.train.split import BatchSplit
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -103,7 +103,7 @@ class TrainingRun:
     guard: GuardSection
     objective: Objective
     early_stopping: EarlyStoppingSection | None = None
-    split: Split | None = None
+    split: BatchSplit | None = None
     """If samples may move between ranks; None: `layout` is that of every step."""
 
     def ends_at(self, progress: Progress) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from toolkit.layout import Layout
 
 
-class Split:
+class BatchSplit:
     """How the batches of steps are split over ranks: the plan's layout, until samples move."""
 
     def __init__(self, layout: Layout) -> None:

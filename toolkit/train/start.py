@@ -14,7 +14,7 @@ from toolkit.train.all_ranks import AllRanks
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Phases
 from toolkit.train.signals import StopRequest
-from toolkit.train.split import Split
+from toolkit.train.split import BatchSplit
 from toolkit.train.watchdog import Watchdog
 
 
@@ -30,7 +30,7 @@ class Start:
     watchdog: Watchdog
     events_before: int
     """See `events_offset`."""
-    split: Split
+    split: BatchSplit
     progress: Progress = field(default_factory=Progress)
     """Of the run, from the checkpoint on that it continues from."""
     watching: ExitStack = field(default_factory=ExitStack)
@@ -49,7 +49,7 @@ class Start:
         watchdog = Watchdog(
             run, ranks.rank, ranks.world, stop, launch.hang_timeout_s, launch.grace_s, offset
         )
-        split = Split(assignment.plan.layout)
+        split = BatchSplit(assignment.plan.layout)
         return cls(assignment, ranks, together, phases, stop, watchdog, offset, split)
 
     @property
