@@ -21,13 +21,17 @@ PLACES = [
     *((phase, rank) for phase in ON_EVERY_RANK for rank in (0, 1)),
     *((phase, 0) for phase in BEFORE_THE_RENAME + AFTER_THE_RENAME),
 ]
+IN_TURN = BEFORE_THE_RENAME + AFTER_THE_RENAME
 PLACES_AND_MODES = [
-    # One for each phase and mode, on one rank or the other; `make soak` tries all.
+    # Each mode on a rank of its own, and for the phases of rank 0, which both modes share, in
+    # turn; `make soak` tries all.
     pytest.param(
         phase,
         rank,
         asynchronous,
-        marks=pytest.mark.soak if phase in ON_EVERY_RANK and rank != asynchronous else (),
+        marks=pytest.mark.soak
+        if asynchronous != (rank if phase in ON_EVERY_RANK else IN_TURN.index(phase) % 2)
+        else (),
         id=f"{phase}-{rank}-{'asynchronous' if asynchronous else 'synchronous'}",
     )
     for phase, rank in PLACES

@@ -80,7 +80,7 @@ def test_a_convolution_is_saved_resumed_and_exported(project: Project):
         torch.testing.assert_close(parameter.data, exported[name])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mixtral", pytest.param("gpt2", marks=pytest.mark.soak)])
 def test_zero_3_trains_other_models_like_ddp(project: Project, model: str):
     recipe = recipe_with(project, model, f"{{config: {MODELS[model]}}}")
     steps = {"training.steps": 4}
