@@ -25,9 +25,7 @@ TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
 SHARED = {
     "zero": ["zero2", "zero0", "zero1"],
     "zero ep2": ["zero2-ep2", "zero1-ep2"],
-    "zero offload": ["zero3-offload", "zero2-offload"],
     "fsdp": ["fsdp2", "fsdp1"],
-    "megatron dp2": ["megatron-dp2-distopt", "megatron-dp2", "megatron-ep2-distopt"],
     "tp2": [f"tp2-zero{stage}" for stage in (0, 1, 2)],
     "megatron tp2": ["megatron-tp2", "megatron-tp2-sp"],
     "megatron cp2": ["megatron-cp2", "megatron-cp2-ep2"],
