@@ -33,7 +33,11 @@ from tests.processes import ROOT, wait_until
 
 REGISTER = "DMT_TEST_REGISTER"
 """Variable with a folder, in which each process that has it leaves a file: pid, start, RANK."""
-STARTED_BY = ("toolkit.launchers.ranks", "toolkit.extras.tune.trial")
+STARTED_BY = (
+    "toolkit.launchers.ranks",
+    "toolkit.extras.tune.trial",
+    "toolkit.extras.outer.launch",
+)
 """Modules of the product that start Python processes."""
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 THEIR_LAUNCHERS = {

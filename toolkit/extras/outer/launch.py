@@ -198,6 +198,7 @@ class Replicas:
         with (self._holder_folder / "holder.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self._holder_folder)],
+                env={**os.environ},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
@@ -217,11 +218,14 @@ class Replicas:
             if devices.cores:
                 os.sched_setaffinity(0, devices.cores)
 
+        env = {**os.environ, **devices.env, STARTED: str(number)}
+        if len(self.numbers) > 1 and not devices.cores:  # fewer cores than replicas
+            env.setdefault("OMP_NUM_THREADS", "1")
         with self._log(number).open("ab") as log:
             shown = number == self.numbers[0]  # the terminal is for one of them
             process = subprocess.Popen(
                 self.command(number),
-                env={**os.environ, **devices.env, STARTED: str(number)},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=None if shown else log,
                 stderr=None if shown else log,

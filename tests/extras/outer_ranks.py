@@ -1,0 +1,67 @@
+"""What every rank of test_outer.py does with one engine: other weights are put into it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.engines.parity_worker import (
+    SEED,
+    Case,
+    first_batch,
+    global_batches,
+    loss_of,
+    micro_batches,
+    new_engine,
+    recipe,
+)
+from toolkit.engines.distributed import Ranks
+from toolkit.extras.outer.rectangles import Rectangles, by_key
+from toolkit.models import huggingface as hf
+from toolkit.models.weights import WeightSource
+
+FACTOR = 3.0
+"""Of the other weights, so that their loss is another one."""
+
+
+def other_weights(case: Case, world: int) -> tuple[WeightSource, Any]:
+    """Weights of another seed, and the model's config."""
+    wanted = recipe(case, world)
+    config = hf.build_config(wanted.model)
+    return hf.weight_source(wanted.model, config, SEED + 1), config
+
+
+def plain_loss(case: Case, world: int) -> float:
+    """The loss with the other weights, by transformers alone."""
+    weights, config = other_weights(case, world)
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = weights.read(name, 0, parameter.numel())
+            parameter.copy_(FACTOR * values.view_as(parameter))
+    return loss_of(model, *next(global_batches(1)))
+
+
+def follow(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Train a step, put the other weights in, and evaluate; then one more step."""
+    engine, layout = new_engine(case, ranks, SEED)
+    batches, count = first_batch(ranks, layout)
+    engine.train_step(batches, count, 1e-3)
+    group = dist.new_group(backend="gloo")
+    parts = Rectangles(engine, recipe(case, ranks.world), group)
+    weights, _ = other_weights(case, ranks.world)
+    values = [(FACTOR * weights.read_block(block)).numpy() for block in parts.takes]
+    parts.write(by_key(parts.takes, values))
+    batches = micro_batches(*next(global_batches(1)), ranks, layout)
+    loss = engine.evaluate(batches).loss
+    again = parts.read()
+    kept = all(
+        (again[key] == value).all() for key, value in by_key(parts.takes, values).items()
+    )
+    first = engine.train_step(batches, count, 1e-3).loss
+    sent: list[int] = [0] * ranks.world
+    dist.all_gather_object(sent, sum(value.size for value in values), group=group)
+    engine.close()
+    return {"loss": loss, "trained": first, "kept": kept, "elements": sum(sent)}
