@@ -113,7 +113,7 @@ class Rounds:
                 )
             at = max(step, self.step)
             takes = not first and at > 0 and (self.delayed or step < self.step)
-            self.live[replica] = member = Member(world, at)
+            self.live[replica] = member = Member(world, self.step if owes else at)
             self.giver = member if first else self.giver
             self.left.pop(replica, None)
             self.expected.discard(replica)
