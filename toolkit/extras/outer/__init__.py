@@ -5,7 +5,7 @@ A replica is a run with its own ranks and run directory. A *holder*, in the role
 server, has the weights and the outer momentum. No engine, launcher or checkpoint knows of it.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -70,6 +70,11 @@ class OuterSection(Section):
             return 1.0, 0.0
         rate = 0.7 if self.learning_rate is None else self.learning_rate
         return rate, 0.9 if self.momentum is None else self.momentum
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What is the same for all replicas of a run."""
+        return self.model_dump(exclude={"replica", "holder", "link"})
 
     @property
     def steps_ahead(self) -> int:

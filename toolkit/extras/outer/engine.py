@@ -85,7 +85,7 @@ class OuterEngine(Engine):
         together = start.together
         self._rectangles = Rectangles(engine, start.recipe, together.group)
         self._last = start.recipe.total_steps()
-        self._link = HolderLink(holder, start.recipe.name, replica, settings.compress)
+        self._link = HolderLink(holder, start.recipe.name, replica, settings)
         self._pending: _HandIn | None = None
         start.phases.begin("joining the other replicas")
         step, shapes = start.progress.step, self._rectangles.shapes

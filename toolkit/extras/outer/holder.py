@@ -204,8 +204,8 @@ class Holder:
                 member = self._join(connection, hello)
                 hello = connection.receive()
             with self.rounds.changed:
-                member = self.rounds.member(replica)
-            self._exchange(connection, replica, hello)
+                member = self.rounds.member(replica, member)
+            self._exchange(connection, replica, member, hello)
         except Refused as error:
             with suppress(OSError):
                 connection.send({"error": str(error), "again": error.again})
@@ -224,6 +224,9 @@ class Holder:
         replica, step = int(hello["replica"]), int(hello["step"])
         if not 0 <= replica < self.settings.replicas:
             raise Refused(f"there are {self.settings.replicas} replicas, this is {replica}")
+        for key, value in self.settings.shared.items():
+            if (other := hello["settings"][key]) != value:
+                raise Refused(f"its parallel.outer.{key} is {other}, that of others {value}")
         answer = self.rounds.join(replica, int(hello["world"]), step, hello["shapes"])
         with self.rounds.changed:
             member = self.rounds.member(replica)
@@ -233,7 +236,9 @@ class Holder:
         connection.send(answer)
         return member
 
-    def _exchange(self, connection: Connection, replica: int, hello: dict[str, Any]) -> None:
+    def _exchange(
+        self, connection: Connection, replica: int, member: Member, hello: dict[str, Any]
+    ) -> None:
         """Serve the requests of a rank, whose rectangles are stated once."""
         shapes = {name: one.shape for name, one in self.rounds.optimizer.weights.items()}
         sends, takes = (from_json(hello[key], shapes) for key in ("sends", "takes"))
@@ -251,7 +256,7 @@ class Holder:
                 values = connection.arrays(sends, self.settings.compress)
                 tokens, step = float(asked["tokens"]), int(asked["step"])
                 done = self.rounds.hand_in(
-                    replica, step, tokens, zip(sends, values, strict=True)
+                    replica, step, tokens, zip(sends, values, strict=True), member
                 )
                 connection.send({"done": done}, self.rounds.take(takes) if done else ())
 

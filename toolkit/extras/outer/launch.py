@@ -10,6 +10,7 @@ replica that runs on this machine.
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from toolkit.errors import (
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Served, State, states
 from toolkit.extras.outer.link import leave_out
+from toolkit.extras.outer.wire import address
 from toolkit.extras.tune.trial import DeviceSlice, device_slices, wait_until_free
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, LOOPBACK, free_port
@@ -38,6 +40,7 @@ from toolkit.launchers.outcome import USER_CODES
 from toolkit.launchers.process import POLL_S, STOPPING, StopSignals, die_with_parent
 from toolkit.recipe.dump import in_yaml
 from toolkit.run.assignment import Assignment, write
+from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.text.terminal import tell
 
@@ -106,6 +109,15 @@ class Replicas:
         """Start all, wait, and return the exit code. Raises PlanError or DirectoryInUse before
         anything is started."""
         slices = self._slices()
+        with ExitStack() as stack:
+            if self.holds:
+                with suppress(OSError):  # which `claimed` explains
+                    self._holder_folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(claimed(RunDirectory(self._holder_folder)))
+                require_port(self.holder)
+            return self._start(slices)
+
+    def _start(self, slices: list[DeviceSlice]) -> int:
         write(self.assignment, self.origin.command, self.origin.places())
         for number in self.numbers:
             self.folder(number).mkdir(parents=True, exist_ok=True)
@@ -272,6 +284,17 @@ class Replicas:
             tell(f"replica {number} has failed with exit code {code}: {place}")
             with suppress(RunFailed):
                 leave_out(self.holder, self.assignment.recipe.name, number)
+
+
+def require_port(holder: str) -> None:
+    """Raises PlanError if a holder cannot be bound to this HOST:PORT."""
+    try:
+        socket.create_server(address(holder)).close()
+    except OSError as error:
+        raise PlanError(
+            f"parallel.outer.holder: {holder}: {error.strerror or error}",
+            fix="state another port, and an address of this machine",
+        ) from error
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from contextlib import closing, suppress
 from typing import Any
 
 from toolkit.errors import PlanError, RunFailed
+from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.wire import (
-    Compression,
     Connection,
     Floats,
     address,
@@ -24,9 +24,9 @@ _RETRY_S = 0.5
 class HolderLink:
     """Requests of one rank. Raises RunFailed where the holder is gone or refuses."""
 
-    def __init__(self, holder: str, run: str, replica: int, compress: Compression) -> None:
+    def __init__(self, holder: str, run: str, replica: int, settings: OuterSection) -> None:
         """Raises PlanError if `holder` is not HOST:PORT."""
-        self._name, self._compress = holder, compress
+        self._name, self._settings = holder, settings
         self._hello = {"run": run, "replica": replica}
         try:
             self._address = address(holder)
@@ -41,8 +41,9 @@ class HolderLink:
         end = time.monotonic() + PATIENCE_S
         while True:
             stated = {**self._hello, "do": "join", "world": world, "step": step}
+            stated |= {"settings": self._settings.shared, "shapes": shapes}
             self._connect(end)
-            answer = self._request({**stated, "shapes": shapes}, refused=time.monotonic() > end)
+            answer = self._request(stated, refused=time.monotonic() > end)
             if "error" not in answer:
                 return answer
             self.close()
@@ -74,7 +75,7 @@ class HolderLink:
     def hand_in(self, step: int, tokens: float, change: list[Floats]) -> list[Floats] | None:
         """Hand in a round and wait; the new weights, or None if the holder stops."""
         with self._explained():
-            arrays = (array for one in change for array in packed(one, self._compress))
+            arrays = (array for one in change for array in packed(one, self._settings.compress))
             self._open.send({"do": "hand_in", "step": step, "tokens": tokens}, arrays)
         if not self._request(None)["done"]:
             return None

@@ -31,7 +31,17 @@ class TakesPart(Refused):
     again = True
 
 
-@dataclass
+class Lost(Refused):
+    """A rank of the replica has ended, or who had to give the first weights; another start of
+    the replica may take part."""
+
+    again = True
+
+    def __init__(self) -> None:
+        super().__init__("a rank of the replica was lost, or the first weights")
+
+
+@dataclass(eq=False)
 class Member:
     """A replica that takes part."""
 
@@ -140,12 +150,20 @@ class Rounds:
             self.changed.wait_for(lambda: self.giver is None)
             return [self.optimizer.weights[one.tensor][inside(one)].copy() for one in blocks]
 
-    def hand_in(self, replica: int, step: int, tokens: float, values: Values) -> bool:
+    def hand_in(
+        self,
+        replica: int,
+        step: int,
+        tokens: float,
+        values: Values,
+        member: Member | None = None,
+    ) -> bool:
         """One rank's part of the change of a replica's weights in the round that ended with
-        `step`. Returns when it is applied; False when the holder stops before. Raises Refused.
+        `step`. Returns when it is applied; False when the holder stops before. `member`: the
+        start of the replica that the rank belongs to. Raises Refused.
         """
         with self.changed:
-            member = self.member(replica)
+            member = self.member(replica, member)
             for block, part in values:
                 if block.tensor not in member.change:
                     empty = np.zeros_like(self.optimizer.weights[block.tensor])
@@ -155,8 +173,7 @@ class Rounds:
             self._apply()
             while member.step < step and not self.stopping:
                 self.changed.wait()
-                if self.member(replica) is not member:
-                    raise Refused("a rank of the replica was lost")
+                self.member(replica, member)
                 self._apply()
             if member.step < step:
                 self.waiting[replica] = step
@@ -171,16 +188,20 @@ class Rounds:
             if found is None or member in (None, found):
                 gone = self.live.pop(replica, None)
                 if gone is not None and gone is self.giver:
+                    # The next that joins gives them: the others have to join again, too.
                     self.giver, self.optimizer.weights = None, {}
+                    self.expected |= {*self.live}
+                    self.live.clear()
                 elif gone is not None and gone.complete and not self.delayed:
                     self.left[replica] = gone
             self.changed.notify_all()
 
-    def member(self, replica: int) -> Member:
-        """A replica that takes part. Raises Refused."""
-        if replica not in self.live:
-            raise Refused("a rank of the replica was lost")
-        return self.live[replica]
+    def member(self, replica: int, same: Member | None = None) -> Member:
+        """A replica that takes part, and has since then. Raises Lost."""
+        found = self.live.get(replica)
+        if found is None or same not in (None, found):
+            raise Lost
+        return found
 
     def stop(self) -> None:
         """Complete no further round: ranks that wait for one are sent away."""
