@@ -72,6 +72,8 @@ class HostCopies:
         global _copied
         if self._stream is None:
             return lambda: None
+        if _copied is not None:  # another saver's, which the GPU is to wait for, too
+            self._stream.wait_event(_copied)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         _copied = self._stream.record_event(event)
         return partial(_wait, _copied, torch.cuda.current_device())

@@ -62,6 +62,12 @@ def find_newest(
     )
 
 
+def newest_step(store: CheckpointStore) -> int:
+    """The step of the newest finished checkpoint, unread; 0 without one. Collective."""
+    step: int = _from_rank_0(store.newest_step)
+    return step
+
+
 def require_whole(
     path: Path, verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None
 ) -> Path:

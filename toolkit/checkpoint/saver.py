@@ -59,6 +59,9 @@ class Saved:
 class Saver:
     """Writes checkpoints into a store. Creating one is collective, and so is every method."""
 
+    hashes = True
+    """Whether manifests state the SHA-256 of files."""
+
     def __init__(self, store: CheckpointStore, *, asynchronous: bool) -> None:
         self.store = store
         self.asynchronous = asynchronous
@@ -67,6 +70,11 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
         self._pinning: Future[None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank begins and commits in the store."""
+        return dist.get_rank() == 0
 
     def prepare(self, state: Iterable[StateShard]) -> None:
         """Pin the host memory that saves of this `state` will need, in the thread, while
@@ -145,7 +153,7 @@ class Saver:
         copied: Callable[[], None],
     ) -> Saved:
         """Write, gather, commit; in the thread."""
-        leader = dist.get_rank() == 0
+        leader = self.leads
 
         def begin() -> None:
             copied()
@@ -156,9 +164,7 @@ class Saver:
         files: dict[str, FileRecord] = {}
         if problem is None:
             folder = self.store.partial(manifest.step)
-            problem, found = self._agree(lambda: _write_files(folder, entries, companions))
-            for part in found:
-                files |= part or {}  # nothing from a rank that failed
+            problem, files = self._write_all(folder, entries, companions)
         entries.clear()
         manifest = manifest.with_files(files)
         complaint = None
@@ -169,6 +175,41 @@ class Saver:
         if problem is not None and leader:
             self.store.abandon(manifest.step)
         return Saved(manifest, time.monotonic() - began, problem, complaint)
+
+    def _write_all(
+        self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
+    ) -> tuple[str | None, dict[str, FileRecord]]:
+        """Let all ranks write; the first problem, and the files of those that had none."""
+        problem, found = self._agree(lambda: self._write_own(folder, entries, companions))
+        return problem, {name: file for part in found for name, file in (part or {}).items()}
+
+    def file_of(self, rank: int) -> str:
+        """The name of a rank's file."""
+        return f"state-{rank:05d}.safetensors"
+
+    def _write_own(
+        self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
+    ) -> dict[str, FileRecord]:
+        """Write this rank's files to disk and sync; returns their records."""
+        name = self.file_of(dist.get_rank())
+        digest = hashlib.sha256() if self.hashes else None
+        failpoint("checkpoint.write")
+        try:
+            write_file(folder / name, entries, digest)
+        except OSError:
+            # Other ranks may write for minutes: leave space for the run's other files.
+            (folder / name).unlink(missing_ok=True)
+            raise
+        failpoint("checkpoint.written")
+        sha256 = "" if digest is None else digest.hexdigest()
+        records = {name: FileRecord((folder / name).stat().st_size, sha256)}
+        if dist.get_rank() == 0:
+            records |= {
+                path: write_synced(folder / path, text) for path, text in companions.items()
+            }
+            for inner in {(folder / path).parent for path in companions}:
+                sync_folder(inner)
+        return records
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
         """Run `action` on every rank; the first rank's problem, and what all returned."""
@@ -240,27 +281,3 @@ def _finite(values: Tensor, name: str) -> Tensor:
             f"weights or moments are not finite, this is not saved: {name} has NaN or infinity"
         )
     return values
-
-
-def _write_files(
-    folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
-) -> dict[str, FileRecord]:
-    """Write this rank's files to disk and sync; returns their records."""
-    name = f"state-{dist.get_rank():05d}.safetensors"
-    digest = hashlib.sha256()
-    failpoint("checkpoint.write")
-    try:
-        write_file(folder / name, entries, digest)
-    except OSError:
-        # Other ranks may write for minutes: leave space for the run's other files.
-        (folder / name).unlink(missing_ok=True)
-        raise
-    failpoint("checkpoint.written")
-    records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
-    if dist.get_rank() == 0:
-        records |= {
-            path: write_synced(folder / path, text) for path, text in companions.items()
-        }
-        for inner in {(folder / path).parent for path in companions}:
-            sync_folder(inner)
-    return records

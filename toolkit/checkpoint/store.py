@@ -68,6 +68,11 @@ class CheckpointStore:
             folders, key=lambda path: (steps[path], path.name == folder_name(steps[path]), path)
         )
 
+    def newest_step(self) -> int:
+        """The step of the newest finished checkpoint that has a manifest; 0 without one."""
+        folders = [path for path in self.finished() if (path / MANIFEST).exists()]
+        return max(map(step_of, folders), default=0)
+
     def of_step(self, step: int) -> Path:
         """The finished checkpoint of a step that has one."""
         return next(path for path in reversed(self.finished()) if step_of(path) == step)

@@ -565,6 +565,10 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         allowed = "auto with launch.max_restarts: a restart continues from a checkpoint"
         fix = "set checkpoint.resume to auto, or launch.max_restarts to 0"
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
+    if recipe.checkpoint.memory is not None and recipe.checkpoint.resume == "never":
+        fix = "set checkpoint.resume to auto, or remove checkpoint.memory"
+        allowed = "auto with checkpoint.memory, which only serves to continue"
+        yield Problem("checkpoint.resume", "never", allowed, fix)
 
 
 _FEATURES = tuple(feature.path for feature in FEATURES.values())

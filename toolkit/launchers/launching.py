@@ -156,7 +156,7 @@ def _request(changes: Sequence[str], assignment: Assignment) -> None:
     """Record what `--change` names, which lets the run continue with it."""
     run = RunDirectory(assignment.run_dir)
     if changes:
-        request_changes(run, assignment.recipe, changes, newest_step(run.checkpoints))
+        request_changes(run, assignment.recipe, changes, newest_step(run))
 
 
 def _oversee(

@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import MANIFEST
-from toolkit.checkpoint.store import CheckpointStore, step_of
+from toolkit.checkpoint.memory import newest_kept
+from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import LaunchSpec, Starter
 from toolkit.launchers.process import POLL_S, Deadline, StopSignals
@@ -38,7 +37,7 @@ def supervise(
     attempt = 0
     with StopSignals() as signals:
         while True:
-            saved, offset = newest_step(run.checkpoints), events_offset(run.path)
+            saved, offset = newest_step(run), events_offset(run.path)
             spec.write_files()
             outcome = launcher.run(spec, signals)
             if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
@@ -52,7 +51,7 @@ def supervise(
             if any(event.get("retry") is False for event in _ends(events)):
                 tell("not started again: it would not help, the message above says what may")
                 return EXIT_FAILED
-            step = newest_step(run.checkpoints)
+            step = newest_step(run)
             attempt = 1 if step > saved else attempt + 1
             if attempt > max_restarts:
                 tell(
@@ -81,10 +80,9 @@ def pause_before(attempt: int) -> float:
     return min(2.0 ** min(attempt - 1, 10), _LONGEST_PAUSE_S)
 
 
-def newest_step(checkpoints: Path) -> int:
-    """The step of the newest committed checkpoint; 0 without one."""
-    folders = CheckpointStore(checkpoints, keep=1).finished()
-    return max((step_of(path) for path in folders if (path / MANIFEST).exists()), default=0)
+def newest_step(run: RunDirectory) -> int:
+    """The step of the newest committed checkpoint, on storage or in memory; 0 without one."""
+    return max(CheckpointStore(run.checkpoints, keep=1).newest_step(), newest_kept(run))
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:

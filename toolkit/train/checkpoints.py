@@ -12,9 +12,17 @@ from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
 from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, require_whole
+from toolkit.checkpoint.memory_saver import MemorySaver
+from toolkit.checkpoint.resume import (
+    Found,
+    check_shared_disk,
+    find_newest,
+    newest_step,
+    require_whole,
+)
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.shards import state_bytes
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.data.build import TrainingData
@@ -37,6 +45,7 @@ from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
+from toolkit.train.memory import RunMemory
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
 
@@ -80,9 +89,12 @@ class RunCheckpoints:
             self.directory.checkpoints, section.keep, section.keep_best or 0
         )
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
+        self.memory: RunMemory | None = None
+        """What the run keeps in the memory of its machines; made by `find`."""
         self._prepared = False
         self.saved_at = 0
-        """Step of the last save that was started, or of the loaded checkpoint."""
+        """Step of the last save to storage that was started, or of the checkpoint that was
+        loaded from there."""
         self.load_s: float | None = None
         """Seconds that loading took; None if nothing was loaded."""
         self._stall_s = 0.0
@@ -104,12 +116,15 @@ class RunCheckpoints:
                 f"{self.store.folder} holds checkpoints and checkpoint.resume is never",
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
-        began_before = any(e.get("kind") == "save" for e in read_events(self.directory.events))
-        found = find_newest(
-            self.store,
-            expected=began_before,
-            verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
-        )
+        if (section := self.assignment.recipe.checkpoint.memory) is not None:
+            asynchronous = self.saver.asynchronous
+            memory = MemorySaver(self.directory, section.folder, asynchronous=asynchronous)
+            self.memory = RunMemory(memory, section.every_steps, self._warn)
+            memory.check_room(self._state_bytes(config))
+        elif self.leader and self.directory.memory.exists():
+            self._warn("checkpoint.memory is off: what the run has in memory does not count")
+            self.directory.memory.unlink()
+        found = self._find_newest(phases)
         if found is None:
             return None
         for reason in found.skipped:
@@ -117,6 +132,37 @@ class RunCheckpoints:
         self._found, self._saved = found, SavedState(found.folder)
         self._check_same_run(found, config)
         return found
+
+    def _find_newest(self, phases: Phases) -> Found | None:
+        """The newest checkpoint, in memory if that is newer than those on storage."""
+        kept = None if self.memory is None else self.memory.newest()
+        stored = newest_step(self.store)
+        if self.memory is not None and kept is not None and kept.manifest.step > stored:
+            phases.begin("collecting the state from memory")
+            if (found := self.memory.fetch(kept)) is not None:
+                return found
+            kept = None
+        began_before = any(e.get("kind") == "save" for e in read_events(self.directory.events))
+        found = find_newest(
+            self.store,
+            expected=began_before and kept is None,
+            verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
+        )
+        step = 0 if found is None else found.manifest.step
+        if self.memory is not None and kept is not None and kept.manifest.step > step:
+            return self.memory.fetch(kept) or found
+        return found
+
+    def _state_bytes(self, config: PretrainedConfig) -> int:
+        """Bytes of a checkpoint's tensors."""
+        recipe, shapes = self.assignment.recipe, self._shapes(config)
+        return state_bytes(shapes, recipe.model.freeze, recipe.optimizer.name)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the run continues from a checkpoint that is not on storage."""
+        found = self._found
+        return found is not None and found.folder.parent != self.store.folder
 
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
@@ -269,6 +315,7 @@ class RunCheckpoints:
         assert self._saved is not None, "found"
         self._saved.close()
         self.saved_at = found.manifest.step
+        self._forget()
         self.load_s = 0.0
         return _progress(found.manifest)
 
@@ -290,7 +337,8 @@ class RunCheckpoints:
             tick(len(new))
         self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
-        self.saved_at = manifest.step
+        if not self.in_memory:
+            self.saved_at = manifest.step
         if self.leader:
             self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
@@ -325,17 +373,24 @@ class RunCheckpoints:
         self.saver.save(self.manifest(engine, progress), engine.state(), self.companions)
         self._stall_s = time.monotonic() - began
 
+    def keep_in_memory(self, engine: Engine, progress: Progress) -> None:
+        """Start saving into memory, when due."""
+        if self.memory is not None and progress.step % self.memory.every == 0:
+            self.memory.save(self.manifest(engine, progress), engine.state())
+
     def add_validation(self, progress: Progress) -> None:
         """Put a validation into the checkpoint that the run continues from: it was saved by a
         stop, without the validation that was due. Rank 0's work."""
         assert self._found is not None, "it continues"
+        if self.in_memory:
+            return  # nothing on storage has this step
         try:
             self.store.restate(replace(self._found.manifest, validation=progress.validation))
         except OSError as error:
             self._warn(f"step {progress.step} does not record its validation: {error}")
 
     def finish(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the save in flight. What is in memory is not needed any more then.
 
         If it failed, rank 0 raises RunFailed and every other rank PeerFailed.
         """
@@ -348,10 +403,22 @@ class RunCheckpoints:
                 fix="make room and start the same command again; it continues from the "
                 "checkpoint before",
             )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what the run has in memory: its last step is on storage."""
+        if self.memory is None:
+            return
+        self.memory.forget()
+        if self.leader:
+            self.directory.memory.unlink(missing_ok=True)
+            self.events.write("memory", **self.memory.summary())
 
     def close(self) -> None:
-        """Close the saver; no save is in flight."""
+        """Close the savers; no save is in flight."""
         self.saver.close()
+        if self.memory is not None:
+            self.memory.saver.close()
 
     def tell(self, *, wait: bool = False) -> Saved | None:
         """Report a finished save, once; called after every step, does not block."""

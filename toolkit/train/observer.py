@@ -160,7 +160,7 @@ class Observer:
             torch.cuda.reset_peak_memory_stats(ranks.device)
         layout, directory = start.plan.layout, start.directory
         self._replicas = ReplicaCheck(
-            engine, layout, ranks.rank, checkpoints.saved_at, self._distrust
+            engine, layout, ranks.rank, start.progress.step, self._distrust
         )
         self._waits = RankWaits(directory, ranks.rank)
         self._samples: SampleLog | None = None
@@ -168,7 +168,13 @@ class Observer:
             self._samples = SampleLog(directory, ranks.rank, layout.data_rank(ranks.rank))
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Advance the bar; log (always the first step) and compare replicas when due."""
+        """Advance the bar; log (always the first step) and compare replicas when due.
+
+        The step counts when the one before is safe in memory, if it is kept there.
+        """
+        if self.checkpoints.memory is not None:
+            self.start.phases.begin("waiting for the save into memory")
+            self.checkpoints.memory.tell(wait=True)
         self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
         length = self._lengths.stage_of(progress.step - 1).sequence_length
         flops_per_token = self.start.plan.flops_per_token_at(length)
@@ -206,6 +212,8 @@ class Observer:
     def _distrust(self, agreed_step: int) -> str:
         """Set later checkpoints aside, also one that is still being written. Collective."""
         self.checkpoints.tell(wait=True)
+        if self.checkpoints.memory is not None:
+            self.checkpoints.memory.forget(agreed_step)
         if self.reporter is None:
             return ""
         return set_aside_after(self.checkpoints.store.folder, agreed_step)
@@ -308,6 +316,8 @@ class Observer:
         if stopping:
             self._finish_saving()
             self.compare(progress)
+        elif not self._skipping and progress.step < self.steps:
+            self.checkpoints.keep_in_memory(self.engine, progress)
 
     def _balance(self, step: int) -> None:
         """Measure ranks, and let a checkpoint record how later batches are split."""

@@ -1,0 +1,124 @@
+"""Checkpoints in the memory of a run's machines: where they are, and which of them count.
+
+They are ordinary checkpoints in a folder on a tmpfs, so they outlive the ranks and their
+launcher. A machine holds the files of its own ranks and copies of those of another machine
+(`memory_saver.py`). The run directory names the start of the run whose checkpoints count; the
+names of their files contain it. So a machine that was away contributes nothing outdated, and
+another run in the same place finds nothing.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.store import CheckpointStore, folder_name, step_of
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.system.untrusted import read_json
+
+SHARED_MEMORY = Path("/dev/shm")
+KEPT = 2
+"""Checkpoints that are there between two saves, and at most while one is written."""
+
+
+@dataclass(frozen=True)
+class MemoryNote:
+    """`memory.json` of a run directory."""
+
+    start: str
+    """Identifies the start of the run that saved last."""
+    folder: str | None
+    """`checkpoint.memory.folder` of its recipe."""
+
+    def write(self, run: RunDirectory) -> None:
+        """Replace the run's note. Raises OSError."""
+        jsonl.write_atomically(run.memory, jsonl.document(asdict(self)))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> "MemoryNote | None":
+        """The run's note; None without a readable one."""
+        try:
+            return _NOTE.validate_python(read_json(run.memory))
+        except (OSError, ValueError):
+            return None
+
+
+_NOTE = TypeAdapter(MemoryNote)
+
+
+def new_start() -> str:
+    """An identifier of a start of a run."""
+    return secrets.token_hex(6)
+
+
+def file_name(rank: int, start: str) -> str:
+    """The file with a rank's state, saved by a start of the run."""
+    return f"state-{rank:05d}-{start}.safetensors"
+
+
+def is_of(name: str, start: str) -> bool:
+    """Whether a file is one of this start."""
+    return name.endswith(f"-{start}.safetensors")
+
+
+def folder_of(run: RunDirectory, base: str | None) -> Path:
+    """The run's folder on this machine, under the folder `base` of its recipe."""
+    place = os.fsencode(run.path.absolute())
+    name = f"dmt-{run.path.name[:100]}-{hashlib.sha256(place).hexdigest()[:12]}"
+    return (SHARED_MEMORY if base is None else Path(base)) / f"{name}-{socket.gethostname()}"
+
+
+def newest_kept(run: RunDirectory) -> int:
+    """The newest step that this machine has at least a part of, and that counts; else 0."""
+    note = MemoryNote.read(run)
+    if note is None:
+        return 0
+    folders = MemoryStore(folder_of(run, note.folder)).finished()
+    mine = [folder for folder in folders if any(folder.glob(f"state-*-{note.start}.*"))]
+    return step_of(mine[-1]) if mine else 0
+
+
+class MemoryStore(CheckpointStore):
+    """The part of a run's checkpoints that is in this machine's memory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, KEPT)
+        self.newest: Path | None = None
+        """The checkpoint that was committed or loaded last: what else is there is outdated."""
+        self.visiting: tuple[str, ...] = ()
+        """Files of the newest that came from other machines so that it could be loaded."""
+
+    def begin(self, step: int) -> None:
+        """See `CheckpointStore.begin`. Before it takes room, what is outdated leaves it."""
+        for folder in self.finished():
+            if folder != self.newest:
+                shutil.rmtree(folder)
+        if self.newest is not None:
+            for name in self.visiting:
+                (self.newest / name).unlink(missing_ok=True)
+        self.visiting = ()
+        super().begin(step)
+
+    def commit(self, manifest: Manifest) -> str | None:
+        """See `CheckpointStore.commit`."""
+        complaint = super().commit(manifest)
+        self.newest = self.path_of(manifest)
+        return complaint
+
+    def path_of(self, manifest: Manifest) -> Path:
+        """Where the checkpoint of this manifest is, or will be."""
+        return self.folder / folder_name(manifest.step)
+
+    def complete(self, manifest: Manifest, visiting: Sequence[str]) -> None:
+        """Let the partial folder of a step, which has all files now, replace the finished one.
+        `visiting`: see above."""
+        super().commit(manifest)
+        self.visiting = tuple(visiting)
