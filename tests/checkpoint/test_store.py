@@ -16,7 +16,6 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
-from toolkit.checkpoint.saver import _write_files as write_files
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
@@ -105,7 +104,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert save(saver, 2).problem is None
 
 
-def test_a_rank_without_room_frees_what_it_took_at_once(tmp_path: Path) -> None:
+def test_a_rank_without_room_frees_what_it_took_at_once(saver: Saver, tmp_path: Path) -> None:
     """The run's metrics go to the same disk, and other ranks write on."""
 
     def full() -> list[torch.Tensor]:
@@ -113,7 +112,7 @@ def test_a_rank_without_room_frees_what_it_took_at_once(tmp_path: Path) -> None:
 
     entry = TensorToWrite("a", torch.float32, (4,), full)
     with pytest.raises(OSError, match="No space left"):
-        write_files(tmp_path, [entry], {})
+        saver._write_own(tmp_path, [entry], {})
     assert list(tmp_path.iterdir()) == []
 
 
