@@ -29,7 +29,7 @@ class Saves:
     """Stands where a run's checkpoints are: counting is all that is asked of it."""
 
     def __init__(self) -> None:
-        self.saved_at = 0
+        self.memory = None
         self.steps: list[int] = []
         self.validated_before: list[bool] = []
 
@@ -37,6 +37,9 @@ class Saves:
         pass
 
     def prepare(self, _engine: object) -> None:
+        pass
+
+    def keep_in_memory(self, _engine: object, _progress: Progress) -> None:
         pass
 
     def finish(self) -> None:
@@ -74,6 +77,7 @@ def new_observer(
         assignment=SimpleNamespace(prediction=None),
         phases=SimpleNamespace(begin=lambda _: None),
         watchdog=SimpleNamespace(mark=lambda *_: None),
+        progress=Progress(),
         together=SimpleNamespace(rank_zero=lambda action: action()),
     )
     checkpoints: Any = saves
