@@ -89,14 +89,14 @@ def _rank(start: Start) -> int:
 def _train(rank: int, start: Start) -> Told:
     store = CheckpointStore(start.folder / "checkpoints", KEEP)
     saver = Saver(store, asynchronous=start.asynchronous)
-    shard = _half_of_the_state(rank, start.columns)
+    shard = part_of_the_state(rank, WORLD, start.columns)
     found = find_newest(store, expected=False)
     if found is not None:
         SavedState(found.folder).load(shard)
     resumed_at = 0 if found is None else found.manifest.step
     outcomes: list[Saved | None] = []
     for step in range(resumed_at + 1, STEPS + 1):
-        _train_step(shard, step)
+        train_step(shard, step)
         outcomes.append(saver.finished())
         if step % EVERY_STEPS == 0:
             outcomes.append(saver.finished(wait=True))
@@ -110,21 +110,29 @@ def _train(rank: int, start: Start) -> Told:
         () if found is None else found.skipped,
         tuple((s.manifest.step, s.problem) for s in outcomes if s and s.problem),
         tuple((s.manifest.step, s.complaint) for s in outcomes if s and s.complaint),
-        sha256(b"".join(shard.get(name).numpy().tobytes() for name in QUANTITIES)).hexdigest(),
+        hash_of(shard),
     )
 
 
-def _half_of_the_state(rank: int, columns: int) -> StateShard:
+def hash_of(shard: StateShard) -> str:
+    """Of its values."""
+    return sha256(
+        b"".join(shard.get(name).numpy().tobytes() for name in QUANTITIES)
+    ).hexdigest()
+
+
+def part_of_the_state(rank: int, world: int, columns: int) -> StateShard:
+    """A rank's part, which begins and ends in the middle of a row."""
     whole = whole_block("matrix", (7, columns))
     numel = 7 * columns
-    bounds = [0, numel // 2, numel]  # in the middle of a row
+    bounds = [numel * one // world for one in range(world + 1)]
     blocks = cut([whole], bounds[rank], bounds[rank + 1])
     length = bounds[rank + 1] - bounds[rank]
     values: dict[str, Any] = {name: torch.zeros(length) for name in QUANTITIES}
     return StateShard(blocks, values, saved_here=True)
 
 
-def _train_step(shard: StateShard, step: int) -> None:
+def train_step(shard: StateShard, step: int) -> None:
     """Change every value, by what it was and by what the other rank holds."""
     for number, name in enumerate(QUANTITIES):
         values = shard.get(name)

@@ -8,6 +8,7 @@ another run in the same place finds nothing.
 """
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -15,13 +16,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import Manifest, write_synced
 from toolkit.checkpoint.store import CheckpointStore, folder_name, step_of
-from toolkit.run import jsonl
-from toolkit.run.directory import RunDirectory
 from toolkit.system.untrusted import read_json
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -33,20 +33,24 @@ KEPT = 2
 class MemoryNote:
     """`memory.json` of a run directory."""
 
+    FILE: ClassVar = "memory.json"
+
     start: str
     """Identifies the start of the run that saved last."""
     folder: str | None
     """`checkpoint.memory.folder` of its recipe."""
 
-    def write(self, run: RunDirectory) -> None:
+    def write(self, run_dir: Path) -> None:
         """Replace the run's note. Raises OSError."""
-        jsonl.write_atomically(run.memory, jsonl.document(asdict(self)))
+        new = run_dir / f".{self.FILE}.tmp"
+        write_synced(new, json.dumps(asdict(self)).encode())
+        new.replace(run_dir / self.FILE)
 
     @classmethod
-    def read(cls, run: RunDirectory) -> "MemoryNote | None":
+    def read(cls, run_dir: Path) -> "MemoryNote | None":
         """The run's note; None without a readable one."""
         try:
-            return _NOTE.validate_python(read_json(run.memory))
+            return _NOTE.validate_python(read_json(run_dir / cls.FILE))
         except (OSError, ValueError):
             return None
 
@@ -69,19 +73,19 @@ def is_of(name: str, start: str) -> bool:
     return name.endswith(f"-{start}.safetensors")
 
 
-def folder_of(run: RunDirectory, base: str | None) -> Path:
+def folder_of(run_dir: Path, base: str | None) -> Path:
     """The run's folder on this machine, under the folder `base` of its recipe."""
-    place = os.fsencode(run.path.absolute())
-    name = f"dmt-{run.path.name[:100]}-{hashlib.sha256(place).hexdigest()[:12]}"
+    place = os.fsencode(run_dir.absolute())
+    name = f"dmt-{run_dir.name[:100]}-{hashlib.sha256(place).hexdigest()[:12]}"
     return (SHARED_MEMORY if base is None else Path(base)) / f"{name}-{socket.gethostname()}"
 
 
-def newest_kept(run: RunDirectory) -> int:
+def newest_kept(run_dir: Path) -> int:
     """The newest step that this machine has at least a part of, and that counts; else 0."""
-    note = MemoryNote.read(run)
+    note = MemoryNote.read(run_dir)
     if note is None:
         return 0
-    folders = MemoryStore(folder_of(run, note.folder)).finished()
+    folders = MemoryStore(folder_of(run_dir, note.folder)).finished()
     mine = [folder for folder in folders if any(folder.glob(f"state-*-{note.start}.*"))]
     return step_of(mine[-1]) if mine else 0
 

@@ -31,7 +31,6 @@ from toolkit.checkpoint.store import step_of
 from toolkit.checkpoint.transfer import Move, transfer
 from toolkit.errors import CheckpointError
 from toolkit.models.safetensors_stream import TensorToWrite
-from toolkit.run.directory import RunDirectory
 from toolkit.system.failpoints import failpoint
 from toolkit.text.units import GIB
 
@@ -56,13 +55,13 @@ class MemorySaver(Saver):
 
     hashes = False
 
-    def __init__(self, run: RunDirectory, base: str | None, *, asynchronous: bool) -> None:
-        folder = folder_of(run, base)
+    def __init__(self, run_dir: Path, base: str | None, *, asynchronous: bool) -> None:
+        folder = folder_of(run_dir, base)
         super().__init__(MemoryStore(folder), asynchronous=asynchronous)
         self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         self._note = MemoryNote(new_start(), base)
         self._noted = False
-        self._run = run
+        self._run_dir = run_dir
         found = self._from_all((self._note.start, *_identity(folder)))
         self.start: str = found[0][0]
         for rank, (_, place, problem) in enumerate(found):
@@ -133,7 +132,7 @@ class MemorySaver(Saver):
         """Also lets the checkpoints of this start count, from the first one on."""
         saved = super()._write(manifest, *arguments)
         if saved.problem is None and not self._noted and dist.get_rank() == 0:
-            MemoryNote(self.start, self._note.folder).write(self._run)
+            MemoryNote(self.start, self._note.folder).write(self._run_dir)
         self._noted |= saved.problem is None
         return saved
 
@@ -141,7 +140,7 @@ class MemorySaver(Saver):
 
     def newest(self) -> tuple[Kept | None, list[str]]:
         """The newest checkpoint whose files are all somewhere, and why newer ones are not."""
-        note = MemoryNote.read(self._run) if dist.get_rank() == 0 else None
+        note = MemoryNote.read(self._run_dir) if dist.get_rank() == 0 else None
         start = self._from_all(None if note is None else note.start)[0]
         mine = _held(self.memory, start) if start and self.leads else []
         manifests: dict[tuple[int, tuple[str, ...]], Manifest] = {}
@@ -159,6 +158,8 @@ class MemorySaver(Saver):
             if not missing:
                 return Kept(manifests[key], holders[key]), problems
             problems.append(f"step {key[0]} in memory: {missing[0]} is on no machine")
+        if start and not problems:
+            problems.append("nothing is left of what the run had in memory")
         return None, problems
 
     def fetch(self, kept: Kept) -> tuple[Path, str | None]:

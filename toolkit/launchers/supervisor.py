@@ -82,7 +82,7 @@ def pause_before(attempt: int) -> float:
 
 def newest_step(run: RunDirectory) -> int:
     """The step of the newest committed checkpoint, on storage or in memory; 0 without one."""
-    return max(CheckpointStore(run.checkpoints, keep=1).newest_step(), newest_kept(run))
+    return max(CheckpointStore(run.checkpoints, keep=1).newest_step(), newest_kept(run.path))
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:

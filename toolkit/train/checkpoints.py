@@ -118,11 +118,11 @@ class RunCheckpoints:
             )
         if (section := self.assignment.recipe.checkpoint.memory) is not None:
             asynchronous = self.saver.asynchronous
-            memory = MemorySaver(self.directory, section.folder, asynchronous=asynchronous)
+            memory = MemorySaver(self.directory.path, section.folder, asynchronous=asynchronous)
             self.memory = RunMemory(memory, section.every_steps, self._warn)
             memory.check_room(self._state_bytes(config))
         elif self.leader and self.directory.memory.exists():
-            self._warn("checkpoint.memory is off: what the run has in memory does not count")
+            self._warn("checkpoint.memory is off: what the run has in memory is not used")
             self.directory.memory.unlink()
         found = self._find_newest(phases)
         if found is None:

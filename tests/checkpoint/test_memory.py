@@ -1,0 +1,251 @@
+"""Checkpoints in the memory of machines: kills, lost machines, what is torn, outdated or full.
+
+Each rank says itself on which machine it is: every machine has a folder of its own.
+"""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.conftest import MANIFEST
+from tests.checkpoint.saving_ranks import hash_of, part_of_the_state, train_step
+from tests.disks import make_room, small_file_system
+from tests.forked import ForkedRanks
+from tests.processes import HANG_S
+from toolkit.checkpoint.memory import newest_kept
+from toolkit.checkpoint.memory_saver import MemorySaver
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import QUANTITIES
+from toolkit.engines.distributed import join
+from toolkit.errors import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+STEPS, LOST = 8, 4
+"""Of a run, and the step at which machines are lost."""
+PHASES = ["begin", "copied", "write", "written", "hashed", "latest"]
+OWN = ["exchange", "exchanged", "manifest", "renamed"]
+"""Those that differ from a save to storage: each machine commits here."""
+
+
+@pytest.fixture(autouse=True)
+def single_rank() -> None:
+    """The ranks are processes of their own here."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run that lives in `folder`, up to a step."""
+
+    folder: Path
+    machines: tuple[str, ...] = ("a", "b")
+    """The machine of each rank."""
+    steps: int = STEPS
+    faults: str = ""
+    columns: int = 5
+    full_until: int | None = None
+    """A step after which machine b gets a larger file system."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell of a start that it finished."""
+
+    resumed_at: int
+    loaded: list[list[float]]
+    """Its part of each quantity after loading."""
+    state: str
+    skipped: list[str]
+    problems: list[str]
+    """Of each save; empty for one that worked."""
+
+
+def run(start: Start) -> tuple[list[int | None], list[Told]]:
+    """Exit codes, and what each rank tells if all came to the end."""
+    world = len(start.machines)
+    codes = ForkedRanks(_rank, [start], world, start.folder).end()
+    if codes != [0] * world:
+        return codes, []
+    texts = [(start.folder / f"told-{rank}.json").read_text() for rank in range(world)]
+    return codes, [Told(**json.loads(text)) for text in texts]
+
+
+def _rank(start: Start) -> int:
+    os.environ["DMT_FAILPOINTS"] = start.faults
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # does not end a rank of the product
+    rank = join(timedelta(seconds=HANG_S)).rank
+    base = start.folder / f"machine-{start.machines[rank]}"
+    saver = MemorySaver(start.folder, str(base), asynchronous=True)
+    told = _train(saver, start, rank)
+    (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
+    saver.close()
+    dist.barrier()
+    return 0
+
+
+def _train(saver: MemorySaver, start: Start, rank: int) -> Told:
+    shard = part_of_the_state(rank, len(start.machines), start.columns)
+    kept, skipped = saver.newest()
+    if kept is not None:
+        folder, problem = saver.fetch(kept)
+        assert problem is None
+        saved = SavedState(folder)
+        saved.load(shard)
+        saved.close()
+    resumed_at = 0 if kept is None else kept.manifest.step
+    loaded = [shard.get(name).tolist() for name in QUANTITIES]
+    problems = []
+    for step in range(resumed_at + 1, start.steps + 1):
+        train_step(shard, step)
+        saver.save(replace(MANIFEST, step=step), [shard], {})
+        outcome = saver.finished(wait=True)
+        assert outcome is not None
+        problems.append(outcome.problem or "")
+        if step == start.full_until and rank == 0:
+            make_room(start.folder / "machine-b", 8_000_000)
+    return Told(resumed_at, loaded, hash_of(shard), skipped, problems)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Each rank's state at the end of a run without a fault."""
+    codes, told = run(Start(tmp_path_factory.mktemp("undisturbed")))
+    assert codes == [0, 0]
+    return [rank.state for rank in told]
+
+
+def states(machine: Path) -> list[Path]:
+    """The files that a machine has, oldest step first."""
+    return sorted(machine.glob("dmt-*/step-*/state-*"))
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [
+        *((phase, number % 2) for number, phase in enumerate(OWN)),
+        *(pytest.param(one, 0, marks=pytest.mark.soak) for one in PHASES),
+        *(pytest.param(one, 1, marks=pytest.mark.soak) for one in PHASES),
+    ],
+)
+def test_a_kill_in_the_third_save(
+    tmp_path: Path, undisturbed: list[str], phase: str, rank: int
+) -> None:
+    start = Start(tmp_path)
+    codes, _ = run(replace(start, faults=f"checkpoint.{phase}=kill@rank{rank},hit3"))
+    assert (codes[rank], codes[1 - rank]) == (-9, 1)
+    codes, told = run(start)
+    assert codes == [0, 0]
+    # After a rename on either machine, all files are on it; both rename at about one time.
+    possible = {"renamed": {3}, "latest": {3}, "hashed": {2, 3}, "manifest": {2, 3}}
+    assert {mine.resumed_at for mine in told} <= possible.get(phase, {2})
+    assert [mine.state for mine in told] == undisturbed
+    assert not list(tmp_path.glob("machine-*/*/*.tmp"))
+
+
+def test_nothing_counts_before_a_save_is_complete(tmp_path: Path) -> None:
+    codes, _ = run(Start(tmp_path, faults="checkpoint.exchanged=kill@rank1"))
+    assert codes == [1, -9]
+    assert newest_kept(tmp_path) == 0
+    _, told = run(Start(tmp_path, steps=1))
+    assert [mine.resumed_at for mine in told] == [0, 0]
+    assert newest_kept(tmp_path) == 1
+
+
+def test_a_machine_is_lost_and_another_comes(tmp_path: Path, undisturbed: list[str]) -> None:
+    run(Start(tmp_path, steps=LOST))
+    shutil.rmtree(tmp_path / "machine-b")
+    codes, told = run(Start(tmp_path, ("a", "c")))
+    assert codes == [0, 0]
+    assert [mine.resumed_at for mine in told] == [LOST, LOST]
+    assert [mine.state for mine in told] == undisturbed
+
+
+@pytest.mark.parametrize("machines", [("a",), ("d", "a", "a", "c", "d")])
+def test_other_machines_and_another_number_of_ranks(
+    tmp_path: Path, machines: tuple[str, ...]
+) -> None:
+    """Saved by machines of one, two and one ranks, of which the second is lost."""
+    _, before = run(Start(tmp_path, ("a", "b", "b", "c"), steps=LOST))
+    shutil.rmtree(tmp_path / "machine-b")
+    _, same = run(Start(tmp_path, ("a", "d", "d", "c"), steps=LOST))
+    _, other = run(Start(tmp_path, machines, steps=LOST))
+    whole = [_joined(same, quantity) for quantity in range(len(QUANTITIES))]
+    assert [mine.state for mine in same] == [mine.state for mine in before]
+    assert [_joined(other, quantity) for quantity in range(len(QUANTITIES))] == whole
+    assert {mine.resumed_at for mine in other} == {LOST}
+
+
+def _joined(told: list[Told], quantity: int) -> list[float]:
+    """A quantity of all ranks, one after the other."""
+    return [value for mine in told for value in mine.loaded[quantity]]
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "without a manifest"])
+def test_the_step_before_serves_when_the_newest_is_damaged(
+    tmp_path: Path, undisturbed: list[str], damage: str
+) -> None:
+    run(Start(tmp_path, steps=LOST))
+    for machine in ("a", "b"):
+        file = states(tmp_path / f"machine-{machine}")[-1]
+        if damage == "torn":
+            os.truncate(file, file.stat().st_size - 1)
+        else:
+            (file if damage == "missing" else file.with_name("manifest.json")).unlink()
+    codes, told = run(Start(tmp_path))
+    assert codes == [0, 0]
+    for mine in told:
+        assert mine.resumed_at == LOST - 1
+        said = [f"step {LOST} in memory: {file.name} is on no machine"]
+        assert mine.skipped == ([] if damage == "without a manifest" else said)
+    assert [mine.state for mine in told] == undisturbed
+
+
+def test_a_machine_that_was_away_contributes_nothing(tmp_path: Path) -> None:
+    """It has later steps of a start that was given up."""
+    run(Start(tmp_path, steps=LOST + 2))
+    away = (tmp_path / "machine-b").rename(tmp_path / "away")
+    shutil.rmtree(tmp_path / "machine-a")
+    run(Start(tmp_path, ("a", "a"), steps=LOST))
+    away.rename(tmp_path / "machine-b")
+    _, told = run(Start(tmp_path, steps=LOST))
+    assert [mine.resumed_at for mine in told] == [LOST, LOST]
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A run of which machine b has room for less than two steps."""
+    with small_file_system(tmp_path / "machine-b", 3_000_000):
+        yield tmp_path
+
+
+def test_a_machine_without_room(small_memory: Path) -> None:
+    """Its peers do not wait for it, the step before stays, and later steps are saved."""
+    codes, told = run(Start(small_memory, steps=6, columns=20_000, full_until=3))
+    assert codes == [0, 0]
+    for mine in told:
+        assert [bool(problem) for problem in mine.problems] == [False, True, True] + 3 * [False]
+        assert "No space left on device" in mine.problems[1]
+
+
+def test_too_little_room_is_refused(small_memory: Path) -> None:
+    codes = ForkedRanks(_refused, [small_memory], 2, small_memory).end()
+    assert codes == [0, 0]
+
+
+def _refused(folder: Path) -> int:
+    base = folder / f"machine-{'ab'[join(timedelta(seconds=HANG_S)).rank]}"
+    saver = MemorySaver(folder, str(base), asynchronous=True)
+    saver.check_room(700_000)
+    with pytest.raises(CheckpointError, match=r"needs 0\.01 GiB at rank 1, .* has 0\.00 free"):
+        saver.check_room(3_000_000)
+    torch.distributed.barrier()
+    return 0
