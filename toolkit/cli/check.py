@@ -184,8 +184,8 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     start = f"{ramp.start} → " if ramp is not None else ""
     parts.append(f"batch {start}{training.global_batch_size}{rows} × {length}")
     parts.append(training.precision)
-    ranks = recipe.cluster.world_size
-    parts.append(f"{ranks} × {recipe.cluster.gpu}")
+    kinds = recipe.cluster.groups or (recipe.cluster,)
+    parts.append(" + ".join(f"{one.nodes * one.gpus_per_node} × {one.gpu}" for one in kinds))
     return ", ".join(parts)
 
 

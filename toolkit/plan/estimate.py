@@ -86,7 +86,8 @@ class Derivations:
 def derivations(found: Estimate) -> Derivations:
     """Of every part that is not zero."""
     workload, layout, cluster = found.setup.workload, found.setup.layout, found.setup.cluster
-    memory = memory_derivations(workload, layout, found.memory)
+    fullest = device_memory(workload, layout, cluster)[1].of(layout)
+    memory = memory_derivations(workload, fullest, found.memory)
     time = time_derivations(busiest_stage(workload, layout, cluster), found.time)
     return Derivations(
         {part: one for part, one in memory.items() if one.value},

@@ -215,9 +215,8 @@ def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
     chosen = getattr(found.best.layout, dimension.field)
     what, note = dimension.named(chosen), _note(found, dimension.field)
     if isinstance(chosen, tuple) and dimension.of(found.job) == ():
-        return Decision(
-            what, f"by speed and memory of the groups{_evenly(found, dimension)}", ()
-        )
+        why = f"{division_text(chosen)} by speed and memory of the groups"
+        return Decision(what, f"{why}{_evenly(found, dimension)}", ())
     if dimension.of(found.job) != "auto":
         return Decision(what, f"asked for{note}", ())
     values = _others(found, dimension, found.best.pair)

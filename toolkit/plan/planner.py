@@ -172,8 +172,7 @@ def _batch_costs(found: Search, workload: Workload) -> Iterator[BatchCost]:
         return
     ramp = training.batch_ramp
     for size in range(ramp.start, training.global_batch_size, ramp.increment):
-        share = size // (layout.dp * layout.micro_batch)
-        smaller = replace(layout, gradient_accumulation=share)
+        smaller = replace(layout, gradient_accumulation=size // layout.round_samples)
         yield BatchCost(size, step_time(workload, smaller, found.cluster).total_s)
 
 

@@ -25,7 +25,7 @@ from toolkit.plan.cost.memory import (
     peak_memory,
     stage_memory,
 )
-from toolkit.plan.cost.placement import splits_groups, stage_parts
+from toolkit.plan.cost.placement import StagePart, splits_groups, stage_parts
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSIONS
@@ -166,26 +166,27 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     if places != ("none", "none") or layout.offload_activations:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
-    states, capacity = memory.model_states / GIB, fullest.gpu.memory_gib
+    states, capacity = memory.model_states / GIB, fullest.cluster.gpu.memory_gib
     return Candidate(workload.pair, layout, needed, states, host, disk, None, capacity)
 
 
 def device_memory(
     workload: Workload, layout: Layout, cluster: Cluster
-) -> tuple[Memory, Cluster]:
-    """Memory of the device that is fullest for its size, and that device; a CPU has no CUDA
-    context."""
+) -> tuple[Memory, StagePart]:
+    """Memory of the device that is fullest for its size, and its part of a stage; a CPU has no
+    CUDA context."""
+    usual = StagePart(cluster, layout.micro_batch)
     if cluster.gpu.memory_gib is None:
-        return replace(peak_memory(workload, layout), context=0.0), cluster
+        return replace(peak_memory(workload, layout), context=0.0), usual
     if not cluster.groups:
-        return peak_memory(workload, layout), cluster
+        return peak_memory(workload, layout), usual
     return max(
         (
-            (stage_memory(workload, part.of(layout), stage), part.cluster)
+            (stage_memory(workload, part.of(layout), stage), part)
             for stage, parts in enumerate(stage_parts(layout, cluster))
             for part in parts
         ),
-        key=lambda found: found[0].total / (found[1].gpu.memory_gib or inf),
+        key=lambda found: found[0].total / (found[1].cluster.gpu.memory_gib or inf),
     )
 
 
