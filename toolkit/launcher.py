@@ -42,6 +42,11 @@ class Launcher:
     """Whether `dmt launch` waits for the end of a run that it does not supervise."""
     several_machines: bool = False
     """Whether it can start processes on other machines, too."""
+    elastic: bool = False
+    """Whether it continues on the remaining machines, and takes in new ones
+    (`launch.elastic`)."""
+    spares: bool = False
+    """Whether more machines than that can wait (`launch.spares`)."""
     same_files: bool = True
     """Whether the ranks have this machine's files, which can then be checked here."""
     renders: bool = False

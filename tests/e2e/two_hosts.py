@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with a wire between them and sshd in each."""
+"""Hosts on this machine: network namespaces on a switch, with sshd in the first two."""
 
 import os
 import subprocess
@@ -14,7 +14,11 @@ from tests.processes import wait_until
 
 HOSTS = (f"dmt{os.getpid()}-a", f"dmt{os.getpid()}-b")
 """Of this test run alone."""
-ADDRESS = dict(zip(HOSTS, ("10.77.0.1", "10.77.0.2"), strict=True))
+THIRD = f"dmt{os.getpid()}-c"
+"""The one that joins later."""
+ALL_HOSTS = (*HOSTS, THIRD)
+ADDRESS = {host: f"10.77.0.{number}" for number, host in enumerate(ALL_HOSTS, 1)}
+SWITCH = f"dmt{os.getpid()}-switch"
 WIRE = "dmt0"
 """The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
 NEEDS = ("iproute2", "openssh-client", "openssh-server", "pdsh", ROOT, NAMESPACES)
@@ -30,7 +34,7 @@ def _run(*command: str | Path) -> None:
 
 
 class TwoHosts:
-    """The two `HOSTS`."""
+    """The two `HOSTS`, and the third one, which has no sshd."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,26 +84,29 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     hosts = TwoHosts(folder)
     _keys(folder)
     try:
-        for host in HOSTS:
+        for host in (SWITCH, *ALL_HOSTS):
             _run("ip", "netns", "add", host)
-        _wire()
-        for host in HOSTS:
+        _wires()
+        for host in ALL_HOSTS:
             _names(folder, host)
+        for host in HOSTS:
             _ssh_daemon(hosts, host)
         yield hosts
     finally:
-        for host in HOSTS:
+        for host in (*ALL_HOSTS, SWITCH):
             hosts.kill_all(host)
             subprocess.run(["ip", "netns", "del", host], env=_env(), capture_output=True)
             rmtree(Path("/etc/netns") / host, ignore_errors=True)
 
 
-def _wire() -> None:
-    one, other = HOSTS
-    pair = ("ip", "link", "add", WIRE, "netns", one, "type", "veth")
-    _run(*pair, "peer", "name", WIRE, "netns", other)
-    for host in HOSTS:
-        inside = ("ip", "-n", host)
+def _wires() -> None:
+    _run("ip", "-n", SWITCH, "link", "add", "switch", "type", "bridge")
+    _run("ip", "-n", SWITCH, "link", "set", "switch", "up")
+    for number, host in enumerate(ALL_HOSTS):
+        port, inside = f"port{number}", ("ip", "-n", host)
+        pair = ("ip", "link", "add", WIRE, "netns", host, "type", "veth")
+        _run(*pair, "peer", "name", port, "netns", SWITCH)
+        _run("ip", "-n", SWITCH, "link", "set", port, "master", "switch", "up")
         _run(*inside, "addr", "add", f"{ADDRESS[host]}/24", "dev", WIRE)
         _run(*inside, "link", "set", WIRE, "up")
         _run(*inside, "link", "set", "lo", "up")
@@ -109,7 +116,7 @@ def _names(folder: Path, host: str) -> None:
     """`ip netns exec` puts the files of /etc/netns/HOST over those of /etc."""
     own = Path("/etc/netns") / host
     own.mkdir(parents=True, exist_ok=True)
-    lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in HOSTS)]
+    lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in ALL_HOSTS)]
     (own / "hosts").write_text("\n".join(lines) + "\n")
     (own / "ssh").mkdir(exist_ok=True)
     (own / "ssh" / "ssh_config").write_text(

@@ -20,6 +20,7 @@ from toolkit.intake.blends import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.streams import streaming_problems
 from toolkit.intake.validation import following_problems
+from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
@@ -571,6 +572,42 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", "never", allowed, fix)
 
 
+def _elastic(recipe: Recipe) -> Iterator[Problem]:
+    """Every number of machines that an elastic run may have must be possible."""
+    launch, nodes = recipe.launch, recipe.cluster.nodes
+    elastic, able = launch.elastic, LAUNCHERS[launch.launcher]
+    if launch.spares and not (elastic and able.spares):
+        names = listed([name for name, one in LAUNCHERS.items() if one.spares])
+        fix = f"set launch.elastic and launch.launcher: {names}, or remove launch.spares"
+        found = f"{launch.spares} with `launcher: {launch.launcher}`"
+        yield Problem("launch.spares", found, "0, except in an elastic run", fix)
+    if elastic is None:
+        return
+    if not able.elastic:
+        names = listed([name for name, one in LAUNCHERS.items() if one.elastic])
+        found, fix = f"settings with `launcher: {able.name}`", f"set launch.launcher to {names}"
+        yield Problem("launch.elastic", found, f"null without launcher {names}", fix)
+    if not elastic.min_nodes <= nodes <= elastic.max_nodes:
+        found = f"{nodes}, outside of launch.elastic"
+        allowed = f"from {elastic.min_nodes} to {elastic.max_nodes}"
+        yield Problem("cluster.nodes", found, allowed, "set it to the number at the start")
+        return
+    if not launch.max_restarts:
+        allowed = "at least 1 with launch.elastic: losing a machine restarts the ranks"
+        fix = "set it to 3, restarts in a row without a newer checkpoint"
+        yield Problem("launch.max_restarts", "0", allowed, fix)
+    for other in range(elastic.min_nodes, elastic.max_nodes + 1):
+        resized = recipe.with_values({"cluster.nodes": other})
+        problems = [*legality.problems(resized.parallel, resized.cluster)] or [*_batch(resized)]
+        if problems and other != nodes:
+            first = problems[0]
+            found = f"{elastic.min_nodes} to {elastic.max_nodes}, but with {other} machines "
+            found += f"{first.key} is {first.found}"
+            fix = f"other numbers of machines, or with {other}: {first.fix}"
+            yield Problem("launch.elastic", found, f"{first.key}: {first.allowed}", fix)
+            return
+
+
 _FEATURES = tuple(feature.path for feature in FEATURES.values())
 _SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
@@ -689,4 +726,5 @@ RULES: tuple[Rule, ...] = (
         streaming_problems,
     ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
+    Rule((*_SPREAD, "launch"), _elastic),
 )

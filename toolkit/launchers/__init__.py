@@ -63,6 +63,8 @@ TORCHRUN = Launcher(
     "toolkit.launchers.torchrun:TorchrunStarter",
     oversees="one machine",
     several_machines=True,
+    elastic=True,
+    spares=True,
     flags_from="PET_",
     # Started as a module of torch, not as a program.
     programs=(Program("torchrun", "pip install torch", f"`torchrun {TRAIN} RECIPE`"),),
@@ -106,6 +108,8 @@ SLURM = Launcher(
     section=SlurmSection,
     oversees="never",
     several_machines=True,
+    elastic=True,
+    spares=True,
     renders=True,
     example=("launch.slurm.time_limit=24:00:00",),
     programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),

@@ -50,6 +50,7 @@ class Guard:
         self._looked_at = 0.0
         self._woken = Deadline()
         self._signalled: set[int] = set()
+        self._waits = Deadline()
         self._deadline = Deadline()
         self._parent_gone = threading.Event()
         self._kill_requested = False  # no lock, which a second signal would wait for
@@ -75,6 +76,9 @@ class Guard:
                 orphaned = self._parent_gone.is_set() and math.isinf(self._grace_s)
                 self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
                 self._stop_workers()
+                self._waits.start(FAILED_GRACE_S)
+                if self._waits.passed and not self._signalled:
+                    self._process.terminate()  # It waits for other machines.
             if self._deadline.passed:
                 tell(f"error: {grace_over(self._grace_s, self._run_dir, self._offset)[0]}")
                 show_stacks([worker.pid for worker in workers()])

@@ -110,7 +110,8 @@ def launch_recipe(
     assignment = decide(recipe, None if run_dir is None else Path(run_dir), where)
     spec = _spec(assignment, where)
     show_plan(assignment.recipe, assignment.plan)
-    name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
+    launch, nodes = assignment.recipe.launch, assignment.recipe.cluster.nodes
+    name, nodes = launch.launcher, launch.most_nodes(nodes)
     oversees = LAUNCHERS[name].supervises(nodes)
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, assignment.plan, "launch", tell)

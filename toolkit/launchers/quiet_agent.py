@@ -10,7 +10,7 @@ the workers' messages are shown, and the first failed rank's exit code is return
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import (
@@ -21,15 +21,29 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.outcome import RankExit
+from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import read_events
 from toolkit.text.terminal import survive_lost_output, tell
 
 ENDS = "DMT_AGENT_ENDS"
 """Variable with the folder where workers write the exit codes that their agent must not see."""
+ELASTIC = "DMT_ELASTIC_RUN"
+"""Variable with the run directory of a run whose number of machines may change."""
+
+
+def elastic_env(run_dir: Path) -> Mapping[str, str]:
+    """Variables of an agent of an elastic run. The agents' own store is not shared with the
+    ranks: in torch 2.13, ranks look for it at the first meeting's rank 0 for ever."""
+    return {ELASTIC: str(run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _torchrun(arguments: Sequence[str]) -> None:
     from torch.distributed.run import parse_args, run
 
+    if ELASTIC in os.environ:
+        from toolkit.launchers.elastic_agent import replace_torchs
+
+        replace_torchs()
     run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
 
 
@@ -44,7 +58,8 @@ PROGRAMS = {"torchrun": _torchrun, "accelerate": _accelerate}
 
 def main(program: str, arguments: Sequence[str]) -> int:
     """Run it; return 0 or the failed rank's exit code (128 + n for signal n)."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -54,7 +69,11 @@ def main(program: str, arguments: Sequence[str]) -> int:
     try:
         PROGRAMS[program](arguments)
         return max((int(file.name) for file in Path(ends.name).iterdir()), default=EXIT_DONE)
-    except (OSError, RendezvousError, DistNetworkError) as error:
+    except SignalException:
+        return EXIT_RESUMABLE  # it waited for other machines: nothing was trained
+    except (OSError, RendezvousError, DistError) as error:
+        if (ended := _ended_elsewhere()) is not None:
+            return ended
         tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
         return EXIT_FAILED
     except ChildFailedError as error:
@@ -69,6 +88,17 @@ def main(program: str, arguments: Sequence[str]) -> int:
         return failed.code
     finally:
         ends.cleanup()
+
+
+def _ended_elsewhere() -> int | None:
+    """How an elastic run ended whose other machines have left: 0 or 75; None if it failed, or
+    still runs without this machine."""
+    if ELASTIC not in os.environ:
+        return None
+    events = read_events(RunDirectory(Path(os.environ[ELASTIC])).events)
+    last = [event for event in events if event["kind"] in ("start", "end")][-1:]
+    code = last[0].get("exit_code") if last else None
+    return code if code in (EXIT_DONE, EXIT_RESUMABLE) else None
 
 
 def told_the_agent(code: int) -> int:

@@ -6,6 +6,7 @@ restart failures.
 """
 
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 
@@ -14,9 +15,17 @@ from toolkit.launchers import TORCHRUN
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
+from toolkit.launchers.quiet_agent import elastic_env
 
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
+FIRST_CALL_S = 10
+"""How long the first meeting of an elastic run waits for more than `min_nodes` machines; one
+that comes later is taken in without the loss of a step."""
+BEAT_S, BEATS = 2, 3
+"""A machine whose agent has been silent for six seconds is lost (torch: 5 s and 3). All ranks
+wait for that; an agent has nothing else to do, and is late only where memory runs out."""
+_NO_LIMIT_S = 24 * 3600
 
 
 class TorchrunStarter:
@@ -28,11 +37,12 @@ class TorchrunStarter:
             raise BackendUnavailable("torchrun: torch is missing", fix="pip install torch")
         agent = (sys.executable, "-m", "torch.distributed.run")
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
-        if TORCHRUN.supervises(job.cluster.nodes):
+        if TORCHRUN.supervises(job.launch.most_nodes(job.cluster.nodes)):
             return spec_of(job, (*agent, "--standalone", processes, *job.train))
         planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         words = (*agent, *_meeting(job), processes, *planning)
-        return spec_of(job, words, files={job.recipe_file: job.recipe})
+        env = {} if job.launch.elastic is None else elastic_env(job.run_dir)
+        return spec_of(job, words, files={job.recipe_file: job.recipe}, env=env)
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the agent, without its traceback, and wait; see Starter."""
@@ -50,11 +60,18 @@ def _meeting(job: Job) -> tuple[str, ...]:
             fix="on every machine, with the name of one of them: "
             "--set launch.rendezvous=HOST:29400",
         )
+    elastic, nodes, conf = job.launch.elastic, str(job.cluster.nodes), ""
+    if elastic is not None:
+        nodes = f"{elastic.min_nodes}:{elastic.max_nodes}"
+        conf = f",last_call_timeout={FIRST_CALL_S},keep_alive_interval={BEAT_S}"
+        conf += f",keep_alive_max_attempt={BEATS}"
+    grace_s = math.ceil(min(job.grace_s, _NO_LIMIT_S))
     return (
-        f"--nnodes={job.cluster.nodes}",
+        f"--nnodes={nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous}",
         f"--rdzv-id={job.name}",
-        f"--rdzv-conf=join_timeout={JOIN_LIMIT_S},read_timeout={JOIN_LIMIT_S}",
+        f"--rdzv-conf=join_timeout={JOIN_LIMIT_S},read_timeout={JOIN_LIMIT_S}{conf}",
         f"--max-restarts={job.launch.max_restarts}",
+        *(() if elastic is None else (f"--shutdown-timeout={grace_s}",)),
     )

@@ -959,6 +959,15 @@ class LoggingSection(Section):
     `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
 
 
+class ElasticSection(Section):
+    """How many machines a run may have while it runs."""
+
+    min_nodes: Degree
+    """Without as many, the run waits, and fails after ten minutes."""
+    max_nodes: Degree
+    """More wait until one is lost (`launch.spares`)."""
+
+
 class _EveryLaunch(Section):
     """How `dmt launch` starts the workers."""
 
@@ -978,12 +987,24 @@ class _EveryLaunch(Section):
     rendezvous: HostPort | None = None
     """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""
+    elastic: ElasticSection | None = None
+    """`launcher: torchrun`, `slurm` or `ray`: the run continues on the remaining machines when
+    one is lost, and takes in others, e.g. `{min_nodes: 1, max_nodes: 4}`. It is planned again
+    for each number, with the same global batch; `cluster.nodes` is the first number
+    (docs/staying-alive.md)."""
+    spares: Count = 0
+    """With `elastic`: machines beyond `max_nodes` that wait, with libraries and the model's
+    files read, to replace a lost one."""
     hostfile: NonEmpty | None = None
     """`launcher: deepspeed` or `mpi` on several machines: a file with a line `HOST slots=N` for
     each. Run `dmt launch` once, on the first machine."""
     remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
     """With `launcher: deepspeed` and `hostfile`: the program that starts processes on the other
     machines."""
+
+    def most_nodes(self, nodes: int) -> int:
+        """The most machines that ranks may be on, of a run that is planned for `nodes`."""
+        return nodes if self.elastic is None else self.elastic.max_nodes
 
     def own(self, kind: type[OwnSection]) -> OwnSection:
         """The settings of one launcher, by the class of its section."""

@@ -41,6 +41,13 @@ from toolkit.system.untrusted import read_json
 from toolkit.targets import preflight
 from toolkit.text.terminal import tell
 
+MEETING = "DMT_ELASTIC_MEETING"
+"""Variable with the number of the meeting of elastic agents that started these ranks, from 0;
+unset under other launchers."""
+CUT_OFF_LIMITS = 4
+"""Time limits (`launch.hang_timeout_s`) after which a rank that was cut off has ended: three in
+its first step, and a while to look at the others."""
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -135,7 +142,10 @@ def write(
 
     Raises DirectoryInUse, with nothing written, when a run is using it.
     """
-    refuse_if_claimed(RunDirectory(assignment.run_dir))
+    # The rank 0 of a machine that was cut off holds the directory until its watchdog ends it.
+    again = os.environ.get(MEETING, "0") != "0"
+    patience_s = CUT_OFF_LIMITS * assignment.recipe.launch.hang_timeout_s if again else 0
+    refuse_if_claimed(RunDirectory(assignment.run_dir), patience_s)
     run = RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
@@ -220,14 +230,20 @@ def check_local_files(
 
 
 def elastic_restarts() -> int:
-    """How often torchrun's agent has restarted these ranks; 0 under other launchers."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    """How often torchrun's agents have restarted these ranks; 0 under other launchers."""
+    counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return max(counted, int(os.environ.get(MEETING, 0)))
 
 
 def _came_back_resized(recipe: Recipe, world: int) -> bool:
-    """Whether an elastic agent (`torchrun --nnodes MIN:MAX`) restarted with another number of
-    ranks."""
-    return elastic_restarts() > 0 and recipe.cluster.world_size != world
+    """Whether an elastic agent started another number of ranks than the recipe has, which it
+    admits (`launch.elastic`) or which are left of it (`torchrun --nnodes MIN:MAX`)."""
+    elastic, cluster = recipe.launch.elastic, recipe.cluster
+    if cluster.world_size == world:
+        return False
+    nodes, more = divmod(world, cluster.gpus_per_node)
+    admitted = elastic and not more and elastic.min_nodes <= nodes <= elastic.max_nodes
+    return bool(admitted) or elastic_restarts() > 0
 
 
 def _assign_anew(

@@ -74,8 +74,9 @@ def _name_holder(descriptor: int) -> None:
         os.pwrite(descriptor, f"{json.dumps(holder)}\n".encode(), 0)
 
 
-def refuse_if_claimed(run: RunDirectory) -> None:
-    """Raise DirectoryInUse when a run holds the directory now; writes and waits nothing."""
+def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
+    """Raise DirectoryInUse when a run still holds the directory after `patience_s` seconds;
+    writes nothing."""
     try:
         descriptor = os.open(run.lock, os.O_RDONLY)
     except FileNotFoundError:
@@ -84,8 +85,11 @@ def refuse_if_claimed(run: RunDirectory) -> None:
         raise not_writable(run.lock, error) from error
     try:
         # Shared: two checks do not conflict with each other.
-        if not _locked(descriptor, fcntl.LOCK_SH):
-            raise _in_use(run)
+        deadline = time.monotonic() + patience_s
+        while not _locked(descriptor, fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                raise _in_use(run)
+            time.sleep(_RETRY_S)
     finally:
         os.close(descriptor)
 

@@ -22,6 +22,7 @@ EventKind = Literal[
     "resume",
     "restart",
     "replay",
+    "resize",
     "hang",
     "failure",
     "skip",
@@ -60,6 +61,8 @@ class EventLog:
     - `load` (with its `seconds` and the `source`, `memory` or `storage`) when a checkpoint was
       loaded; `memory` (with the number of `saves`, the `gigabytes` of one and the seconds
       that training waited for all, `stall_s`) when a run removes at its end what it kept there;
+    - `resize` where an elastic run continues after a machine was lost or has joined (`from` and
+      `to`, ranks, and `idle_s` since a step was logged);
     - `import` (with `message`) when `dmt checkpoint import` wrote the checkpoint of another
       tool that the run continues from;
     - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
 from transformers import PretrainedConfig
@@ -29,6 +29,7 @@ from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
+from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import PeerFailed
@@ -214,6 +215,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
             reason="the launcher's elastic agent started all ranks again",
             from_step=step,
         )
+        _report_resize(start)
     phases.hide()
     if step < steps:
         tell(phases.summary())
@@ -234,6 +236,20 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
     reporter = Reporter(start.directory, start.recipe, events, step, bar)
     start.at_end.callback(reporter.finish)
     return reporter
+
+
+def _report_resize(start: Start) -> None:
+    """Write how many ranks there were before the agents met again, if `launch.elastic`, and how
+    long ago a step was logged."""
+    events = read_events(start.directory.events)
+    before = next((one for one in reversed(events) if one.get("kind") == "start"), None)
+    if start.recipe.launch.elastic is None or before is None:
+        return
+    idle_s = None
+    with suppress(OSError):
+        idle_s = round(time.time() - start.directory.metrics.stat().st_mtime, 3)
+    ranks = {"from": before.get("world"), "to": start.ranks.world}
+    start.events.write("resize", step=start.progress.step, **ranks, idle_s=idle_s)
 
 
 def _validation_batches(

@@ -59,6 +59,8 @@ _WITHOUT = {
     "checkpoint.keep_best": None,
     "checkpoint.export": False,
     "launch.max_restarts": 0,
+    "launch.elastic": None,
+    "launch.spares": 0,
 }
 """Every trial trains and does nothing else."""
 _NEVER = 1_000_000_000

@@ -1,0 +1,129 @@
+"""Elastic runs of 60 steps: a host is cut off, and another one joins later.
+
+Every trial starts on two hosts (network namespaces, one rank each). After a random step one is
+cut off its network; after a later random step a third one joins. In half of the trials the
+machines meet on the second host, and the first one is cut, which has rank 0. Compared are the
+losses of all steps with those of a run that nothing happens to. Idle is the longest time
+without a step after an event.
+
+    python benchmarks/elastic.py                   # as root; 20 trials, about 20 minutes
+    python benchmarks/elastic.py --json > benchmarks/results/elastic.json
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.e2e.conftest import Project, write_project
+from tests.e2e.elastic_run import SETTINGS, elastic_run
+from tests.e2e.product import events, records
+from tests.e2e.two_hosts import HOSTS, THIRD, TwoHosts, two_hosts
+
+STEPS = 60
+SEED = 34
+
+
+def undisturbed(project: Project) -> dict[int, float]:
+    """The losses of a run on two ranks of this machine."""
+    project.launch(
+        "undisturbed", {**SETTINGS, "training.steps": STEPS, "cluster.gpus_per_node": 2}
+    )
+    lines = records(project.folder / "undisturbed" / "metrics.jsonl")
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def trial(
+    hosts: TwoHosts, project: Project, expected: dict[int, float], number: int
+) -> dict[str, Any]:
+    """One run; the host that was cut gets its network back at the end."""
+    chance = random.Random(f"{SEED} {number}")
+    cut_at = chance.randint(2, 30)
+    joins_at = chance.randint(cut_at + 3, 50)
+    meet, lost = HOSTS if number % 2 == 0 else HOSTS[::-1]
+    began = time.monotonic()
+    with elastic_run(hosts, project, f"trial-{number}", meet) as run:
+        steps = {"training.steps": STEPS}
+        for host in HOSTS:
+            run.join(host, steps)
+        run.reach(cut_at)
+        cut = time.monotonic()
+        hosts.cut(lost)
+        try:
+            run.reach(joins_at)
+            joined = time.monotonic()
+            run.join(THIRD, steps)
+            codes = {host: run.end(host).code for host in (meet, THIRD)}
+        finally:
+            run.commands[lost].kill()
+            hosts.mend(lost)
+        printed = run.printed()
+    resized = [f"{one['from']} to {one['to']}" for one in events(run.run_dir, "resize")]
+    repeated = sum(one["to_step"] - one["from_step"] for one in events(run.run_dir, "replay"))
+    differences = [abs(run.losses[s] / expected[s] - 1) for s in expected if s in run.losses]
+    finished = set(codes.values()) == {0} and set(run.losses) == set(expected)
+    if not finished:
+        print(printed, file=sys.stderr)
+    return {
+        "trial": number,
+        "cut": "rank 0" if lost == HOSTS[0] else "rank 1",
+        "cut_at": cut_at,
+        "joins_at": joins_at,
+        "finished": finished,
+        "resized": resized,
+        "repeated_steps": repeated,
+        "largest_relative_difference": max(differences),
+        "idle_cut_s": round(run.idle_s(cut, joined), 2),
+        "idle_join_s": round(run.idle_s(joined, time.monotonic()), 2),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all trials."""
+    idle = {name: sorted(one[name] for one in trials) for name in ("idle_cut_s", "idle_join_s")}
+    return {
+        "trials": len(trials),
+        "finished": sum(one["finished"] for one in trials),
+        "largest_relative_difference": max(
+            one["largest_relative_difference"] for one in trials
+        ),
+        "most_repeated_steps": max(one["repeated_steps"] for one in trials),
+        **{
+            name: {"median": statistics.median(all_s), "largest": all_s[-1]}
+            for name, all_s in idle.items()
+        },
+    }
+
+
+def main() -> None:
+    """Run the trials."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
+        write_project(Path(folder))
+        project = Project(Path(folder))
+        expected = undisturbed(project)
+        for number in range(asked.first, asked.first + asked.trials):
+            found.append(trial(hosts, project, expected, number))
+            print(found[-1], file=sys.stderr, flush=True)
+    result = {"summary": summary(found), "trials": found}
+    if asked.json:
+        print(json.dumps(result, indent=1))
+    else:
+        print(json.dumps(result["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""An elastic run on hosts of tests/e2e/two_hosts.py, and what is seen of its steps."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import Command, Ended, records
+from tests.e2e.two_hosts import TwoHosts
+from tests.processes import wait_until
+
+SETTINGS: Mapping[str, object] = {
+    "training.global_batch_size": 96,
+    "cluster.gpus_per_node": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.export": "false",
+}
+ELASTIC: Mapping[str, object] = {
+    **SETTINGS,
+    "cluster.nodes": 2,
+    "launch.elastic": "{min_nodes: 1, max_nodes: 3}",
+    "launch.max_restarts": 3,
+    "launch.hang_timeout_s": 20,
+}
+
+
+class ElasticRun:
+    """The run; `dmt launch` is started on each host by `join`."""
+
+    def __init__(self, hosts: TwoHosts, project: Project, name: str, meet: str) -> None:
+        self.hosts, self.project = hosts, project
+        self.run_dir = project.folder / name
+        self.meet = meet
+        self.commands: dict[str, Command] = {}
+        self.seen: list[tuple[float, int]] = []
+        """Time and number of every step that was logged, repeated ones again."""
+        self.losses: dict[int, float] = {}
+        self._over = threading.Event()
+
+    def join(self, host: str, changes: Mapping[str, object]) -> None:
+        """Start it on a host."""
+        stated = {**ELASTIC, **changes, "launch.rendezvous": f"{self.meet}:29400"}
+        command = self.project.command(self.run_dir.name, stated, "--launcher", "torchrun")
+        on_host = self.hosts.on(host, command)
+        self.commands[host] = Command(on_host, self.project.folder, self.hosts.env)
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return self.seen[-1][1] if self.seen else 0
+
+    def reach(self, step: int) -> None:
+        """Wait for a step. Fails when the run ends before."""
+
+        def reached() -> bool:
+            ends = {host: one.process.poll() for host, one in self.commands.items()}
+            assert self.step >= step or ends[self.meet] is None, f"{ends}\n{self.printed()}"
+            return self.step >= step
+
+        wait_until(reached, f"step {step}", self.printed)
+
+    def printed(self) -> str:
+        """What the hosts printed."""
+        return "\n".join(f"--- {host}\n{one.printed()}" for host, one in self.commands.items())
+
+    def end(self, host: str) -> Ended:
+        """Wait for the end there."""
+        return self.commands[host].end()
+
+    def idle_s(self, since: float, until: float) -> float:
+        """The longest time without a step that ended between two times."""
+        ended = [(after - before, after) for (before, _), (after, _) in pairwise(self.seen)]
+        return max((gap for gap, at in ended if since < at < until), default=0.0)
+
+    def look(self) -> None:
+        """Note what was logged, until the end."""
+        last = None
+        while not self._over.wait(0.02):
+            lines = records(self.run_dir / "metrics.jsonl")
+            if lines and lines[-1] != last:
+                last = lines[-1]
+                self.seen.append((time.monotonic(), last["step"]))
+        lines = records(self.run_dir / "metrics.jsonl")
+        self.losses = {line["step"]: line["loss"] for line in lines}
+
+    def over(self) -> None:
+        """Stop looking, and leave no process behind."""
+        for command in self.commands.values():
+            command.kill()
+        self._over.set()
+
+
+@contextmanager
+def elastic_run(
+    hosts: TwoHosts, project: Project, name: str, meet: str
+) -> Iterator[ElasticRun]:
+    """A run that nobody has joined yet, whose machines meet at host `meet`."""
+    run = ElasticRun(hosts, project, name, meet)
+    looking = threading.Thread(target=run.look)
+    looking.start()
+    try:
+        yield run
+    finally:
+        run.over()
+        looking.join()
