@@ -75,7 +75,7 @@ def _directives(job: Job) -> Iterator[str]:
     yield "#!/bin/bash"
     options = {
         "job-name": job.name,
-        "nodes": cluster.nodes,
+        "nodes": _nodes(job),
         "ntasks-per-node": 1,
         "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
         "partition": slurm.partition,
@@ -93,6 +93,8 @@ def _directives(job: Job) -> Iterator[str]:
         if value is not None:
             yield f"#SBATCH --{name}={value}"
     yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
+    if job.launch.elastic is not None:
+        yield "#SBATCH --no-kill"
     for option in slurm.options:
         yield f"#SBATCH {option}"
     stated = {name for name, value in options.items() if value is not None}
@@ -107,6 +109,14 @@ def _directives(job: Job) -> Iterator[str]:
             yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
 
 
+def _nodes(job: Job) -> str:
+    """How many nodes the job is for; an elastic one starts with those that are free."""
+    elastic = job.launch.elastic
+    if elastic is None:
+        return str(job.cluster.nodes)
+    return f"{elastic.min_nodes}-{elastic.max_nodes + job.launch.spares}"
+
+
 def _script(job: Job) -> Iterator[str]:
     """What the shell runs, every value of the recipe quoted."""
     slurm = job.launch.own(SlurmSection)
@@ -117,7 +127,7 @@ def _script(job: Job) -> Iterator[str]:
     )
     log = shlex.quote(f"{job.run_dir}/logs/slurm-%j-%N.log")
     yield "set -u"
-    if job.cluster.nodes > 1:
+    if job.launch.most_nodes(job.cluster.nodes) > 1:
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         # Jobs of neighbouring numbers take different ones.
         yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
@@ -127,7 +137,8 @@ def _script(job: Job) -> Iterator[str]:
     yield ""
     yield "# One `dmt launch` a machine, each with a log of its own."
     cpus = f" --cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else ""
-    yield f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{cpus} \\"
+    stays = "" if job.launch.elastic is None else " --no-kill"
+    yield f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{stays}{cpus} \\"
     yield f"  {command} \\"
     yield f"  {launcher} &"
     yield "run=$!"

@@ -18,6 +18,7 @@ RAY = Launcher(
     oversees="never",
     waits=True,
     several_machines=True,
+    elastic=True,
     packages={"ray[train]": "ray"},
     programs=(Program("ray", "pip install 'ray[train]'"),),
 )

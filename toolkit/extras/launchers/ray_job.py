@@ -177,7 +177,10 @@ def main(arguments: Sequence[str]) -> int:
             "env": settings_here(),
         },
         torch_config=_OwnProcessGroup(),
-        scaling_config=ScalingConfig(num_workers=asked.ranks, use_gpu=asked.gpu),
+        scaling_config=ScalingConfig(
+            num_workers=asked.ranks[0] if len(asked.ranks) == 1 else asked.ranks,
+            use_gpu=asked.gpu,
+        ),
         run_config=RunConfig(
             name=asked.run_dir.name,
             storage_path=str(asked.run_dir / "launch" / "ray"),
@@ -200,7 +203,10 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument(
+        "--ranks", type=lambda text: tuple(map(int, text.split(":"))), required=True,
+        help="number, or the least and the most: MIN:MAX",
+    )  # fmt: skip
     parser.add_argument("--max-failures", type=int, required=True)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--address")
@@ -223,8 +229,8 @@ def _connected(asked: argparse.Namespace) -> bool:
         return False
     what = "GPU" if asked.gpu else "CPU"
     there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
-    if there < asked.ranks:
-        lacking = f"{asked.ranks} ranks need a {what} each, Ray has {there}"
+    if there < asked.ranks[0]:
+        lacking = f"{asked.ranks[0]} ranks need a {what} each, Ray has {there}"
         if asked.address is None:
             tell(
                 f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"

@@ -19,10 +19,14 @@ class RayStarter:
             raise BackendUnavailable(
                 "launch.launcher is ray, which is not installed", fix="pip install 'ray[train]'"
             )
+        elastic, per_node = job.launch.elastic, job.cluster.gpus_per_node
+        ranks = [job.cluster.world_size]
+        if elastic is not None:
+            ranks = [elastic.min_nodes * per_node, elastic.max_nodes * per_node]
         options = {
             "--recipe": str(job.recipe_file),
             "--run-dir": str(job.run_dir),
-            "--ranks": str(job.cluster.world_size),
+            "--ranks": ":".join(map(str, ranks)),
             "--max-failures": str(job.launch.max_restarts),
         }
         words = [word for pair in options.items() for word in pair]
