@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+
+import psutil
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import Command, Ended, records
@@ -12,7 +14,7 @@ from tests.e2e.two_hosts import TwoHosts
 from tests.processes import wait_until
 
 SETTINGS: Mapping[str, object] = {
-    "training.global_batch_size": 96,
+    "training.global_batch_size": 12,
     "cluster.gpus_per_node": 1,
     "checkpoint.every_steps": 1,
     "checkpoint.export": "false",
@@ -24,6 +26,10 @@ ELASTIC: Mapping[str, object] = {
     "launch.max_restarts": 3,
     "launch.hang_timeout_s": 20,
 }
+
+
+PORT = 29400
+"""Of the meeting point."""
 
 
 class ElasticRun:
@@ -41,7 +47,7 @@ class ElasticRun:
 
     def join(self, host: str, changes: Mapping[str, object]) -> None:
         """Start it on a host."""
-        stated = {**ELASTIC, **changes, "launch.rendezvous": f"{self.meet}:29400"}
+        stated = {**ELASTIC, **changes, "launch.rendezvous": f"{self.meet}:{PORT}"}
         command = self.project.command(self.run_dir.name, stated, "--launcher", "torchrun")
         on_host = self.hosts.on(host, command)
         self.commands[host] = Command(on_host, self.project.folder, self.hosts.env)
@@ -60,6 +66,39 @@ class ElasticRun:
             return self.step >= step
 
         wait_until(reached, f"step {step}", self.printed)
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds, while the run goes on."""
+        self.commands[self.meet].wait_for(condition, what)
+
+    @contextmanager
+    def cut(self, host: str) -> Iterator[None]:
+        """A host without its network; what runs there ends with the block."""
+        self.hosts.cut(host)
+        try:
+            yield
+        finally:
+            self.commands[host].kill()
+            self.hosts.mend(host)
+
+    @contextmanager
+    def paused(self, host: str) -> Iterator[None]:
+        """The rank of a host is stopped."""
+        (rank,) = self.commands[host].ranks().values()
+        rank.suspend()
+        try:
+            yield
+        finally:
+            rank.resume()
+
+    def has_met(self, host: str) -> bool:
+        """Whether the agent of a host has reached the one of the meeting point."""
+        for process in self.commands[host].alive():
+            with suppress(psutil.Error):
+                for one in process.net_connections("tcp"):
+                    if one.raddr and one.raddr.port == PORT and one.status == "ESTABLISHED":
+                        return True
+        return False
 
     def printed(self) -> str:
         """What the hosts printed."""

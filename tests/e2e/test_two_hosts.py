@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Project
+from tests.e2e.elastic_run import SETTINGS, ElasticRun, elastic_run
 from tests.e2e.product import Command, checkpoints, curve, events, steps_logged
-from tests.e2e.two_hosts import HOSTS, NEEDS, TwoHosts, two_hosts
+from tests.e2e.two_hosts import HOSTS, NEEDS, THIRD, TwoHosts, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs(*NEEDS)]
 TWO = {"cluster.nodes": 2, "cluster.gpus_per_node": 1}
@@ -81,7 +82,8 @@ def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path
     assert [one["world"] for one in begun] == [2]
 
 
-@STARTS
+@pytest.mark.soak
+@pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
 def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
     """The wire goes dead in mid-run: nobody waits indefinitely, and the user reads why."""
     run_dir = project.folder / f"cut-{start.__name__}"
@@ -113,3 +115,72 @@ def test_a_stop_on_one_host_saves_on_both(start, hosts: TwoHosts, project: Proje
         command.end(code=75)
     assert checkpoints(run_dir) == [steps_logged(run_dir)]
     assert len(events(run_dir, "start")) == 1
+
+
+SIXTY = {"training.steps": 60}
+
+
+@pytest.fixture(scope="module")
+def sixty_steps(project: Project) -> dict[int, float]:
+    """The losses of a run that nothing happens to."""
+    project.launch("elastic-undisturbed", {**SETTINGS, **SIXTY, "cluster.gpus_per_node": 2})
+    found = curve(project.folder / "elastic-undisturbed")
+    return {step: pytest.approx(loss, rel=1e-5) for step, (loss, _) in found.items()}
+
+
+def resized(run: ElasticRun) -> list[tuple[int, int]]:
+    return [(event["from"], event["to"]) for event in events(run.run_dir, "resize")]
+
+
+def test_a_host_is_cut_off_and_another_joins(
+    hosts: TwoHosts, project: Project, sixty_steps: dict[int, float]
+) -> None:
+    """The run continues on the host that is left, and takes the new one in between two steps.
+    Losses stay those of an undisturbed run."""
+    with elastic_run(hosts, project, "elastic", HOSTS[0]) as run:
+        for host in HOSTS:
+            run.join(host, SIXTY)
+        run.reach(4)
+        with run.cut(HOSTS[1]):
+            run.wait_for(lambda: resized(run) == [(2, 1)], "the run on one host")
+            with run.paused(HOSTS[0]):
+                run.join(THIRD, SIXTY)
+                run.wait_for(lambda: run.has_met(THIRD), "the third host")
+            assert [run.end(host).code for host in (HOSTS[0], THIRD)] == [0, 0]
+    assert run.losses == sixty_steps
+    assert resized(run) == [(2, 1), (1, 2)]
+    one, other = events(run.run_dir, "restart")
+    replays = [event["from_step"] for event in events(run.run_dir, "replay")]
+    assert one["from_step"] >= 3
+    assert other["from_step"] > one["from_step"]
+    assert other["from_step"] not in replays, "a host that joins costs no step"
+
+
+@pytest.mark.soak
+def test_a_spare_replaces_a_killed_host(
+    hosts: TwoHosts, project: Project, sixty_steps: dict[int, float]
+) -> None:
+    """It waits until then, and the run stays as large as it was."""
+    changes = {**SIXTY, "launch.elastic": "{min_nodes: 2, max_nodes: 2}", "launch.spares": 1}
+    with elastic_run(hosts, project, "spare", HOSTS[0]) as run:
+        for host in (*HOSTS, THIRD):
+            run.join(host, changes)
+        run.reach(4)
+        lost = next(host for host in (*HOSTS[1:], THIRD) if run.commands[host].ranks())
+        spare = next(host for host in (*HOSTS[1:], THIRD) if host != lost)
+        run.wait_for(lambda: run.has_met(spare), "the spare")
+        hosts.kill_all(lost)
+        assert [run.end(host).code for host in (HOSTS[0], spare)] == [0, 0]
+    assert run.losses == sixty_steps
+    assert resized(run) == [(2, 2)]
+
+
+@pytest.mark.soak
+def test_a_spare_that_is_not_needed_leaves_with_the_run(
+    hosts: TwoHosts, project: Project
+) -> None:
+    changes = {"launch.elastic": "{min_nodes: 2, max_nodes: 2}", "launch.spares": 1}
+    with elastic_run(hosts, project, "idle-spare", HOSTS[0]) as run:
+        for host in (*HOSTS, THIRD):
+            run.join(host, {"training.steps": 40, **changes})
+        assert [run.end(host).code for host in (*HOSTS, THIRD)] == [0, 0, 0]
