@@ -78,7 +78,7 @@ class ElasticRun:
         try:
             yield
         finally:
-            self.commands[host].kill()
+            self.commands.pop(host).kill()
             self.hosts.mend(host)
 
     @contextmanager
@@ -126,9 +126,9 @@ class ElasticRun:
 
     def over(self) -> None:
         """Stop looking, and leave no process behind."""
+        self._over.set()
         for command in self.commands.values():
             command.kill()
-        self._over.set()
 
 
 @contextmanager

@@ -12,9 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL
 
-from toolkit.launchers.process import die_with_parent
 from toolkit.system.interpreter import python
 
 _USUAL_S = 5.0
@@ -28,7 +26,7 @@ def reading_ahead(recipe: Path) -> Iterator[None]:
     reader = subprocess.Popen(
         [*python(), "-m", "toolkit.launchers.waiting", str(recipe)],
         stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent(SIGKILL),
+        stderr=subprocess.DEVNULL,  # what it cannot read, the ranks will name
     )
     try:
         yield

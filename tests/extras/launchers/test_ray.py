@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from tests.e2e.product import (
     events,
     started,
     steps_logged,
+    tool,
 )
+from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +40,37 @@ def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     assert ended.err.count("engine ddp with model hf: ") == 1, "by `dmt launch`"
     assert ended.err.count(f"run directory {run_dir.name}\n") == 2, "by rank 0, each time"
     assert ended.err.count(f"export       {run_dir.name}/export\n") == 1
+
+
+@pytest.mark.soak
+def test_an_elastic_run_goes_on_without_a_lost_node(project: Project, ddp_run: Path):
+    """Two Ray nodes with a CPU each, on this machine."""
+    run_dir, port = project.folder / "ray-elastic", free_port()
+    one_cpu = ("--num-cpus=1", "--block", "--disable-usage-stats")
+    head = tool(
+        "ray", "start", "--head", f"--port={port}", "--include-dashboard=false", *one_cpu
+    )
+    node = tool("ray", "start", f"--address=127.0.0.1:{port}", *one_cpu)
+    changes = {
+        "cluster.nodes": 2,
+        "cluster.gpus_per_node": 1,
+        "checkpoint.every_steps": 5,
+        "training.steps": 400,
+        "launch.elastic": "{min_nodes: 1, max_nodes: 2}",
+        "launch.ray.address": f"127.0.0.1:{port}",
+    }
+    argv = project.command(run_dir.name, changes, "--launcher", "ray", "--max-restarts", "2")
+    with started(head, project.folder) as first, started(node, project.folder) as second:
+        first.wait_for(lambda: len(second.alive()) > 2, "the nodes")
+        with started(argv, project.folder) as command:
+            command.wait_for(lambda: steps_logged(run_dir) > 20, "steps")
+            second.kill()
+            command.end(code=0)
+    assert [event["world"] for event in events(run_dir, "start")] == [2, 1]
+    expected = curve(ddp_run)
+    assert {step: curve(run_dir)[step] for step in expected} == {
+        step: pytest.approx(expected[step], rel=1e-5) for step in expected
+    }
 
 
 @pytest.mark.soak
