@@ -28,10 +28,13 @@ def test_there_is_a_command() -> None:
 
 def test_every_setting_and_event_exists() -> None:
     settings = set(re.findall(r"`launch\.(\w+)", PAGE))
-    assert settings == {"hang_timeout_s", "grace_s"} <= set(LaunchSection.model_fields)
+    assert settings == {"hang_timeout_s", "grace_s", "rendezvous"}
+    assert settings <= set(LaunchSection.model_fields)
     recorded = PAGE.partition("`events.jsonl`:")[2]
-    named = set(re.findall(r"`(launch|start|hang|restart|replay|signal|end)`", recorded))
-    assert named == {"launch", "start", "hang", "restart", "replay", "signal", "end"}
+    named = set(re.findall(r"`(launch|start|hang|restart|replay|resize|signal|end)`", recorded))
+    assert named == {
+        *("launch", "start", "hang", "restart", "replay", "resize", "signal", "end"),
+    }
     assert named <= set(EventKind.__args__)
     default = LaunchSection.model_fields["hang_timeout_s"].default
     assert f"`launch.hang_timeout_s` ({default:,.0f} s)" in PAGE

@@ -29,6 +29,7 @@ from toolkit.launchers.supervisor import newest_step
 from toolkit.launchers.waiting import reading_ahead
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import read_events
 
 LAST_CALL_S = 3
 """How long a meeting after the first waits for further machines: their agents come within about
@@ -117,8 +118,10 @@ class ElasticAgent(LocalElasticAgent):
         return (Path(os.environ[ENDS]) / str(EXIT_RESUMABLE)).exists()
 
     def _count(self) -> None:
-        """Reset the number of restarts if a newer checkpoint is there."""
-        step = newest_step(self._run.checkpoints)
+        """Reset the number of restarts if a newer checkpoint is there, or was continued from."""
+        starts = [event for event in read_events(self._run.events) if event["kind"] == "start"]
+        begun = max((int(event.get("step") or 0) for event in starts), default=0)
+        step = max(newest_step(self._run.checkpoints), begun)
         if step > self._newest:
             self._newest = step
             self._remaining_restarts = self._worker_group.spec.max_restarts
