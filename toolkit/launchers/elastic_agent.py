@@ -118,7 +118,7 @@ class ElasticAgent(LocalElasticAgent):
         return (Path(os.environ[ENDS]) / str(EXIT_RESUMABLE)).exists()
 
     def _count(self) -> None:
-        """Reset the number of restarts if a newer checkpoint is there, or was continued from."""
+        """Reset the number of restarts if a newer checkpoint is there, or was loaded."""
         starts = [event for event in read_events(self._run.events) if event["kind"] == "start"]
         begun = max((int(event.get("step") or 0) for event in starts), default=0)
         step = max(newest_step(self._run.checkpoints), begun)
