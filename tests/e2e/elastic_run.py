@@ -4,7 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from datetime import datetime
+from typing import Any
 
 import psutil
 
@@ -108,10 +109,11 @@ class ElasticRun:
         """Wait for the end there."""
         return self.commands[host].end()
 
-    def idle_s(self, since: float, until: float) -> float:
-        """The longest time without a step that ended between two times."""
-        ended = [(after - before, after) for (before, _), (after, _) in pairwise(self.seen)]
-        return max((gap for gap, at in ended if since < at < until), default=0.0)
+    def idle_s(self, resize: Mapping[str, Any]) -> float:
+        """Seconds between the last step before this event and the first one after it."""
+        at = datetime.fromisoformat(resize["time"]).timestamp()
+        before = max(when for when, _ in self.seen if when < at)
+        return min(when for when, _ in self.seen if when >= at) - before
 
     def look(self) -> None:
         """Note what was logged, until the end."""
@@ -120,7 +122,7 @@ class ElasticRun:
             lines = records(self.run_dir / "metrics.jsonl")
             if lines and lines[-1] != last:
                 last = lines[-1]
-                self.seen.append((time.monotonic(), last["step"]))
+                self.seen.append((time.time(), last["step"]))
         lines = records(self.run_dir / "metrics.jsonl")
         self.losses = {line["step"]: line["loss"] for line in lines}
 
