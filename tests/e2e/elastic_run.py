@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,12 @@ ELASTIC: Mapping[str, object] = {
 
 PORT = 29400
 """Of the meeting point."""
+
+
+def _lines(file: Path) -> list[str]:
+    with suppress(OSError):
+        return file.read_text().splitlines()[1:]
+    return []
 
 
 class ElasticRun:
@@ -91,16 +98,17 @@ class ElasticRun:
         try:
             yield
         finally:
-            rank.resume()
+            with suppress(psutil.NoSuchProcess):
+                rank.resume()
 
     def has_met(self, host: str) -> bool:
         """Whether the agent of a host has reached the one of the meeting point."""
-        for process in self.commands[host].alive():
-            with suppress(psutil.Error):
-                for one in process.net_connections("tcp"):
-                    if one.raddr and one.raddr.port == PORT and one.status == "ESTABLISHED":
-                        return True
-        return False
+        network = Path(f"/proc/{self.commands[host].process.pid}/net")
+        lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(network / name)]
+        return any(
+            remote.endswith(f":{PORT:04X}") and state == "01"
+            for _, _, remote, state, *_ in lines
+        )
 
     def printed(self) -> str:
         """What the hosts printed."""

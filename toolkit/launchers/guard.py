@@ -108,6 +108,7 @@ class Guard:
             self._woken.start(FAILED_GRACE_S)
         if self._woken.passed:
             _kill(workers())
+            self._woken = Deadline()  # An agent may start others.
 
     def _stop_workers(self) -> None:
         """Signal every worker once; those that are not started yet, when they appear."""
