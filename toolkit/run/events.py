@@ -61,12 +61,12 @@ class EventLog:
     - `load` (with its `seconds` and the `source`, `memory` or `storage`) when a checkpoint was
       loaded; `memory` (with the number of `saves`, the `gigabytes` of one and the seconds
       that training waited for all, `stall_s`) when a run removes at its end what it kept there;
-    - `resize` where an elastic run continues after a machine was lost or has joined (`from` and
-      `to`, ranks, and `idle_s` since a step was logged);
     - `import` (with `message`) when `dmt checkpoint import` wrote the checkpoint of another
       tool that the run continues from;
     - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running
       schedule or optimizer another setting;
+    - `resize` where an elastic run continues after a machine was lost or has joined (`from` and
+      `to`, ranks, and `idle_s` since a step was logged);
     - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the
       launcher printed, also of a rank that was killed and wrote nothing;
     - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
