@@ -63,7 +63,7 @@ def trial(
             codes = {host: run.end(host).code for host in (meet, THIRD)}
         printed = run.printed()
     resized = events(run.run_dir, "resize")
-    repeated = sum(one["to_step"] - one["from_step"] for one in events(run.run_dir, "replay"))
+    repeated = sum(one["dropped_metrics_lines"] for one in events(run.run_dir, "resume"))
     differences = [abs(run.losses[s] / expected[s] - 1) for s in expected if s in run.losses]
     finished = set(codes.values()) == {0} and set(run.losses) == set(expected)
     finished &= [(one["from"], one["to"]) for one in resized] == [(2, 1), (1, 2)]
