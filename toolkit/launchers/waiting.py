@@ -42,12 +42,12 @@ def read(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file)
     if not recipe.launch.spares:
         return
-    import toolkit.train.worker  # noqa: F401 - read for the ranks
     from toolkit.backend import BACKENDS
     from toolkit.models.huggingface import snapshot_folder
     from toolkit.plan.planner import plan_recipe
     from toolkit.registry import load
 
+    load("toolkit.train.worker:train_recipe")  # by name: it is above this room
     load(BACKENDS[plan_recipe(recipe, explained=False).engine].engine)
     model = recipe.model
     if model.init == "pretrained" and model.hub is not None:
