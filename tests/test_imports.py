@@ -36,6 +36,7 @@ PROGRAMS = (
     "toolkit.evaluate.process",
     "toolkit.extras.launchers.ray_job",
     "toolkit.extras.convert.verify",
+    "toolkit.launchers.elastic_agent",
     "toolkit.train.__main__",
 )
 """Started as processes of their own, imported by nobody."""

@@ -1,5 +1,7 @@
 """torchrun's agent, for a run whose machines are lost, return and are added.
 
+    python -m toolkit.launchers.elastic_agent ARGUMENTS
+
 torch's agent restarts its ranks if one fails, and if a machine waits to join. In addition:
 
 - Ranks that wait for a lost machine are killed as soon as that machine's agent is silent;
@@ -12,6 +14,7 @@ torch's agent restarts its ranks if one fails, and if a machine waits to join. I
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,12 +27,11 @@ from torch.distributed.launcher import api
 
 from toolkit.errors import EXIT_RESUMABLE
 from toolkit.launchers.process import POLL_S
-from toolkit.launchers.quiet_agent import ELASTIC, ENDS
+from toolkit.launchers.quiet_agent import ELASTIC, ENDS, main
 from toolkit.launchers.supervisor import newest_step
 from toolkit.launchers.waiting import reading_ahead
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import read_events
 
 LAST_CALL_S = 3
 """How long a meeting after the first waits for further machines: their agents come within about
@@ -41,11 +43,6 @@ _LEFT = "dmt/left"
 """Key in the store of a meeting: how many machines left it to meet again."""
 
 
-def replace_torchs() -> None:
-    """Let torchrun use the agent below, for which it has no option."""
-    api.LocalElasticAgent = ElasticAgent  # type: ignore[attr-defined]
-
-
 class ElasticAgent(LocalElasticAgent):
     """An agent of one machine."""
 
@@ -55,7 +52,7 @@ class ElasticAgent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._run = RunDirectory(Path(os.environ[ELASTIC]))
-        self._newest = newest_step(self._run.checkpoints)
+        self._newest = newest_step(self._run)
         self._met: set[Any] = set()
         """The machines of the last meeting."""
         self._failed = False
@@ -118,10 +115,8 @@ class ElasticAgent(LocalElasticAgent):
         return (Path(os.environ[ENDS]) / str(EXIT_RESUMABLE)).exists()
 
     def _count(self) -> None:
-        """Reset the number of restarts if a newer checkpoint is there, or was loaded."""
-        starts = [event for event in read_events(self._run.events) if event["kind"] == "start"]
-        begun = max((int(event.get("step") or 0) for event in starts), default=0)
-        step = max(newest_step(self._run.checkpoints), begun)
+        """Reset the number of restarts if a newer checkpoint is there."""
+        step = newest_step(self._run)
         if step > self._newest:
             self._newest = step
             self._remaining_restarts = self._worker_group.spec.max_restarts
@@ -144,3 +139,8 @@ class ElasticAgent(LocalElasticAgent):
             if time.monotonic() > deadline or self._lost_a_machine():
                 return
             time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    api.LocalElasticAgent = ElasticAgent  # type: ignore[attr-defined]  # no option names one
+    sys.exit(main("torchrun", sys.argv[1:]))

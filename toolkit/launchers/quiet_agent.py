@@ -33,17 +33,13 @@ ELASTIC = "DMT_ELASTIC_RUN"
 
 def elastic_env(run_dir: Path) -> Mapping[str, str]:
     """Variables of an agent of an elastic run. The agents' own store is not shared with the
-    ranks: in torch 2.13, ranks look for it at the first meeting's rank 0 for ever."""
+    ranks: in torch 2.13, ranks always look for it at the first meeting's rank 0."""
     return {ELASTIC: str(run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _torchrun(arguments: Sequence[str]) -> None:
     from torch.distributed.run import parse_args, run
 
-    if ELASTIC in os.environ:
-        from toolkit.launchers.elastic_agent import replace_torchs
-
-        replace_torchs()
     run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
 
 

@@ -15,7 +15,7 @@ from toolkit.launchers import TORCHRUN
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.quiet_agent import elastic_env
+from toolkit.launchers.quiet_agent import ELASTIC, elastic_env
 
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
@@ -48,6 +48,8 @@ class TorchrunStarter:
         """Start the agent, without its traceback, and wait; see Starter."""
         python, _, _, *arguments = spec.argv
         quiet = (python, "-m", "toolkit.launchers.quiet_agent", "torchrun", *arguments)
+        if ELASTIC in spec.env:
+            quiet = (python, "-m", "toolkit.launchers.elastic_agent", *arguments)
         return run_guarded(replace(spec, argv=quiet), signals)
 
 
