@@ -130,8 +130,16 @@ LAYOUT_ROWS = [
     in_parallel("tensor + sequence", tensor=2, sequence=True),
     in_parallel("pipeline", pipeline=2),
     in_parallel("interleaved pipeline", pipeline=2, virtual_pipeline=2),
+    *(
+        replace(in_parallel("", pipeline=2) + one, title="uneven pipeline (`stages`)")
+        for one in of_axis("stages", even="", uneven_chunks="")
+    ),
     in_parallel("context", context=2),
     in_parallel("expert", expert=2),
+    replace(
+        in_parallel("uneven samples (`shares`)", shares=(3, 1)),
+        settings={"parallel": {"shares": [3, 1]}, "cluster": {"gpus_per_node": 2}},
+    ),
     in_parallel("optimizer on the CPU", zero={"offload_optimizer": "cpu"}),
     in_parallel(
         "parameters on the CPU", zero={"offload_optimizer": "cpu", "offload_parameters": "cpu"}

@@ -20,7 +20,7 @@ def plan_recipe(recipe: Recipe, cluster: str | Cluster | None = None) -> Planned
     own settings are not possible there.
     """
     where = None if cluster is None else find_cluster(cluster)
-    recipe = with_embedding_rows(adopt_engine_config(resolved(recipe)))
+    recipe = with_embedding_rows(resolved(adopt_engine_config(recipe)))
     if where is not None:
         recipe = placed_on(recipe, where)
     found = explore(recipe, where)

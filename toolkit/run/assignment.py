@@ -94,7 +94,7 @@ def decide(
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
     tokenizer is loaded for `model.resize_embeddings: auto`. `explained`: see `plan_of`.
     """
-    recipe = with_embedding_rows(adopt_engine_config(resolved(recipe)), download=download)
+    recipe = with_embedding_rows(resolved(adopt_engine_config(recipe)), download=download)
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = _with_start(recipe, run_dir)
     if cluster is not None:
