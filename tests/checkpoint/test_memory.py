@@ -21,6 +21,7 @@ from tests.checkpoint.saving_ranks import hash_of, part_of_the_state, train_step
 from tests.disks import make_room, small_file_system
 from tests.forked import ForkedRanks
 from tests.processes import HANG_S
+from toolkit.checkpoint import memory_saver
 from toolkit.checkpoint.memory import newest_kept
 from toolkit.checkpoint.memory_saver import MemorySaver
 from toolkit.checkpoint.saved_state import SavedState
@@ -248,4 +249,36 @@ def _refused(folder: Path) -> int:
     with pytest.raises(CheckpointError, match=r"needs 0\.01 GiB at rank 1, .* has 0\.00 free"):
         saver.check_room(3_000_000)
     torch.distributed.barrier()
+    return 0
+
+
+def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
+    """Names in /dev/shm are known to other users, and what is outdated is removed there."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert memory_saver._identity(tmp_path / "mine")[1] == ""
+    assert memory_saver._identity(tmp_path / "link")[1].endswith("is a link, or another user's")
+
+
+def test_a_note_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
+    """The storage is full, the memory is not."""
+    (tmp_path / ".memory.json.tmp").mkdir()
+    codes = ForkedRanks(_without_note, [tmp_path], 1, tmp_path).end()
+    assert codes == [0]
+    assert newest_kept(tmp_path) == 2
+
+
+def _without_note(folder: Path) -> int:
+    rank = join(timedelta(seconds=HANG_S)).rank
+    saver = MemorySaver(folder, str(folder / "machine-a"), asynchronous=True)
+    problems = []
+    for step in (1, 2):
+        saver.save(replace(MANIFEST, step=step), [part_of_the_state(rank, 1, 5)], {})
+        outcome = saver.finished(wait=True)
+        assert outcome is not None
+        problems.append(outcome.problem or "")
+        if step == 1:
+            (folder / ".memory.json.tmp").rmdir()
+    assert "memory.json.tmp" in problems[0] and not problems[1]
+    saver.close()
     return 0

@@ -59,6 +59,8 @@ def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
 def test_a_rank_that_has_less_to_do_is_no_straggler() -> None:
     uneven = with_shares(Layout(dp=2, micro_batch=3, gradient_accumulation=2), (4, 2))
     assert RankRates(3, (2.0, 1.0)).delays(uneven) == [1.0, 1.0]
+    chunks = Layout(dp=2, pp=2, vpp=2, stages=(3, 1, 1, 1))
+    assert RankRates(3, (4.0, 4.0, 2.0, 2.0)).delays(chunks) == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_split_changes_from_a_step_on_and_continues() -> None:

@@ -7,10 +7,11 @@ the files that it lacks, and its ranks load as from a disk.
 
 import os
 import shutil
+import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,11 @@ class MemorySaver(Saver):
         """Also lets the checkpoints of this start count, from the first one on."""
         saved = super()._write(manifest, *arguments)
         if saved.problem is None and not self._noted and dist.get_rank() == 0:
-            MemoryNote(self.start, self._note.folder).write(self._run_dir)
-        self._noted |= saved.problem is None
+            try:
+                MemoryNote(self.start, self._note.folder).write(self._run_dir)
+            except OSError as error:  # of the run directory; the next save tries again
+                return replace(saved, problem=str(error))
+            self._noted = True
         return saved
 
     # Finding
@@ -240,9 +244,11 @@ def _identity(folder: Path) -> tuple[Any, str]:
     """What only ranks that share this folder have in common; or None, and the problem."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.getuid() or not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is another user's, or cannot be written")
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(f"{folder} is a link, or another user's")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
         return (_BOOT.read_text(), status.st_dev, status.st_ino), ""
     except OSError as error:
         return None, str(error)

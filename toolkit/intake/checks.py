@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
@@ -566,10 +567,21 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         allowed = "auto with launch.max_restarts: a restart continues from a checkpoint"
         fix = "set checkpoint.resume to auto, or launch.max_restarts to 0"
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
-    if recipe.checkpoint.memory is not None and recipe.checkpoint.resume == "never":
+
+
+def _memory(recipe: Recipe) -> Iterator[Problem]:
+    """What is kept in memory is used, and found: ranks and their launcher may have different
+    working directories."""
+    memory = recipe.checkpoint.memory
+    if memory is None:
+        return
+    if recipe.checkpoint.resume == "never":
         fix = "set checkpoint.resume to auto, or remove checkpoint.memory"
         allowed = "auto with checkpoint.memory, which only serves to continue"
         yield Problem("checkpoint.resume", "never", allowed, fix)
+    if memory.folder is not None and not PurePath(memory.folder).is_absolute():
+        key, allowed = "checkpoint.memory.folder", "an absolute path, of a tmpfs"
+        yield Problem(key, memory.folder, allowed, "write e.g. /dev/shm, or remove it")
 
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
@@ -727,4 +739,5 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
     Rule((*_SPREAD, "launch"), _elastic),
+    Rule(("checkpoint.resume", "checkpoint.memory"), _memory),
 )

@@ -120,9 +120,13 @@ class RankRates:
 
     def delays(self, layout: Layout) -> list[float]:
         """How many times as long as the middle one of the others each rank takes for its
-        samples."""
+        samples, and its layers where they are stated."""
+        layers = layout.stages or (1,) * layout.pp
+        per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
         own = [
-            layout.micro_batches[layout.data_rank(rank)] / rate
+            per_stage[rank * layout.pp // layout.world]
+            * layout.micro_batches[layout.data_rank(rank)]
+            / rate
             for rank, rate in enumerate(self.rates)
         ]
         return [
