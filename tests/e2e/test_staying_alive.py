@@ -128,6 +128,19 @@ def test_another_engine_continues_from_memory(project: Project, ddp_run: Path):
     }
 
 
+@pytest.mark.soak
+def test_memory_serves_when_all_on_storage_is_damaged(project: Project, ddp_run: Path):
+    run_dir = project.folder / "alive-memory-damaged"
+    often = {"checkpoint.memory.every_steps": 3, "checkpoint.every_steps": 7}
+    project.launch(run_dir.name, often, env={"DMT_FAILPOINTS": "step=kill@rank0,hit9"}, code=4)
+    (state, _) = (run_dir / "checkpoints" / "step-00000007").glob("state-*")
+    os.truncate(state, 1)
+    ended = project.launch(run_dir.name, often)
+    assert "step-00000007" in ended.err and curve(run_dir) == curve(ddp_run)
+    (load,) = events(run_dir, "load")
+    assert (load["step"], load["source"]) == (6, "memory")
+
+
 def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project):
     # Each start crashes in its third step, behind no new checkpoint.
     env = {"DMT_FAILPOINTS": "step=exit@rank0,hit3"}

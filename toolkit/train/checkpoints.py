@@ -122,7 +122,10 @@ class RunCheckpoints:
             self.memory = RunMemory(memory, section.every_steps, self._warn)
             memory.check_room(self._state_bytes(config))
         elif self.leader and self.directory.memory.exists():
-            self._warn("checkpoint.memory is off: what the run has in memory is not used")
+            self._warn(
+                "checkpoint.memory is off: what the run has in memory is not used; remove "
+                f"dmt-{self.directory.path.name}-… from it on every machine"
+            )
             self.directory.memory.unlink()
         found = self._find_newest(phases)
         if found is None:
@@ -143,11 +146,18 @@ class RunCheckpoints:
                 return found
             kept = None
         began_before = any(e.get("kind") == "save" for e in read_events(self.directory.events))
-        found = find_newest(
-            self.store,
-            expected=began_before and kept is None,
-            verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
-        )
+        try:
+            found = find_newest(
+                self.store,
+                expected=began_before,
+                verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
+            )
+        except CheckpointError as error:
+            older = self.memory.fetch(kept) if self.memory is not None and kept else None
+            if older is None:
+                raise
+            self._warn(error.message)
+            return older
         step = 0 if found is None else found.manifest.step
         if self.memory is not None and kept is not None and kept.manifest.step > step:
             return self.memory.fetch(kept) or found
