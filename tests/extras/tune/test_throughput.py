@@ -1,5 +1,6 @@
 """`dmt tune --throughput`: real trials of a small recipe, with a fault in some layouts."""
 
+import json
 import math
 import os
 import re
@@ -249,3 +250,10 @@ def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> No
     assert answers(1, 1, 1.4, 1.31, 2) == [False] * 4 + [True]
     given_up = ("stopped", "at best 1.31 × the fastest after 5 steps")
     assert judge.ending(TrialResult("stopped", step=5)) == given_up
+
+
+def test_a_trial_of_a_run_that_moves_samples_is_no_mistake(tmp_path: Path) -> None:
+    """It has no checkpoints, at which they move."""
+    stated = {"parallel.balance": "auto", **throughput._WITHOUT}
+    texts = [f"{key}={json.dumps(value)}" for key, value in stated.items()]
+    load_recipe(write_project(tmp_path), [*texts, "cluster.gpus_per_node=2"])

@@ -58,6 +58,7 @@ _WITHOUT = {
     "checkpoint.every_steps": None,
     "checkpoint.keep_best": None,
     "checkpoint.export": False,
+    "parallel.balance": "none",
     "launch.max_restarts": 0,
     "launch.elastic": None,
     "launch.spares": 0,
