@@ -110,8 +110,8 @@ class Dimension:
 
     def named(self, value: Any) -> str:
         """A value in a reason: `tensor 8`, `sequence parallel true`."""
-        if isinstance(value, tuple) and self.word:
-            return self.word(value)
+        if isinstance(value, tuple):
+            return self.word(value) if value and self.word else f"even {self.name}"
         if isinstance(value, bool):
             return f"{self.name} {str(value).lower()}"
         if self.field == "recompute" and isinstance(value, int):

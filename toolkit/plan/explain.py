@@ -356,6 +356,7 @@ def _changes(found: Search, other: Candidate, dimension: Dimension) -> str:
         if one is not dimension
         and not _is_implied(one, dimension, theirs[dimension.field])
         and mine[one.field] != theirs[one.field]
+        and (not one.within or theirs[one.within] > 1)
     )
 
 
