@@ -54,7 +54,7 @@ class Start:
     faults: str = ""
     columns: int = 5
     full_until: int | None = None
-    """A step after which machine b gets a larger file system."""
+    """A step after which machine b gets room for two steps."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _train(saver: MemorySaver, start: Start, rank: int) -> Told:
         assert outcome is not None
         problems.append(outcome.problem or "")
         if step == start.full_until and rank == 0:
-            make_room(start.folder / "machine-b", 8_000_000)
+            make_room(start.folder / "machine-b", 4_500_000)
     return Told(resumed_at, loaded, hash_of(shard), skipped, problems)
 
 

@@ -116,6 +116,17 @@ def test_kills_with_the_state_in_memory(project: Project, ddp_run: Path):
     assert first in (7, 8) and second - first in (7, 8)
 
 
+def test_a_step_counts_when_the_one_before_is_in_memory(project: Project):
+    """The third save does not end: the fourth step is not reported."""
+    run_dir = project.folder / "alive-memory-hang"
+    env = {"DMT_FAILPOINTS": "checkpoint.written=hang@rank1,hit3"}
+    changes = IN_MEMORY | {"launch.hang_timeout_s": 5.0}
+    project.launch(run_dir.name, changes, env=env, code=4)
+    assert steps_logged(run_dir) == 3
+    (hang,) = events(run_dir, "hang")
+    assert hang["step"] == 3
+
+
 def test_another_engine_continues_from_memory(project: Project, ddp_run: Path):
     run_dir = project.folder / "alive-memory-engines"
     env = {"DMT_FAILPOINTS": "step=kill@rank0,hit9"}
