@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Required
 
@@ -62,6 +63,9 @@ class _Recipe(TypedDict, total=False):
     data: _Data
     optimizer: _Optimizer
     adapter: dict[str, Any] | None
+
+
+_RECIPE = TypeAdapter(_Recipe)
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class Manifest:
             exact = text == _text(content)
             if content.pop("sha256") != _digest(content) or not exact:
                 raise ValueError("its text does not have the hash that it states")
-            manifest = TypeAdapter(cls).validate_python(content)
+            manifest = _adapter().validate_python(content)
             for name in manifest.files:
                 _check_inside(name)
             _check_recipe(manifest.recipe)
@@ -206,6 +210,12 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    """Made once: that takes longer than reading a manifest."""
+    return TypeAdapter(Manifest)
+
+
 def _text(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
@@ -218,7 +228,7 @@ def _digest(content: dict[str, Any]) -> str:
 def _check_recipe(recipe: dict[str, Any]) -> None:
     """Raise ValueError, in one line, where what is read of it is malformed."""
     try:
-        TypeAdapter(_Recipe).validate_python(recipe)
+        _RECIPE.validate_python(recipe)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
