@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.e2e.product import (
     tool,
 )
 from tests.processes import HANG_S, ROOT
-from toolkit.checkpoint.memory import SHARED_MEMORY
+from toolkit.checkpoint.memory import folder_of
 from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
@@ -101,7 +102,7 @@ def assert_continued_from_memory(run_dir: Path, starts: int) -> None:
     assert [load["source"] for load in loads] == ["memory"] * starts
     assert all(one["to_step"] - one["from_step"] == 1 for one in replays)
     assert [save["step"] for save in events(run_dir, "save")] == [20], "all that is on storage"
-    assert not list(SHARED_MEMORY.glob(f"dmt-{run_dir.name}-*"))
+    assert not folder_of(run_dir, None).exists()
     assert not (run_dir / "memory.json").exists()
 
 
@@ -125,6 +126,7 @@ def test_a_step_counts_when_the_one_before_is_in_memory(project: Project):
     assert steps_logged(run_dir) == 3
     (hang,) = events(run_dir, "hang")
     assert hang["step"] == 3
+    rmtree(folder_of(run_dir, None))
 
 
 def test_another_engine_continues_from_memory(project: Project, ddp_run: Path):
