@@ -34,15 +34,18 @@ from tests.toy.conftest import python_path, with_toys
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.data.order import Shuffled
-from toolkit.errors import RecipeError
+from toolkit.errors import PlanError, RecipeError
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.engine import OfReplica
 from toolkit.extras.outer.holder import states
 from toolkit.extras.outer.optimizer import OuterOptimizer, mean_gradient
 from toolkit.extras.outer.rounds import Refused, Rounds
 from toolkit.extras.outer.wire import BLOCK, Connection, packed
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
+from toolkit.launchers.launching import Origin, launch_recipe
 from toolkit.models.families.tensors import Block
+from toolkit.report.record import read_record
 
 __all__ = ["own_project", "python_path", "with_toys"]  # fixtures
 
@@ -159,6 +162,76 @@ def test_no_replica_is_further_ahead_than_the_bound() -> None:
         assert not fourth
         rounds.leave(2)  # who has left holds nobody up
     assert fourth == [True] and rounds.step == 10
+
+
+def test_ranks_of_a_replica_take_weights_of_the_same_instant() -> None:
+    """Asynchronously: what another one hands in between is in none of them."""
+    settings = OuterSection(replicas=2, every_steps=5, overlap="delayed", optimizer="average")
+    rounds = Rounds(settings, OuterOptimizer(settings), expected={0, 1})
+    rounds.join(0, 2, 0, SHAPES)
+    for part in ones(0.0):
+        rounds.give([part])
+    joined(rounds, 1)
+    first, second = ones(2.0)
+    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, [first])):
+        assert rounds.hand_in(0, 5, 1.0, [second])
+    member = rounds.live[0]
+    (one,) = rounds.take([first[0]], member)
+    assert rounds.hand_in(1, 5, 1.0, ones(4.0))
+    (other,) = rounds.take([second[0]], member)
+    assert {*one.flat, *other.flat} == {1.0}
+    assert not member.snapshot and {*rounds.take([second[0]], member)[0]} == {3.0}
+
+
+def test_what_a_resume_of_delayed_replicas_loses_is_told() -> None:
+    settings = OuterSection(replicas=2, every_steps=5, overlap="delayed", optimizer="average")
+    rounds = Rounds(settings, OuterOptimizer(settings))
+    joined(rounds, 0, 1)
+    for step in (5, 10):
+        assert rounds.hand_in(0, step, 1.0, ones(1.0))
+    rounds.leave(0)
+    answer = rounds.join(0, 1, 12, SHAPES)
+    assert answer["takes"] and answer["lost"] == 2
+    rounds.leave(0)
+    again = Rounds(settings, rounds.optimizer, step=0, counted={0: 5})
+    assert again.join(0, 1, 12, SHAPES)["lost"] == 7
+    assert again.join(1, 1, 3, SHAPES)["lost"] == 3
+
+
+def test_a_replica_that_stops_while_it_waits_owes_the_exchange() -> None:
+    """What it has handed in counts, and it takes the weights, if the others go on."""
+    settings = OuterSection(replicas=2, every_steps=5, optimizer="average")
+    rounds = Rounds(settings, OuterOptimizer(settings))
+    joined(rounds, 0, 1)
+    member = rounds.live[0]
+    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, ones(2.0), member)) as sent_away:
+        wait_until(lambda: member.complete, "the change of replica 0")
+        rounds.send_away(0, 5)
+    assert sent_away == [False] and rounds.waiting == {0: 5} and rounds.step == 0
+    assert not rounds.hand_in(0, 5, 1.0, ones(2.0), member), "a rank that comes later"
+    rounds.leave(0, member)
+    assert rounds.join(0, 1, 5, SHAPES)["owes"]
+    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, ones(2.0))):
+        wait_until(lambda: rounds.live[0].complete, "what replica 0 owes")
+        rounds.send_away(0, 5)
+    assert rounds.hand_in(1, 5, 1.0, ones(0.0))
+    assert rounds.step == 5 and rounds.optimizer.weights["w"][0, 0] == 1.0
+    late = rounds.join(0, 1, 5, SHAPES)
+    assert late["takes"] and not late["owes"]
+    rounds.send_away(1, 5)
+    assert rounds.live.keys() == {0, 1}, "its round has ended: it goes on, and stops later"
+    assert rounds.stop() == [0, 1]
+
+
+def test_a_change_that_is_not_finite_is_refused() -> None:
+    settings = OuterSection(replicas=2, every_steps=5, optimizer="average")
+    rounds = Rounds(settings, OuterOptimizer(settings))
+    joined(rounds, 0, 1)
+    with pytest.raises(Refused, match="w has values that are not finite"):
+        rounds.hand_in(0, 5, 1.0, ones(float("nan")))
+    rounds.leave(0)
+    assert rounds.hand_in(1, 5, 1.0, ones(1.0))
+    assert rounds.optimizer.weights["w"][0, 0] == 1.0
 
 
 def test_rounds_with_replicas_that_leave_join_and_stop() -> None:
@@ -296,6 +369,17 @@ def test_a_mean_after_every_step_of_sgd_is_synchronous(
     )
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
     assert_same_weights(*folders, 12)
+    run_dir = tmp_path / "outer"
+    assert [event["exit_code"] for event in events(run_dir, "end")] == [0]
+    *_, last, total = [event for event in events(run_dir, "outer") if "sent" in event]
+    assert total["sent"] > last["sent"] and "tokens" not in total, "the last answers"
+    told = dict(read_record(run_dir).rows())
+    assert told["ended"].startswith("finished") and told["replicas"].startswith(str(folders[0]))
+    (run_dir / "holder" / "step-00000012.safetensors").unlink()
+    never = {**common, **outer, "checkpoint.resume": "never"}
+    refused = with_toys(never, "launch", "--run-dir", "outer")
+    assert refused.code == 2 and "resume is never" in refused.err
+    assert not (run_dir / "set-aside").exists()
 
 
 STEPS = 120
@@ -382,3 +466,18 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
     }
     with pytest.raises(RecipeError, match="a sequence per rank"):  # of a replica's batch
         load_recipe(recipe, ["parallel.outer={replicas: 8}", "training.micro_batch_size=auto"])
+
+
+def test_what_replicas_cannot_be_launched_with(tmp_path: Path) -> None:
+    """What only DMT sets, and a cluster without words for it."""
+    recipe = write_project(tmp_path)
+    batch = load_recipe(recipe).training.global_batch_size
+    stated = [f"parallel.outer={{replicas: 2, whole_batch: {2 * batch}}}"]
+    with pytest.raises(PlanError, match="whole_batch is stated in"):
+        launch_recipe(
+            load_recipe(recipe, stated), tmp_path / "run", origin=Origin(recipe, stated)
+        )
+    cluster = find_cluster("1x1xcpu")
+    loaded = load_recipe(recipe, ["parallel.outer={replicas: 2}"], cluster)
+    with pytest.raises(PlanError, match="the cluster is an object"):
+        launch_recipe(loaded, tmp_path / "run", cluster)

@@ -3,19 +3,29 @@
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.e2e.conftest import Project, own_project, write_project
+from tests.e2e.product import checkpoints, events, started, steps_logged
+from tests.processes import wait_until
 from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Holder, Served
-from toolkit.extras.outer.launch import require_port
+from toolkit.extras.outer.launch import STARTED, Replicas, require_port
 from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.optimizer import OuterOptimizer
 from toolkit.extras.outer.rounds import Lost, Rounds, Values
+from toolkit.intake.load import load_recipe
+from toolkit.launchers.base import LOOPBACK, free_port
+from toolkit.launchers.launching import Origin
 from toolkit.models.families.tensors import Block
+from toolkit.run.assignment import decide
+
+__all__ = ["own_project"]  # fixture
 
 SHAPES = {"w": [4]}
 SETTINGS = OuterSection(replicas=2, every_steps=5, optimizer="average")
@@ -55,6 +65,81 @@ def test_all_join_again_if_who_gives_the_weights_is_lost() -> None:
     rounds.give(values(2.0))
     assert rounds.hand_in(1, 5, 1.0, values(1.0))
     assert rounds.optimizer.weights["w"].tolist() == [3.0] * 4
+
+
+class EndsAtOnce(Replicas):
+    """Replica 1 has a mistake of its user's."""
+
+    def command(self, replica: int) -> list[str]:
+        return ["sh", "-c", "exit 2"] if replica else ["sleep", "600"]
+
+
+def test_a_users_mistake_before_the_first_round_stops_all(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path)
+    loaded = load_recipe(recipe, ["parallel.outer={replicas: 2}", "cluster.gpus_per_node=1"])
+    assignment = decide(loaded, tmp_path / "run")
+    settings = assignment.recipe.parallel.outer  # type: ignore[attr-defined]
+    replicas = EndsAtOnce(
+        assignment, settings, Origin(), None, (), [0, 1], f"{LOOPBACK}:{free_port()}"
+    )
+    assert replicas.start() == 2
+    (failure,) = events(tmp_path / "run", "failure")
+    assert failure["exit_code"] == 2
+
+
+@pytest.fixture
+def served(own_project: Project) -> Iterator[Holder]:
+    """A holder in this process, which waits for two replicas."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place, events = "{}:{}".format(*server.getsockname()), own_project.folder / "events"
+        name = load_recipe(own_project.recipe).name
+        stated = OuterSection(replicas=2, every_steps=4, whole_batch=8).model_dump(mode="json")
+        holder = Holder(
+            own_project.folder,
+            Served(
+                name, stated, place, str(events), save_every=4, last=8, keep=2, expected=[1]
+            ),
+        )
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    stream = server.accept()[0]
+                    threading.Thread(target=holder.serve, args=(stream,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield holder
+
+
+@pytest.mark.slow
+def test_a_replica_that_waits_for_others_saves_when_it_is_stopped(
+    own_project: Project, served: Holder
+) -> None:
+    """And does not go on behind the exchange that it owes if the holder stops then."""
+    changes = {
+        "parallel.outer": "{replicas: 2, every_steps: 4, replica: 0, holder: "
+        f"'{served.served.address}'}}",
+        "cluster.gpus_per_node": 1,
+        "training.steps": 8,
+        "checkpoint.every_steps": 4,
+        "checkpoint.export": "false",
+    }
+    command, run_dir = own_project.command("run", changes), own_project.folder / "run"
+
+    def waits() -> bool:
+        return any(member.complete for member in served.rounds.live.values())
+
+    for stop in ("replica", "holder"):
+        with started(command, own_project.folder, {STARTED: "0"}) as replica:
+            replica.wait_for(waits, "an exchange with replica 1")
+            if stop == "replica":
+                replica.interrupt()
+            else:
+                served.rounds.stop()
+            assert "Traceback" not in replica.end(code=75).err
+        wait_until(lambda: not served.rounds.live, "its end")
+        assert served.rounds.waiting == {0: 4} and served.rounds.step == 0
+        assert steps_logged(run_dir) == 4 and checkpoints(run_dir) == [4]
 
 
 @pytest.fixture

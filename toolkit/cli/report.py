@@ -13,7 +13,6 @@ from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import output
 from toolkit.errors import DataError
-from toolkit.report.facts import rows
 from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.record import RunRecord, find_runs, read_record
 from toolkit.run import jsonl
@@ -79,7 +78,7 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
 
 def _lines(record: RunRecord) -> Iterator[Text]:
     yield Text(str(record.run.path), "bold")
-    for label, value in rows(record.state, record.summary, record.pace, record.evaluations):
+    for label, value in record.rows():
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
     yield from _time_lines(record.spent, record.summary.steps)

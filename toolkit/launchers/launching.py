@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed, Stopped
 from toolkit.features.base import hooks
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -144,11 +144,17 @@ def _instead_of_ranks(
     cluster: str | Cluster | None,
     changes: Sequence[str],
 ) -> InsteadOfRanks | None:
-    """What a feature starts instead; see `Feature.launch`."""
-    named = cluster if isinstance(cluster, str) else None
+    """What a feature starts instead; see `Feature.launch`. Raises PlanError for a cluster that
+    cannot be handed to its launches."""
+    named = None if cluster is None or isinstance(cluster, Cluster) else str(cluster)
     for launch, settings in hooks("launch", assignment.recipe.features):
         found: InsteadOfRanks | None = launch(assignment, settings, origin, named, changes)
         if found is not None:
+            if isinstance(cluster, Cluster):
+                raise PlanError(
+                    "the cluster is an object, and this recipe starts launches of its own",
+                    fix="state it as for --cluster: a short form, or a file's name",
+                )
             return found
     return None
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event, amount, attempts, step_of
+from toolkit.report.facts import rows
 from toolkit.report.goodput import Goodput, Metrics, goodput
 from toolkit.report.stragglers import measured, pace
 from toolkit.report.summary import Ending, Summary, summarize
@@ -69,6 +70,11 @@ class RunRecord:
     def pace(self) -> list[str]:
         """Where it slowed down, and which rank holds up the others."""
         return [*pace(self.metrics, self.ranks), *measured(self.events)]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """See `facts.rows`."""
+        replicas = self.run.replicas
+        return rows(self.state, self.summary, self.pace, self.evaluations, replicas)
 
     @property
     def state(self) -> tuple[RunState, str]:

@@ -75,6 +75,11 @@ class RunDirectory:
     handed_over = _Inside("launch", "recipe.yaml")
     """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
 
+    @property
+    def replicas(self) -> list[Path]:
+        """Run directories of `parallel.outer`'s replicas, which are runs of their own."""
+        return sorted(found.parent for found in self.path.glob("replicas/*/events.jsonl"))
+
     def engine_config(self, engine: str) -> Path:
         """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"

@@ -60,8 +60,8 @@ class OuterSection(Section):
     free port of this machine's loopback device."""
     link: LinkSection = LinkSection()
     whole_batch: Positive | None = None
-    """Set by DMT: the global batch of all replicas, once `training.global_batch_size` is that
-    of one."""
+    """Only DMT sets it, in recipes of run directories, where `training.global_batch_size` is
+    that of one replica: the global batch of all."""
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -21,6 +21,8 @@ from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.rectangles import Rectangles, Values, by_key, in_order
 from toolkit.extras.outer.wire import Floats
+from toolkit.text.terminal import tell
+from toolkit.train.dropout_seed import seed_dropout
 
 if TYPE_CHECKING:
     from toolkit.train.start import Start
@@ -98,6 +100,11 @@ class OuterEngine(Engine):
         """The weights that the present round began with, of `takes`."""
         if joined["owes"]:
             self._exchange()
+            if start.stop.agreed:
+                raise Stopped(
+                    f"stopped at step {self._step}, before an exchange with other replicas",
+                    fix="start the same command again; it continues with the exchange",
+                )
 
     def _joined(self, joined: dict[str, Any]) -> Values:
         """Give the holder its first weights, or take those of the present round."""
@@ -112,23 +119,33 @@ class OuterEngine(Engine):
         if joined["takes"]:
             parts.write(held)
             self._skip_to(self._step)
+        if lost := joined["lost"]:
+            message = (
+                f"replica {self._settings.replica} continues with the holder's weights: what "
+                f"its last {lost} steps have changed had not arrived there, and is lost"
+            )
+            self._warn(message, lost=lost)
         if start.leads:
             start.events.write("outer", step=self._step, joined=self._settings.replica)
         return held
 
+    def _warn(self, message: str, **fields: int) -> None:
+        if self._start.leads:
+            tell(f"parallel.outer: {message}")
+            self._start.events.write(
+                "warning", source="outer", step=self._step, message=message, **fields
+            )
+
     def _skip_to(self, step: int) -> None:
         """Continue at the holder's step: samples until then are not trained."""
-        progress, start = self._start.progress, self._start
-        skipped = step - progress.step
-        if skipped and start.leads:
-            samples = skipped * start.recipe.training.global_batch_size
-            message = (
+        progress, batch = self._start.progress, self._start.recipe.training.global_batch_size
+        if skipped := step - progress.step:
+            self._warn(
                 f"replica {self._settings.replica} joins at step {step} with the holder's "
-                f"weights: the {samples} samples of its last {skipped} steps are not trained"
+                f"weights: the {skipped * batch} samples of its last {skipped} steps are not "
+                "trained"
             )
-            start.events.write("warning", source="outer", step=step, message=message)
-        if skipped:
-            progress.consumed_samples += skipped * start.recipe.training.global_batch_size
+            progress.consumed_samples += skipped * batch
             progress.step, progress.consumed_tokens = step, None
 
     def train_step(
@@ -138,6 +155,7 @@ class OuterEngine(Engine):
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
+        self._seed_dropout()
         result = self._engine.train_step(micro_batches, count, learning_rate, max_loss)
         self._step += 1
         if result.skipped is None:
@@ -145,6 +163,12 @@ class OuterEngine(Engine):
         if self._step % self._settings.every_steps == 0 or self._step == self._last:
             self._exchange()
         return result
+
+    def _seed_dropout(self) -> None:
+        """Another stream on each replica than the loop's, which is a plain run's."""
+        start, (replica, _) = self._start, _place(self._settings)
+        seed = start.recipe.training.seed + (replica << 64)
+        seed_dropout(seed, self._step, start.plan.layout.token_rank(start.ranks.rank))
 
     def _exchange(self) -> None:
         """End a round: hand in how the weights have changed, and get the new ones."""
@@ -174,10 +198,15 @@ class OuterEngine(Engine):
             self._start.events.write("outer", step=self._step, seconds=seconds)
 
     def _answer(self, pending: "_HandIn") -> Values | None:
-        """The holder's weights. None if it stops: so does the run, after this step."""
-        while pending.is_alive():
+        """The holder's weights. None if it stops, or this replica does while it waits: then the
+        run ends after this step."""
+        self._start.watchdog.hear("waiting for other replicas")
+        asked = False
+        while pending.waits(_MARK_S):
             self._start.watchdog.hear("waiting for other replicas")
-            pending.join(_MARK_S)
+            if not asked and self._start.stop.requested():
+                self._link.stop(pending.step)
+                asked = True
         held = pending.result()
         if held is None:
             self._start.stop.agreed = True
@@ -218,6 +247,7 @@ class _HandIn(threading.Thread):
 
     def __init__(self, to: HolderLink, step: int, tokens: float, change: list[Floats]) -> None:
         super().__init__(daemon=True)
+        self.step = step
         self._hand_in = partial(to.hand_in, step, tokens, change)
         self._held: list[Floats] | None = None
         self._error: Exception | None = None
@@ -228,6 +258,11 @@ class _HandIn(threading.Thread):
             self._held = self._hand_in()
         except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
+
+    def waits(self, seconds: float) -> bool:
+        """Whether there is no result after this time."""
+        self.join(seconds)
+        return self.is_alive()
 
     def result(self) -> list[Floats] | None:
         """What `HolderLink.hand_in` has returned, or raised."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,17 @@ class State:
     notes: dict[int, list[float]]
     """See `Rounds.notes`."""
     arrivals: int
+    counted: dict[int, int] = field(default_factory=dict)
+    """See `Rounds.counted`."""
 
     @classmethod
     def read(cls, path: Path) -> "State":
         """Raises OSError, ValueError or SafetensorError for a file that is none."""
         with safe_open(path, "np") as file:
             stated = json.loads((file.metadata() or {})["outer"])
-        for key in ("waiting", "notes"):  # JSON has no numbers for keys
-            stated[key] = {int(replica): value for replica, value in stated[key].items()}
+        for key in ("waiting", "notes", "counted"):  # JSON has no numbers for keys
+            by_replica = stated.get(key, {}).items()
+            stated[key] = {int(replica): value for replica, value in by_replica}
         return cls(path, **stated)
 
     def load(self, optimizer: OuterOptimizer) -> None:
@@ -119,6 +122,7 @@ def save(folder: Path, rounds: Rounds, members: Sequence[int], keep: int) -> Non
         "waiting": rounds.waiting,
         "notes": rounds.notes,
         "arrivals": rounds.optimizer.arrivals,
+        "counted": rounds.counted,
     }
     tensors: Weights = {
         f"{group}/{name}": values
@@ -153,6 +157,7 @@ class Holder:
             expected=set(served.expected),
             waiting=dict(state.waiting) if state else {},
             notes=dict(state.notes) if state else {},
+            counted=dict(state.counted) if state else {},
             on_round=self._on_round,
         )
         self.events = EventLog(Path(served.events))
@@ -160,15 +165,17 @@ class Holder:
         self._open: list[Connection] = []
         self._gone = [0, 0]
         """Bytes sent to and received from replicas that have left."""
+        self._counting = threading.Lock()
         self._began = time.monotonic()
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since the start."""
-        sent, received = self._gone
-        return (
-            sent + sum(one.sent for one in self._open),
-            received + sum(one.received for one in self._open),
-        )
+        with self._counting:
+            sent, received = self._gone
+            return (
+                sent + sum(one.sent for one in self._open),
+                received + sum(one.received for one in self._open),
+            )
 
     def _on_round(self, replicas: list[int], tokens: float) -> None:
         step, last = self.rounds.step, self.served.last
@@ -200,6 +207,9 @@ class Holder:
             if hello["do"] == "gone":
                 self.rounds.leave(replica)
                 return
+            if hello["do"] == "stop":
+                self.rounds.send_away(replica, int(hello["step"]))
+                return
             if hello["do"] == "join":
                 member = self._join(connection, hello)
                 hello = connection.receive()
@@ -215,9 +225,10 @@ class Holder:
         finally:
             if member is not None:
                 self.rounds.leave(replica, member)
-            self._gone[0] += connection.sent
-            self._gone[1] += connection.received
-            self._open.remove(connection)
+            with self._counting:
+                self._gone[0] += connection.sent
+                self._gone[1] += connection.received
+                self._open.remove(connection)
             connection.close()
 
     def _join(self, connection: Connection, hello: dict[str, Any]) -> Member:
@@ -230,9 +241,8 @@ class Holder:
         answer = self.rounds.join(replica, int(hello["world"]), step, hello["shapes"])
         with self.rounds.changed:
             member = self.rounds.member(replica)
-        self.events.write(
-            "outer", step=answer["step"], joined=replica, from_step=step, takes=answer["takes"]
-        )
+        told = {key: answer[key] for key in ("step", "takes", "lost")}
+        self.events.write("outer", joined=replica, from_step=step, **told)
         connection.send(answer)
         return member
 
@@ -249,7 +259,7 @@ class Holder:
                 values = connection.arrays(sends)
                 self.rounds.give(zip(sends, values, strict=True))
             elif asked["do"] == "take":
-                connection.send({}, self.rounds.take(takes))
+                connection.send({}, self.rounds.take(takes, member))
             elif asked["do"] == "note":
                 self.rounds.notes[replica] = [int(asked["step"]), float(asked["tokens"])]
             else:
@@ -258,7 +268,8 @@ class Holder:
                 done = self.rounds.hand_in(
                     replica, step, tokens, zip(sends, values, strict=True), member
                 )
-                connection.send({"done": done}, self.rounds.take(takes) if done else ())
+                held = self.rounds.take(takes, member) if done else ()
+                connection.send({"done": done}, held)
 
     def run(self) -> int:
         """Serve until SIGTERM, and then until the last replica has left."""
@@ -267,11 +278,10 @@ class Holder:
             socket.create_server(address(self.served.address)) as own,
         ):
             own.settimeout(POLL_S)
-            heard = time.monotonic()
+            heard, members = time.monotonic(), list[int]()
             while not signals.stop_requested or self.rounds.live:
                 if signals.stop_requested and not self.rounds.stopping:
-                    members = sorted(self.rounds.live)
-                    self.rounds.stop()
+                    members = self.rounds.stop()
                 with suppress(TimeoutError):
                     stream, _ = own.accept()
                     stream.settimeout(None)
@@ -279,8 +289,11 @@ class Holder:
                 if self.rounds.expected and time.monotonic() > heard + _QUIET_S:
                     heard = time.monotonic()
                     tell(f"holder: waiting for replicas {sorted(self.rounds.expected)}")
-        if self.rounds.optimizer.weights and self.rounds.stopping and members:
+        members = members or self.rounds.stop()  # all have been sent away
+        if self.rounds.optimizer.weights and members:
             save(self.folder, self.rounds, members, self.served.keep)
+        sent, received = self.traffic()  # those of a round are without its answers
+        self.events.write("outer", step=self.rounds.step, sent=sent, received=received)
         return EXIT_DONE
 
 

@@ -25,6 +25,7 @@ from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_RESUMABLE,
+    CheckpointError,
     PlanError,
     RunFailed,
 )
@@ -42,6 +43,9 @@ from toolkit.recipe.dump import in_yaml
 from toolkit.run.assignment import Assignment, write
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import events_offset
+from toolkit.run.events import EventLog
+from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 
 STARTED = "DMT_OUTER_REPLICA"
@@ -63,6 +67,8 @@ class Replicas:
     holder: str
     """HOST:PORT."""
     _running: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _before: int = 0
+    """See `events_offset`."""
 
     @property
     def run(self) -> RunDirectory:
@@ -115,6 +121,7 @@ class Replicas:
                     self._holder_folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(claimed(RunDirectory(self._holder_folder)))
                 require_port(self.holder)
+            self._refuse_to_resume()
             return self._start(slices)
 
     def _start(self, slices: list[DeviceSlice]) -> int:
@@ -124,12 +131,20 @@ class Replicas:
             wait_until_free(self.folder(number))
         if self.holds:
             self._settle_states()
+        self._before = events_offset(self.run.path)
+        EventLog(self.run.events).write("launch", time=self.origin.started)
         tell(f"run: {self.run.path}, replicas {', '.join(map(str, self.numbers))}")
         with StopSignals() as signals, ExitStack() as stack:
             holder = stack.enter_context(self._holder()) if self.holds else None
             for number, devices in zip(self.numbers, slices, strict=True):
                 self._running[number] = stack.enter_context(self._replica(number, devices))
-            return self._wait(signals, holder)
+            code = self._wait(signals, holder)
+        if code in (EXIT_DONE, EXIT_RESUMABLE):
+            EventLog(self.run.events).write("end", exit_code=code, rank=0)
+        else:
+            reason = f"a replica or the holder: see {self.folder(0).parent}"
+            EventLog(self.run.events).write("failure", exit_code=code, reason=reason)
+        return code
 
     def _slices(self) -> list[DeviceSlice]:
         cluster, count = self.assignment.recipe.cluster, len(self.numbers)
@@ -142,6 +157,16 @@ class Replicas:
                 fix="fewer replicas, a smaller cluster.gpus_per_node, or one replica on each "
                 "machine: --set parallel.outer.replica=N --set parallel.outer.holder=HOST:PORT",
             ) from error
+
+    def _refuse_to_resume(self) -> None:
+        """Before anything is moved: raises CheckpointError if there is a run that must not be
+        continued."""
+        there = states(self._holder_folder) or any(map(self._steps, self.numbers))
+        if there and self.assignment.recipe.checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{self.run.path} has checkpoints, and checkpoint.resume is never",
+                fix="--run-dir OTHER, or checkpoint.resume: auto to continue",
+            )
 
     def _settle_states(self) -> None:
         """Write what the holder serves, from the newest step that it and all replicas here
@@ -266,10 +291,19 @@ class Replicas:
                 if code is not None and number not in codes:
                     codes[number] = code
                     self._ended_replica(number, code)
+                    if code in USER_CODES and not stopping and not self._has_round():
+                        stopping = True
+                        tell("a mistake before the first exchange: the others are stopped")
+                        self._signal(signal.SIGTERM, holder)
             time.sleep(POLL_S)
         if holder is not None and holder.poll() not in (None, EXIT_DONE):
             return EXIT_FAILED
         return _exit_code([*codes.values()])
+
+    def _has_round(self) -> bool:
+        """Whether an exchange has been done since the start, as far as is known here."""
+        found = read_events(self.run.events, self._before)
+        return any(one["kind"] == "outer" and "tokens" in one for one in found)
 
     def _signal(self, number: signal.Signals, holder: "subprocess.Popen[bytes] | None") -> None:
         """To the holder first: then no round ends without the replicas that stop."""
@@ -330,10 +364,17 @@ def instead(
 ) -> Replicas | None:
     """What `dmt launch` starts; None for the launch of a replica itself.
 
-    Raises PlanError where its launcher would not wait.
+    Raises PlanError where its launcher would not wait, or for what only DMT sets.
     """
     if STARTED in os.environ:
         return None
+    stated = (origin.places() or {}).get("parallel.outer.whole_batch")
+    if stated is not None and not RunDirectory(Path(stated).parent).plan.exists():
+        raise PlanError(
+            f"parallel.outer.whole_batch is stated in {stated}: only DMT sets it, in the "
+            "recipes of run directories",
+            fix="remove it; training.global_batch_size is the batch of all replicas",
+        )
     name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
     if not (LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits):
         raise PlanError(

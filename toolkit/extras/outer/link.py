@@ -82,6 +82,10 @@ class HolderLink:
         with self._explained():
             return self._open.arrays(self._takes)
 
+    def stop(self, step: int) -> None:
+        """Ask to be sent away from the exchange that `hand_in` waits for."""
+        _tell(self._name, {**self._hello, "do": "stop", "step": step})
+
     def close(self) -> None:
         """Leave."""
         if self._connection is not None:
@@ -128,8 +132,13 @@ class HolderLink:
 
 def leave_out(holder: str, run: str, replica: int) -> None:
     """Tell the holder not to wait for a replica. Raises RunFailed where it is gone."""
+    _tell(holder, {"run": run, "replica": replica, "do": "gone"})
+
+
+def _tell(holder: str, message: dict[str, Any]) -> None:
+    """A message on a connection of its own, without an answer."""
     with _Explained(holder), closing(socket.create_connection(address(holder))) as stream:
-        Connection(stream).send({"run": run, "replica": replica, "do": "gone"})
+        Connection(stream).send(message)
 
 
 class _Explained:

@@ -31,6 +31,13 @@ class TakesPart(Refused):
     again = True
 
 
+class NotFinite(Refused):
+    """Its weights have diverged; those of the others must not."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"its change of {tensor} has values that are not finite: it diverged")
+
+
 class Lost(Refused):
     """A rank of the replica has ended, or who had to give the first weights; another start of
     the replica may take part."""
@@ -55,6 +62,12 @@ class Member:
     tokens: float = 0.0
     ending: int = 0
     """Inner steps at the end of that round."""
+    away: bool = False
+    """Whether a stop of the replica has sent its ranks away from an exchange."""
+    snapshot: Weights = field(default_factory=dict)
+    """The weights that its ranks take; of asynchronous updates, a copy until all have."""
+    taken: int = 0
+    """How many of them have."""
 
     @property
     def complete(self) -> bool:
@@ -78,6 +91,8 @@ class Rounds:
     """Replicas that are waited for until they have joined."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Replicas that a stop kept from an exchange, and the step that they had come to."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """With `delayed`: the step up to which a replica's changes are in the weights."""
     notes: dict[int, list[float]] = field(default_factory=dict)
     """Of replicas that saved inside of a round: the step, and the tokens since it began."""
     on_round: Callable[[list[int], float], None] = lambda *_: None
@@ -101,8 +116,8 @@ class Rounds:
         self, replica: int, world: int, step: int, shapes: Mapping[str, Sequence[int]]
     ) -> dict[str, Any]:
         """Take a replica in that has trained `step` steps. The answer: the step at which it
-        continues, whether it gives its weights or takes the holder's, and whether it owes the
-        round that ends with this step. Raises Refused."""
+        continues, whether it gives its weights or takes the holder's, whether it owes the
+        round that ends with this step, and how many of its steps are lost. Raises Refused."""
         with self.changed:
             weights = self.optimizer.weights
             stated = {name: tuple(shape) for name, shape in shapes.items()}
@@ -114,7 +129,8 @@ class Rounds:
                 weights.update({n: np.zeros(shape, np.float32) for n, shape in stated.items()})
             elif stated != {name: values.shape for name, values in weights.items()}:
                 raise Refused("it trains other tensors than the holder has")
-            owes = self.waiting.get(replica) == step
+            missed = self.waiting.get(replica) == step
+            owes = missed and step > self.step
             end = self.step + self.settings.every_steps
             if not self.delayed and step >= end and not owes:
                 raise Refused(
@@ -122,7 +138,11 @@ class Rounds:
                     f"{self.step}: move the replica's checkpoints behind that step away"
                 )
             at = max(step, self.step)
-            takes = not first and at > 0 and (self.delayed or step < self.step)
+            behind = step < self.step or (missed and not owes)
+            takes = not first and at > 0 and (self.delayed or behind)
+            lost = step - self.counted.get(replica, self.step) if takes and self.delayed else 0
+            if self.delayed:
+                self.counted[replica] = at
             self.live[replica] = member = Member(world, self.step if owes else at)
             self.giver = member if first else self.giver
             self.left.pop(replica, None)
@@ -131,7 +151,7 @@ class Rounds:
             since, tokens = self.notes.get(replica, (-1, 0.0))
             tokens = tokens if since == at and not takes else 0.0
             answer = {"step": at, "gives": first, "takes": takes, "owes": owes}
-            return {**answer, "tokens": tokens}
+            return {**answer, "tokens": tokens, "lost": max(0, lost)}
 
     def give(self, values: Values) -> None:
         """One rank's part of the first weights of all."""
@@ -144,11 +164,19 @@ class Rounds:
                     self.giver.ranks, self.giver = 0, None
             self.changed.notify_all()
 
-    def take(self, blocks: Iterable[Block]) -> list[Floats]:
-        """A copy of the present weights."""
+    def take(self, blocks: Iterable[Block], member: Member) -> list[Floats]:
+        """A copy of the present weights, of the same instant for all ranks of a replica."""
         with self.changed:
             self.changed.wait_for(lambda: self.giver is None)
-            return [self.optimizer.weights[one.tensor][inside(one)].copy() for one in blocks]
+            if not member.taken:
+                member.snapshot = self.optimizer.weights
+                if self.delayed and member.world > 1:
+                    member.snapshot = {n: v.copy() for n, v in member.snapshot.items()}
+            found = [member.snapshot[one.tensor][inside(one)].copy() for one in blocks]
+            member.taken += 1
+            if member.taken == member.world:
+                member.snapshot, member.taken = {}, 0
+            return found
 
     def hand_in(
         self,
@@ -159,10 +187,16 @@ class Rounds:
         member: Member | None = None,
     ) -> bool:
         """One rank's part of the change of a replica's weights in the round that ended with
-        `step`. Returns when it is applied; False when the holder stops before. `member`: the
-        start of the replica that the rank belongs to. Raises Refused.
+        `step`. Returns when it is applied; False when the holder, or the replica, stops before.
+        `member`: the start of the replica that the rank belongs to. Raises Refused.
         """
+        values = list(values)
+        for block, part in values:
+            if not np.isfinite(part).all():
+                raise NotFinite(block.tensor)
         with self.changed:
+            if member is not None and member.away:
+                return False
             member = self.member(replica, member)
             for block, part in values:
                 if block.tensor not in member.change:
@@ -171,11 +205,12 @@ class Rounds:
                 member.change[block.tensor][inside(block)] = part
             member.ranks, member.tokens, member.ending = member.ranks + 1, tokens, step
             self._apply()
-            while member.step < step and not self.stopping:
+            while member.step < step and not (self.stopping or member.away):
                 self.changed.wait()
-                self.member(replica, member)
-                self._apply()
-            if member.step < step:
+                if not member.away:
+                    self.member(replica, member)
+                    self._apply()
+            if member.step < step and not member.away:
                 self.waiting[replica] = step
             return member.step >= step
 
@@ -196,6 +231,21 @@ class Rounds:
                     self.left[replica] = gone
             self.changed.notify_all()
 
+    def send_away(self, replica: int, step: int) -> None:
+        """A replica that waits for the round that ends with `step` is asked to stop: it saves,
+        and owes the exchange. What it has handed in completely counts if the others end the
+        round before it comes back; it then takes their weights."""
+        with self.changed:
+            member = self.live.get(replica)
+            if member is None or member.step >= step or member is self.giver:
+                return
+            member.away, self.waiting[replica] = True, step
+            del self.live[replica]
+            if member.complete and not self.delayed:
+                self.left[replica] = member
+            self._apply()
+            self.changed.notify_all()
+
     def member(self, replica: int, same: Member | None = None) -> Member:
         """A replica that takes part, and has since then. Raises Lost."""
         found = self.live.get(replica)
@@ -203,11 +253,14 @@ class Rounds:
             raise Lost
         return found
 
-    def stop(self) -> None:
-        """Complete no further round: ranks that wait for one are sent away."""
+    def stop(self) -> list[int]:
+        """Complete no further round: ranks that wait for one are sent away. Returns the
+        replicas that take part in it."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
+            away = {n for n, step in self.waiting.items() if step > self.step}
+            return sorted({*self.live, *away})
 
     def _apply(self) -> None:
         """Apply what is complete and may be applied."""
@@ -231,7 +284,8 @@ class Rounds:
         self.step = max(member.ending for member in self.live.values())
         for member in self.live.values():
             member.applied()
-        self.left, self.waiting, self.notes = {}, {}, {}
+        missed = {n: step for n, step in self.waiting.items() if n not in self.live}
+        self.left, self.waiting, self.notes = {}, missed, {}
         self.on_round([*handed], tokens)
         self.changed.notify_all()
 
@@ -245,6 +299,7 @@ class Rounds:
         if member.tokens:
             self.optimizer.arrive(mean_gradient([(1.0, member.change)]), len(self.live))
         member.applied()
+        self.counted[replica] = member.step
         self.step = min(one.step for one in self.live.values())
         self.on_round([replica], member.tokens)
         self.changed.notify_all()

@@ -159,12 +159,26 @@ def reasons(outer: OuterSection, spec: ModelSpec) -> Iterator[str]:
     ring = 2 * others * 4.0 * parameters
     ring_s = ring / outer.replicas / rate + 2 * others * latency_s
     steps = outer.every_steps
-    hidden = ", hidden behind a round" if outer.overlap == "delayed" else ""
+    meanwhile = " while the next round trains" if outer.overlap == "delayed" else ""
     yield (
         f"outer loop: {byte_size(int((up + down) / steps))} per step between sites, "
         f"{seconds(round_s)} per {steps} steps at {link.gigabits_per_s:g} "
-        f"Gbit/s{hidden}; synchronous: {byte_size(int(ring))} and {seconds(ring_s)} per step"
+        f"Gbit/s{meanwhile}; synchronous: {byte_size(int(ring))} and {seconds(ring_s)} per step"
     )
+    held = _held_tensors(outer)
+    yield (
+        f"outer loop: the holder has about {byte_size(int(held * 4.0 * parameters))} of "
+        f"replica 0's host memory: {held} times the weights in fp32"
+    )
+
+
+def _held_tensors(outer: OuterSection) -> int:
+    """How often the holder has the weights: these, the outer momentum, and a change of every
+    replica; asynchronously also the sum of the gradients that arrived, and a copy that a
+    replica's ranks take."""
+    delayed = outer.overlap == "delayed"
+    momentum = outer.factors[1] > 0
+    return 1 + momentum + outer.replicas + delayed * (momentum + outer.replicas)
 
 
 def _sent_bytes(outer: OuterSection) -> float:

@@ -11,7 +11,6 @@ from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
-from toolkit.report.facts import rows
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
@@ -35,7 +34,7 @@ Section = dict[str, Any]
 
 def sections(record: RunRecord) -> list[Section]:
     """All there are of a run, in the order of the page."""
-    facts = rows(record.state, record.summary, record.pace, record.evaluations)
+    facts = record.rows()
     found = [
         {"title": "Summary", "facts": [*map(list, facts)]},
         _time(record),
