@@ -369,17 +369,17 @@ def test_a_mean_after_every_step_of_sgd_is_synchronous(
     )
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
     assert_same_weights(*folders, 12)
-    run_dir = tmp_path / "outer"
-    assert [event["exit_code"] for event in events(run_dir, "end")] == [0]
-    *_, last, total = [event for event in events(run_dir, "outer") if "sent" in event]
+    whole = tmp_path / "outer"
+    assert [event["exit_code"] for event in events(whole, "end")] == [0]
+    *_, last, total = [event for event in events(whole, "outer") if "sent" in event]
     assert total["sent"] > last["sent"] and "tokens" not in total, "the last answers"
-    told = dict(read_record(run_dir).rows())
+    told = dict(read_record(whole).rows())
     assert told["ended"].startswith("finished") and told["replicas"].startswith(str(folders[0]))
-    (run_dir / "holder" / "step-00000012.safetensors").unlink()
+    (whole / "holder" / "step-00000012.safetensors").unlink()
     never = {**common, **outer, "checkpoint.resume": "never"}
     refused = with_toys(never, "launch", "--run-dir", "outer")
     assert refused.code == 2 and "resume is never" in refused.err
-    assert not (run_dir / "set-aside").exists()
+    assert not (whole / "set-aside").exists()
 
 
 STEPS = 120

@@ -43,8 +43,8 @@ def rows(
     for reason in summary.restarts:
         yield "", f"- {reason}"
     yield "checkpoints", "those of its replicas" if replicas else _checkpoints(summary)
-    for index, path in enumerate(replicas):
-        yield "" if index else "replicas", f"{path}, a run of its own"
+    for index, replica in enumerate(replicas):
+        yield "" if index else "replicas", f"{replica}, a run of its own"
     if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
         waited = f"{share:.0%} of the step time was spent waiting for batches"
         yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"

@@ -78,7 +78,8 @@ class EventLog:
       have ended a run before its last step; its `end` is that of a finished one;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `outer` when weights were exchanged with other replicas, or one `joined` (by the holder:
-      with `replicas`, their `tokens`, and bytes `sent` and `received` since its start);
+      with `replicas`, their `tokens`, and bytes `sent` and `received` since its start, without
+      the answers to this exchange; at its end again, with all);
     - `straggler` (with `slow_rank`, `host`, how many times `slower` than the others,
       `since_step` and a `message`) when a rank is slow, `balance` (with `shares`, `from_step`,
       `speeds` and a `message`) when samples move between data-parallel ranks;

@@ -296,9 +296,8 @@ class Replicas:
                         tell("a mistake before the first exchange: the others are stopped")
                         self._signal(signal.SIGTERM, holder)
             time.sleep(POLL_S)
-        if holder is not None and holder.poll() not in (None, EXIT_DONE):
-            return EXIT_FAILED
-        return _exit_code([*codes.values()])
+        own = [EXIT_FAILED] if holder and holder.poll() not in (None, EXIT_DONE) else []
+        return _exit_code([*codes.values(), *own])
 
     def _has_round(self) -> bool:
         """Whether an exchange has been done since the start, as far as is known here."""
