@@ -227,10 +227,12 @@ def test_a_change_that_is_not_finite_is_refused() -> None:
     settings = OuterSection(replicas=2, every_steps=5, optimizer="average")
     rounds = Rounds(settings, OuterOptimizer(settings))
     joined(rounds, 0, 1)
-    with pytest.raises(Refused, match="w has values that are not finite"):
-        rounds.hand_in(0, 5, 1.0, ones(float("nan")))
-    rounds.leave(0)
-    assert rounds.hand_in(1, 5, 1.0, ones(1.0))
+    with in_thread(lambda: rounds.hand_in(1, 5, 1.0, ones(1.0))) as other:
+        wait_until(lambda: rounds.live[1].complete, "the change of replica 1")
+        with pytest.raises(Refused, match="w has values that are not finite"):
+            rounds.hand_in(0, 5, 1.0, ones(float("nan")))
+        rounds.leave(0)
+    assert other == [True]
     assert rounds.optimizer.weights["w"][0, 0] == 1.0
 
 

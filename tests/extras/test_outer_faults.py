@@ -1,5 +1,6 @@
 """Faults around the holder of `parallel.outer`: starts that overlap, settings that differ."""
 
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ class EndsAtOnce(Replicas):
     """Replica 1 has a mistake of its user's."""
 
     def command(self, replica: int) -> list[str]:
-        return ["sh", "-c", "exit 2"] if replica else ["sleep", "600"]
+        return ["sh", "-c", "exit 2"] if replica else ["sleep", "60"]
 
 
 def test_a_users_mistake_before_the_first_round_stops_all(tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def test_a_users_mistake_before_the_first_round_stops_all(tmp_path: Path) -> Non
         assignment, settings, Origin(), None, (), [0, 1], f"{LOOPBACK}:{free_port()}"
     )
     assert replicas.start() == 2
+    assert replicas._running[0].returncode == -signal.SIGTERM
     (failure,) = events(tmp_path / "run", "failure")
     assert failure["exit_code"] == 2
 
