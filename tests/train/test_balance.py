@@ -1,12 +1,15 @@
 """Which samples move where, by measured speeds."""
 
+import math
 from itertools import product
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.layout import Layout
-from toolkit.train.balance import RankRates, apportion, fastest, seconds
+from toolkit.train.balance import RankRates, apportion, fastest, measure, seconds
 from toolkit.train.split import BatchSplit, with_shares
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
@@ -75,3 +78,11 @@ def test_a_split_changes_from_a_step_on_and_continues() -> None:
         kept = BatchSplit(planned)
         kept.resume(other, 6)  # other ranks, or batches of 6 to come
         assert kept.at(0) == planned
+
+
+def test_a_full_device_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "ones", full)
+    assert math.isnan(measure(64, torch.device("cpu"), "fp32"))

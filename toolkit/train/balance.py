@@ -143,11 +143,15 @@ def product(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def measure(width: int, device: torch.device, precision: str) -> float:
-    """Products per second of [1024, width] with [width, width], on this rank alone."""
+    """Products per second of [1024, width] with [width, width], on this rank alone; NaN where
+    the device has no room for them."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    left = torch.ones(_ROWS, width, device=device, dtype=dtype)
-    right = torch.ones(width, width, device=device, dtype=dtype)
-    product(left, right)
+    try:
+        left = torch.ones(_ROWS, width, device=device, dtype=dtype)
+        right = torch.ones(width, width, device=device, dtype=dtype)
+        product(left, right)
+    except torch.OutOfMemoryError:
+        return math.nan
     count, began = 0, time.perf_counter()
     while (passed := time.perf_counter() - began) < PROBE_S:
         product(left, right)
@@ -181,6 +185,8 @@ class Balancer:
         dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)
         self._last_s = time.monotonic()
         rates, hosts = zip(*everyones, strict=True)
+        if any(map(math.isnan, rates)):
+            return []
         self._found = [*self._found, RankRates(step, rates)][-MEASUREMENTS:]
         if len(self._found) < MEASUREMENTS:
             return []
