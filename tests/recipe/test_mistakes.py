@@ -442,10 +442,6 @@ MISTAKES = {
         "evaluation:\n  every_steps: 50", "evaluation:\n  early_stopping: {patience: 3}",
         "evaluation.early_stopping", "set evaluation.every_steps", at="early_stopping",
     ),
-    "early stopping that no run of this length reaches": M(
-        "every_steps: 50", "every_steps: 20\n  early_stopping: {patience: 4}",
-        "evaluation.early_stopping.patience", "set it to 3 or less", at="early_stopping",
-    ),
     "ramp that no layout can spread": M(
         "  micro_batch_size: 2",
         "  batch_ramp: {start: 4, increment: 3, steps: 10}\n  micro_batch_size: 2",

@@ -21,20 +21,6 @@ def following_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if recipe.checkpoint.keep_best is not None:
         yield from _best(recipe, recipe.evaluation.every_steps)
-    yield from _patience(recipe, recipe.evaluation.every_steps)
-
-
-def _patience(recipe: Recipe, validated: int) -> Iterator[Problem]:
-    """An early end that the run can reach: its first validation always improves."""
-    stopping, steps = recipe.evaluation.early_stopping, recipe.total_steps()
-    if stopping is None or steps is None:
-        return
-    count = (steps - 1) // validated
-    if stopping.patience >= count:
-        found = f"{stopping.patience}, with {count} validations before the last step"
-        key, most = "evaluation.early_stopping.patience", count - 1
-        fix = f"set it to {most} or less" if most > 0 else "validate more often"
-        yield Problem(key, found, "fewer than those validations", f"{fix}, or remove it")
 
 
 def _best(recipe: Recipe, validated: int) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from tests.checkpoint.making import write_recipe
 from tests.checkpoint.payloads import Canary, pickled
 from tests.dmt import Dmt
 from tests.extras.imports.archives import HUGE, NEOX, zipped
+from toolkit.extras.imports.pickles import StandIn, load_pickle
 
 
 def text(value: str) -> bytes:
@@ -175,3 +176,11 @@ def test_what_no_tool_wrote_is_named(tmp_path: Path, dmt: Dmt) -> None:
     printed = dmt("checkpoint", "import", write_recipe(tmp_path), source, code=2)
     assert f"{source} is no checkpoint of a tool that is known" in printed.err
     assert "GPT-NeoX" in printed.err and "DeepSpeed ZeRO" in printed.err
+
+
+def test_a_member_of_an_enum_is_looked_up_in_nothing(tmp_path: Path) -> None:
+    """As Python 3.11.2 pickles one: `getattr(Class, "name")`."""
+    wanted = b"c__builtin__\ngetattr\ncargparse\nNamespace\n" + text("__init__") + b"\x86R."
+    (tmp_path / "common.pt").write_bytes(zipped(b"\x80\x02" + wanted))
+    found = load_pickle(tmp_path, "common.pt")
+    assert type(found) is StandIn and found.arguments == (StandIn, "__init__")

@@ -34,6 +34,8 @@ _OPCODES = frozenset(
 """Opcodes of the pickle protocol that torch.save uses."""
 COMMON_CLASSES = (
     "argparse.Namespace",
+    "__builtin__.getattr",  # Python 3.11.2 writes a member of an enum as a call of it
+    "builtins.getattr",
     "numpy.ndarray",
     "numpy.dtype",
     "numpy._core.multiarray._reconstruct",
