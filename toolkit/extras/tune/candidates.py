@@ -18,7 +18,8 @@ from toolkit.plan.search import Candidate, Search
 def settings_of(candidate: Candidate) -> dict[str, Any]:
     """What a recipe states that asks for this layout: values by dotted setting."""
     engine, model = candidate.pair
-    return settings(candidate.layout) | {"parallel.engine": engine, "parallel.model": model}
+    found = settings(candidate.layout) | {"parallel.engine": engine, "parallel.model": model}
+    return {key: [*one] if isinstance(one, tuple) else one for key, one in found.items()}
 
 
 def key_of(values: Mapping[str, Any]) -> str:
