@@ -67,7 +67,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             shutil.copy(ROOT / name, source)
     sdist = build("sdist", source)
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in 3.11.2
+        archive.extractall(folder, **safe)
     wheel = build("wheel", folder / sdist.name.removesuffix(".tar.gz"))
     venv.create(folder / "venv", symlinks=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")

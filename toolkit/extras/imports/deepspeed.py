@@ -36,6 +36,8 @@ from toolkit.system.untrusted import read_bytes, regular_inside
 LATEST = "latest"
 UNIVERSAL = "zero"
 """In a universal checkpoint, the folder with one folder for each parameter."""
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Members of its ZeroStageEnum, which Python 3.11.2 pickles by name."""
 CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -126,7 +128,8 @@ def rank_states(folder: Path, part: str = "00") -> list[dict[str, Any]]:
 def stage_of(state: Mapping[str, Any]) -> int:
     """ZeRO's stage, which is an Enum in the file; 0 for bf16 without ZeRO."""
     stage: Any = state.get("zero_stage", 0)
-    return int(stage.arguments[0] if isinstance(stage, StandIn) else stage)
+    value = stage.arguments[-1] if isinstance(stage, StandIn) else stage
+    return _STAGES.index(value) if value in _STAGES else int(value)
 
 
 def shapes_of(saved: Mapping[str, Any]) -> Shapes:
