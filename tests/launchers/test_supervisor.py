@@ -16,6 +16,7 @@ from tests.launchers.watching import alive
 from tests.processes import HANG_S, wait_until
 from toolkit.launchers import supervisor
 from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
+from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
 
 # Supervises a worker of one line: `$STARTS` counts its starts, `save(step)` commits.
@@ -104,7 +105,7 @@ def test_half_a_checkpoint_is_no_progress(tmp_path):
     does = "(run / 'checkpoints' / f'step-{starts:08}').mkdir(parents=True); sys.exit(1)"
     code, _, events = run_to_end(tmp_path, does, 1)
     assert (code, len(events)) == (4, 1)
-    assert newest_step(tmp_path / "checkpoints") == 0
+    assert newest_step(RunDirectory(tmp_path)) == 0
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75])
@@ -214,7 +215,7 @@ def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):
         "time.sleep(60)"
     )
     process = start(tmp_path, does, 5)
-    wait_until(lambda: newest_step(tmp_path / "checkpoints") == 1, "a checkpoint")
+    wait_until(lambda: newest_step(RunDirectory(tmp_path)) == 1, "a checkpoint")
     # Signals that come at once count as one: the user goes on until the third is seen.
     ranks = psutil.Process(process.pid).children()
     while any(alive(rank.pid) for rank in ranks):
