@@ -45,12 +45,9 @@ from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
-from toolkit.train.memory import RunMemory
+from toolkit.train.memory import GB, RunMemory
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
-
-GB = 1e9
-
 
 _EXPORTED = (
     "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
