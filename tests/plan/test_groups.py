@@ -2,11 +2,12 @@
 one kind and against every division of the layers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.plan.making import RECIPES, on, recipe
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, mixed, parse_cluster
 from toolkit.intake.checks import broken_rules
 from toolkit.intake.load import load_recipe
@@ -145,8 +146,6 @@ def test_stages_that_do_not_suit_the_model(settings: dict[str, object], key: str
 @pytest.mark.parametrize(
     ("cluster", "key"),
     [
-        ({"nodes": 3, "groups": [{"gpu": "cpu"}, {"gpu": "cpu"}]}, "cluster.nodes"),
-        ({"gpu": "h200", "groups": [{"gpu": "h100-80gb"}]}, "cluster.gpu"),
         ({"groups": [{"gpu": "cpu"}, {"gpu": "h200"}]}, "cluster.groups"),
         ({"groups": [{"gpu": "h900"}, {"gpu": "h200"}]}, "cluster.groups[0].gpu"),
         (
@@ -158,3 +157,29 @@ def test_stages_that_do_not_suit_the_model(settings: dict[str, object], key: str
 def test_groups_that_do_not_belong_together(cluster: dict[str, object], key: str) -> None:
     wanted = recipe(**{f"cluster__{name}": value for name, value in cluster.items()})
     assert key in {one.key for one in broken_rules(wanted)}
+
+
+def test_groups_on_top_of_a_recipe_that_states_the_cluster(tmp_path: Path) -> None:
+    """One error, at the groups; what it says to write there helps."""
+    groups = "groups: [{gpus_per_node: 8, gpu: a100-80gb}, {gpus_per_node: 8, gpu: h200}]"
+    child, base = tmp_path / "recipe.yaml", RECIPES / f"{LLAMA_1B}.yaml"
+    child.write_text(f"extends: {base}\ncluster:\n  {groups}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(child)
+    (only,) = caught.value.problems
+    assert (only.key, only.file, only.line) == ("cluster.groups", str(child), 3)
+    assert only.found == "groups next to cluster.nodes: 16, cluster.gpu: h100-80gb"
+    assert only.fix.startswith("write nodes: 2, gpu: a100-80gb next to groups, or remove what")
+    child.write_text(f"{child.read_text()}  {only.allowed.replace(', ', chr(10) + '  ')}\n")
+    assert load_recipe(child).cluster.world_size == 16
+
+
+def test_groups_are_not_elastic() -> None:
+    """Which of them is lost is not known."""
+    wanted = recipe(
+        cluster__groups=[{"gpu": "h200"}, {"gpu": "h100-80gb"}],
+        launch__launcher="torchrun",
+        launch__max_restarts=3,
+        launch__elastic={"min_nodes": 1, "max_nodes": 2},
+    )
+    assert "launch.elastic" in {one.key for one in broken_rules(wanted)}

@@ -40,6 +40,7 @@ from toolkit.recipe.schema import (
     Recipe,
     ScheduleSection,
     Source,
+    follows_from,
 )
 
 
@@ -380,15 +381,12 @@ def _groups(recipe: Recipe) -> Iterator[Problem]:
     cluster = recipe.cluster
     if not (groups := cluster.groups):
         return
-    follows = {
-        "nodes": sum(one.nodes for one in groups),
-        "gpus_per_node": groups[0].gpus_per_node,
-        "gpu": groups[0].gpu,
-    }
-    for key, value in follows.items():
-        if (stated := getattr(cluster, key)) != value:
-            allowed = f"{value}, which follows from cluster.groups"
-            yield Problem(f"cluster.{key}", str(stated), allowed, f"remove cluster.{key}")
+    follows = follows_from(groups)
+    if wrong := [key for key, value in follows.items() if getattr(cluster, key) != value]:
+        found = ", ".join(f"cluster.{key}: {getattr(cluster, key)}" for key in wrong)
+        allowed = ", ".join(f"{key}: {follows[key]}" for key in wrong)
+        fix = f"write {allowed} next to groups, or remove what states {listed(wrong)}"
+        yield Problem("cluster.groups", f"groups next to {found}", allowed, fix)
     for number, one in enumerate(groups[1:], 1):
         if one.gpus_per_node != groups[0].gpus_per_node:
             yield Problem(
@@ -595,6 +593,10 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("launch.spares", found, "0, except in an elastic run", fix)
     if elastic is None:
         return
+    if recipe.cluster.groups:
+        allowed = "null with cluster.groups: it is not known which of them is lost"
+        fix = "remove launch.elastic, or train on equal machines"
+        yield Problem("launch.elastic", "settings", allowed, fix)
     if not able.elastic:
         names = listed([name for name, one in LAUNCHERS.items() if one.elastic])
         found, fix = f"settings with `launcher: {able.name}`", f"set launch.launcher to {names}"

@@ -6,6 +6,7 @@ two settings in `intake/checks.py`, file reading and error texts in `intake/load
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -823,6 +824,12 @@ class GroupSection(Section):
     CPUs that are half as fast as those of another group."""
 
 
+def follows_from(groups: Sequence[GroupSection]) -> dict[str, Any]:
+    """What groups say of their whole cluster, by its keys. Raises IndexError without any."""
+    first, nodes = groups[0], sum(one.nodes for one in groups)
+    return {"nodes": nodes, "gpus_per_node": first.gpus_per_node, "gpu": first.gpu}
+
+
 class ClusterSection(Section):
     """The machines that the run is planned for."""
 
@@ -846,14 +853,9 @@ class ClusterSection(Section):
         """What follows from `groups`; a rule reports where it is stated differently."""
         try:
             groups = [GroupSection.model_validate(one) for one in stated["groups"]]
-            follows = {
-                "nodes": sum(one.nodes for one in groups),
-                "gpus_per_node": groups[0].gpus_per_node,
-                "gpu": groups[0].gpu,
-            }
+            return follows_from(groups) | stated
         except (LookupError, TypeError, ValueError):  # none, or reported where they are read
             return stated
-        return follows | stated
 
     @model_serializer(mode="wrap")
     def _without_no_groups(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
