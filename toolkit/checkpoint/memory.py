@@ -7,14 +7,16 @@ names of their files contain it. So a machine that was away contributes nothing 
 another run in the same place finds nothing.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,11 +24,12 @@ from pydantic import TypeAdapter
 
 from toolkit.checkpoint.manifest import Manifest, write_synced
 from toolkit.checkpoint.store import CheckpointStore, folder_name, step_of
+from toolkit.plan.checkpoint_size import STEPS_IN_MEMORY
 from toolkit.system.untrusted import read_json
 
 SHARED_MEMORY = Path("/dev/shm")
-KEPT = 2
-"""Checkpoints that are there between two saves, and at most while one is written."""
+_RUN = "run"
+"""A link to the run directory, in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,6 @@ class MemoryNote:
 _NOTE = TypeAdapter(MemoryNote)
 
 
-def new_start() -> str:
-    """An identifier of a start of a run."""
-    return secrets.token_hex(6)
-
-
 def file_name(rank: int, start: str) -> str:
     """The file with a rank's state, saved by a start of the run."""
     return f"state-{rank:05d}-{start}.safetensors"
@@ -80,6 +78,37 @@ def folder_of(run_dir: Path, base: str | None) -> Path:
     return (SHARED_MEMORY if base is None else Path(base)) / f"{name}-{socket.gethostname()}"
 
 
+def hold(folder: Path, run_dir: Path) -> int:
+    """Name the run whose folder it is, and lock it as long as the result, a descriptor, is
+    open. Raises OSError."""
+    descriptor = _own(folder)
+    with suppress(FileExistsError):
+        (folder / _RUN).symlink_to(run_dir.absolute())
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _own(folder: Path) -> int:
+    """A descriptor of this user's folder. Raises OSError for links and folders of others, who
+    know which names are used in /dev/shm."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if os.fstat(descriptor).st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's")
+    return descriptor
+
+
+def remove_unneeded(base: Path) -> None:
+    """Remove this machine's folders that nobody holds and of which nothing counts: their runs
+    ended on other machines, or their run directories were removed."""
+    for folder in base.glob(f"dmt-*-{'[0-9a-f]' * 12}-{escape(socket.gethostname())}"):
+        with suppress(OSError), ExitStack() as at_end:  # held, another user's, or gone
+            at_end.callback(os.close, descriptor := _own(folder))
+            run_dir = (folder / _RUN).readlink()
+            if run_dir.parent.is_dir() and not (run_dir / MemoryNote.FILE).exists():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
 def newest_kept(run_dir: Path) -> int:
     """The newest step that this machine has at least a part of, and that counts; else 0."""
     note = MemoryNote.read(run_dir)
@@ -94,7 +123,7 @@ class MemoryStore(CheckpointStore):
     """The part of a run's checkpoints that is in this machine's memory."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, KEPT)
+        super().__init__(folder, STEPS_IN_MEMORY)
         self.newest: Path | None = None
         """The checkpoint that was committed or loaded last: what else is there is outdated."""
         self.visiting: tuple[str, ...] = ()

@@ -6,8 +6,8 @@ the files that it lacks, and its ranks load as from a disk.
 """
 
 import os
+import secrets
 import shutil
-import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest, size_problem
 from toolkit.checkpoint.memory import (
-    KEPT,
     MemoryNote,
     MemoryStore,
     file_name,
     folder_of,
+    hold,
     is_of,
-    new_start,
+    remove_unneeded,
 )
 from toolkit.checkpoint.saver import WRITING_TIMEOUT, Saved, Saver
 from toolkit.checkpoint.store import step_of
-from toolkit.checkpoint.transfer import Move, transfer
+from toolkit.checkpoint.transfer import Move, open_files, transfer
 from toolkit.errors import CheckpointError
 from toolkit.models.safetensors_stream import TensorToWrite
+from toolkit.plan.checkpoint_size import STEPS_IN_MEMORY
+from toolkit.system.compilers import file_system
 from toolkit.system.failpoints import failpoint
 from toolkit.text.units import GIB
 
@@ -43,7 +46,7 @@ class Kept:
     """A checkpoint of which every file is on some machine."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[int]]
+    holders: dict[str, list[int]]
     """File → first ranks of the machines that have it."""
 
 
@@ -58,37 +61,26 @@ class MemorySaver(Saver):
 
     def __init__(self, run_dir: Path, base: str | None, *, asynchronous: bool) -> None:
         folder = folder_of(run_dir, base)
-        super().__init__(MemoryStore(folder), asynchronous=asynchronous)
+        self.memory = MemoryStore(folder)
+        super().__init__(self.memory, asynchronous=asynchronous)
         self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
-        self._note = MemoryNote(new_start(), base)
-        self._noted = False
+        problem, found = self._agree(lambda: (secrets.token_hex(6), _place(folder, run_dir)))
+        if problem is not None:
+            raise CheckpointError(
+                f"the state cannot be kept in memory: {problem}",
+                fix="name a folder on a tmpfs in checkpoint.memory.folder",
+            )
         self._run_dir = run_dir
-        found = self._from_all((self._note.start, *_identity(folder)))
-        self.start: str = found[0][0]
-        for rank, (_, place, problem) in enumerate(found):
-            if place is None:
-                raise CheckpointError(
-                    f"rank {rank} cannot keep its state in memory: {problem}",
-                    fix="name a folder on a tmpfs in checkpoint.memory.folder",
-                )
-        self.machines = by_machine([place for _, place, _ in found])
+        self._note = MemoryNote(found[0][0], base)
+        self._noted = False
+        self.machines = by_machine([place for _, place in found])
         self._machine = next(one for one in self.machines if dist.get_rank() in one)
-
-    @property
-    def memory(self) -> MemoryStore:
-        """Its store."""
-        assert isinstance(self.store, MemoryStore)
-        return self.store
+        if self.leads:
+            remove_unneeded(folder.parent)
 
     @property
     def leads(self) -> bool:
         return dist.get_rank() == self._machine[0]
-
-    def _from_all(self, mine: Any) -> list[Any]:
-        """What every rank has."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self._group)
-        return found
 
     # Saving
 
@@ -96,9 +88,9 @@ class MemorySaver(Saver):
         """Raise CheckpointError, on every rank, if a machine has no room for its part, and for
         copies, of a state of so many bytes."""
         world, copies = dist.get_world_size(), min(2, len(self.machines))
-        free = self._from_all(_room(self.memory.folder) if self.leads else None)
+        _, free = self._agree(lambda: _room(self.memory.folder) if self.leads else None)
         for machine in self.machines:
-            needed = KEPT * copies * nbytes * len(machine) / world
+            needed = STEPS_IN_MEMORY * copies * nbytes * len(machine) / world
             if needed > free[machine[0]]:
                 raise CheckpointError(
                     f"checkpoint.memory needs {needed / GIB:.2f} GiB at rank {machine[0]}, "
@@ -108,7 +100,7 @@ class MemorySaver(Saver):
                 )
 
     def file_of(self, rank: int) -> str:
-        return file_name(rank, self.start)
+        return file_name(rank, self._note.start)
 
     def _write_all(
         self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
@@ -121,20 +113,25 @@ class MemorySaver(Saver):
                 for rank, partner in partners(self.machines).items()
                 for name in (self.file_of(rank),)
             ]
-            problem, _ = self._agree(lambda: self._exchange(moves, folder))
+            failpoint("checkpoint.exchange")
+            problem = self._make(moves, folder)
+            failpoint("checkpoint.exchanged")
         return problem, files
 
-    def _exchange(self, moves: Sequence[Move], folder: Path) -> None:
-        failpoint("checkpoint.exchange")
-        transfer(moves, folder, self._group, len(moves))
-        failpoint("checkpoint.exchanged")
+    def _make(self, moves: Sequence[Move], folder: Path) -> str | None:
+        """Make these moves from and to this machine's folder; a problem of a rank."""
+        opened: dict[int, Tensor] = {}
+        problem, _ = self._agree(lambda: opened.update(open_files(moves, folder)))
+        if problem is None:
+            transfer(moves, opened, self._group, self._tick)
+        return problem
 
     def _write(self, manifest: Manifest, *arguments: Any) -> Saved:
         """Also lets the checkpoints of this start count, from the first one on."""
         saved = super()._write(manifest, *arguments)
         if saved.problem is None and not self._noted and dist.get_rank() == 0:
             try:
-                MemoryNote(self.start, self._note.folder).write(self._run_dir)
+                self._note.write(self._run_dir)
             except OSError as error:  # of the run directory; the next save tries again
                 return replace(saved, problem=str(error))
             self._noted = True
@@ -144,62 +141,47 @@ class MemorySaver(Saver):
 
     def newest(self) -> tuple[Kept | None, list[str]]:
         """The newest checkpoint whose files are all somewhere, and why newer ones are not."""
-        note = MemoryNote.read(self._run_dir) if dist.get_rank() == 0 else None
-        start = self._from_all(None if note is None else note.start)[0]
-        mine = _held(self.memory, start) if start and self.leads else []
-        manifests: dict[tuple[int, tuple[str, ...]], Manifest] = {}
-        holders: dict[tuple[int, tuple[str, ...]], dict[str, list[int]]] = {}
-        for rank, held in enumerate(self._from_all(mine)):
-            for manifest, names in held:
-                key = manifest.step, tuple(manifest.files)
-                manifests[key] = manifest
-                having = holders.setdefault(key, defaultdict(list))
+        _, (note, *_) = self._agree(lambda: MemoryNote.read(self._run_dir))
+        if note is None:
+            return None, []
+        _, everyones = self._agree(lambda: _held(self.memory, note.start) if self.leads else ())
+        found: dict[int, Kept] = {}
+        for rank, held in enumerate(everyones):
+            for manifest, names in held or ():
+                kept = found.setdefault(manifest.step, Kept(manifest, defaultdict(list)))
                 for name in names:
-                    having[name].append(rank)
+                    kept.holders[name].append(rank)
         problems: list[str] = []
-        for key in sorted(manifests, reverse=True):
-            missing = [name for name in manifests[key].files if name not in holders[key]]
+        for step, kept in sorted(found.items(), reverse=True):
+            missing = [name for name in kept.manifest.files if name not in kept.holders]
             if not missing:
-                return Kept(manifests[key], holders[key]), problems
-            problems.append(f"step {key[0]} in memory: {missing[0]} is on no machine")
-        if start and not problems:
-            problems.append("nothing is left of what the run had in memory")
-        return None, problems
+                return kept, problems
+            problems.append(f"step {step} in memory: {missing[0]} is on no machine")
+        return None, problems or ["nothing is left of what the run had in memory"]
 
     def fetch(self, kept: Kept) -> tuple[Path, str | None]:
         """This machine's folder of the checkpoint, with all files; or a problem of a rank."""
         manifest, moves = kept.manifest, missing_files(kept, self.machines)
-        coming = [move for move in moves if move.target == dist.get_rank()]
-        partial = self.memory.partial(manifest.step)
-        folder = partial if coming else self.memory.path_of(manifest)
-        problem, _ = self._agree(lambda: self._prepare(kept, coming) if coming else None)
-        if problem is None:
-            problem, _ = self._agree(lambda: transfer(moves, folder, self._group, at_once=1))
+        coming = [move.name for move in moves if move.target == dist.get_rank()]
+        self.memory.newest = final = self.memory.path_of(manifest)
+        folder = self.memory.partial(manifest.step) if coming else final
+        problem, _ = self._agree(lambda: self._prepare(kept, folder) if coming else None)
+        problem = problem or self._make(moves, folder)
         if problem is None:
             problem, _ = self._agree(
-                lambda: (
-                    self.memory.complete(manifest, [move.name for move in coming])
-                    if coming
-                    else None
-                )
+                lambda: self.memory.complete(manifest, coming) if coming else None
             )
         if problem is not None:
             self.memory.abandon(manifest.step)
-        self.memory.newest = self.memory.path_of(manifest)
-        return self.memory.newest, problem
+        return final, problem
 
-    def _prepare(self, kept: Kept, coming: Sequence[Move]) -> None:
+    def _prepare(self, kept: Kept, folder: Path) -> None:
         """A new folder with the files that this machine has."""
-        folder, step = self.memory.folder, kept.manifest.step
-        needed = sum(move.size for move in coming)
-        if needed > (free := _room(folder)):
-            raise OSError(f"{folder} has {free:,} bytes left, the state needs {needed:,} more")
-        self.memory.abandon(step)
-        self.memory.partial(step).mkdir()
+        self.memory.abandon(kept.manifest.step)
+        folder.mkdir()
         for name, holders in kept.holders.items():
             if dist.get_rank() in holders:
-                path = self.memory.path_of(kept.manifest) / name
-                os.link(path, self.memory.partial(step) / name)
+                os.link(self.memory.path_of(kept.manifest) / name, folder / name)
 
     def forget(self, after: int = 0) -> None:
         """Remove what is newer than this step; of 0, all that the run has in memory."""
@@ -240,18 +222,14 @@ def partners(machines: Sequence[Sequence[int]]) -> dict[int, int]:
     }
 
 
-def _identity(folder: Path) -> tuple[Any, str]:
-    """What only ranks that share this folder have in common; or None, and the problem."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{folder} is a link, or another user's")
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written")
-        return (_BOOT.read_text(), status.st_dev, status.st_ino), ""
-    except OSError as error:
-        return None, str(error)
+def _place(folder: Path, run_dir: Path) -> Any:
+    """What only ranks that share this folder, which they hold, have in common. Raises OSError
+    for a folder that cannot be used."""
+    if (system := file_system(folder.resolve())) != "tmpfs":
+        raise OSError(f"{folder.parent} is not on a tmpfs, but on {system}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = os.fstat(hold(folder, run_dir))
+    return _BOOT.read_text(), status.st_dev, status.st_ino
 
 
 def _room(folder: Path) -> float:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -40,6 +41,8 @@ from toolkit.system.failpoints import failpoint
 
 WRITING_TIMEOUT = timedelta(days=1)
 """How long a rank that has written its file waits for the slowest."""
+LISTEN_S = 0.5
+"""How often one that waits for a save reports its progress."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Saver:
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
+        self._done = 0
+        """Bytes of all saves that were written, or went to or came from other machines."""
         self._pinning: Future[None] | None = None
 
     @property
@@ -127,13 +132,21 @@ class Saver:
         if not self.asynchronous:
             self._in_flight.exception()  # waits
 
-    def finished(self, *, wait: bool = False) -> Saved | None:
+    def finished(
+        self, *, wait: bool = False, tick: Callable[[int], object] | None = None
+    ) -> Saved | None:
         """The outcome of the save in flight, once; None while it runs or without one.
 
-        Unless it waits, ranks see it at different times.
+        Unless it waits, ranks see it at different times. While it waits, `tick` gets the bytes
+        that were done since the last call.
         """
         if self._in_flight is None or not (wait or self._in_flight.done()):
             return None
+        told = self._done
+        while tick is not None and wait_for([self._in_flight], LISTEN_S).not_done:
+            if (done := self._done) > told:
+                tick(done - told)
+            told = done
         saved = self._in_flight.result()
         self._in_flight = None
         return saved
@@ -195,7 +208,7 @@ class Saver:
         digest = hashlib.sha256() if self.hashes else None
         failpoint("checkpoint.write")
         try:
-            write_file(folder / name, entries, digest)
+            write_file(folder / name, [one.telling(self._tick) for one in entries], digest)
         except OSError:
             # Other ranks may write for minutes: leave space for the run's other files.
             (folder / name).unlink(missing_ok=True)
@@ -210,6 +223,9 @@ class Saver:
             for inner in {(folder / path).parent for path in companions}:
                 sync_folder(inner)
         return records
+
+    def _tick(self, nbytes: int) -> None:
+        self._done += nbytes
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
         """Run `action` on every rank; the first rank's problem, and what all returned."""

@@ -1,11 +1,12 @@
-"""Files that go from the memory of one machine to that of another, over a gloo group."""
+"""Files that go from the memory of one machine to that of another, over a gloo group.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+They are mapped: gloo reads and writes the pages of the tmpfs.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,68 +27,43 @@ class Move:
     target: int
 
 
-class _End:
-    """One rank's end of a move. It continues when its file does not: the other end waits."""
-
-    def __init__(self, move: Move, tag: int, folder: Path, files: ExitStack) -> None:
-        self.size = move.size
-        self.problem: OSError | None = None
-        self._sends = dist.get_rank() == move.source
-        self._peer = move.target if self._sends else move.source
-        self._tag = tag
-        try:
-            opened = FileIO(folder / move.name, "rb" if self._sends else "wb")
-            self._file = files.enter_context(opened)
-        except OSError as error:
-            self.problem = error
-
-    def begin(self, start: int, group: dist.ProcessGroup | None) -> tuple["_End", Tensor, Any]:
-        """Begin to send or receive the piece from byte `start` on."""
-        piece = torch.empty(min(PIECE, self.size - start), dtype=torch.uint8)
-        if not self._sends:
-            return self, piece, dist.irecv(piece, self._peer, group, self._tag)
-        self._do(piece, write=False)
-        return self, piece, dist.isend(piece, self._peer, group, self._tag)
-
-    def end(self, piece: Tensor) -> None:
-        """End what `begin` began, which has arrived."""
-        if not self._sends:
-            self._do(piece, write=True)
-
-    def _do(self, piece: Tensor, *, write: bool) -> None:
-        """Read or write all of a piece, unless there was a problem before."""
-        left = memoryview(piece.numpy().data)
-        try:
-            while left and self.problem is None:
-                done = self._file.write(left) if write else self._file.readinto(left)
-                if not done:
-                    raise OSError(f"{self._file.name} is shorter than it was")
-                left = left[done:]
-        except OSError as error:
-            self.problem = error
+def open_files(moves: Sequence[Move], folder: Path) -> dict[int, Tensor]:
+    """This rank's files in its `folder`, uint8 [size], by the number of the move. Raises
+    OSError, also where a new one has no room: whoever writes to a mapped one is killed then."""
+    files, rank = {}, dist.get_rank()
+    for number, move in enumerate(moves):
+        path = folder / move.name
+        if rank == move.target:
+            with path.open("wb") as new:
+                os.posix_fallocate(new.fileno(), 0, move.size)
+        if rank in (move.source, move.target):
+            if path.stat().st_size != move.size:
+                raise OSError(f"{path} is shorter than it was")
+            mapped = torch.from_file(str(path), shared=True, size=move.size, dtype=torch.uint8)
+            files[number] = mapped
+    return files
 
 
 def transfer(
-    moves: Sequence[Move], folder: Path, group: dist.ProcessGroup | None, at_once: int
+    moves: Sequence[Move],
+    files: Mapping[int, Tensor],
+    group: dist.ProcessGroup | None,
+    tick: Callable[[int], None],
 ) -> None:
-    """Make these moves, of which every rank of the group names the same, piece by piece:
-    `at_once` of them, in their order.
+    """Make these moves, of which every rank of the group names the same, piece by piece.
 
-    `folder` is this rank's. Raises OSError after the last piece if a file of this rank failed.
+    `tick` gets the size of each piece when all ranks have theirs: one with small files hears
+    that a large one is on its way.
     """
-    problems = []
-    for first in range(0, len(moves), at_once):
-        with ExitStack() as files:
-            mine = [
-                _End(move, tag, folder, files)
-                for tag, move in enumerate(moves[first : first + at_once])
-                if dist.get_rank() in (move.source, move.target)
-            ]
-            for start in range(0, max((end.size for end in mine), default=0), PIECE):
-                begun = [end.begin(start, group) for end in mine if start < end.size]
-                for end, piece, request in begun:
-                    request.wait()
-                    end.end(piece)
-        problems += [end.problem for end in mine if end.problem is not None]
-    if problems:
-        raise problems[0]
+    for start in range(0, max((move.size for move in moves), default=0), PIECE):
+        begun = []
+        for number, file in files.items():
+            move, piece = moves[number], file[start : start + PIECE]
+            if dist.get_rank() == move.source and len(piece):
+                begun.append(dist.isend(piece, move.target, group, number))
+            elif len(piece):
+                begun.append(dist.irecv(piece, move.source, group, number))
+        for request in begun:
+            request.wait()
+        dist.barrier(group)
+        tick(PIECE)

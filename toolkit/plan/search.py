@@ -70,7 +70,7 @@ class Candidate(NamedTuple):
     states_gib: float
     """Of that, weights, gradients and optimizer states."""
     host_gib: float
-    """Host memory of one node for offload."""
+    """Host memory of one node for offload, and checkpoints in memory."""
     nvme_gib: float
     """Disk space of one node for offload."""
     step_s: float | None
@@ -163,7 +163,7 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
-    if places != ("none", "none") or layout.offload_activations:
+    if places != ("none", "none") or layout.offload_activations or workload.kept_bytes:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
     states, capacity = memory.model_states / GIB, fullest.cluster.gpu.memory_gib

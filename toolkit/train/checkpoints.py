@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -17,7 +18,6 @@ from toolkit.checkpoint.resume import (
     Found,
     check_shared_disk,
     find_newest,
-    newest_step,
     require_whole,
 )
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
@@ -49,6 +49,7 @@ from toolkit.train.memory import GB, RunMemory
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
 
+_VERIFYING = "verifying the checkpoint"
 _EXPORTED = (
     "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
     "without --merged, and adapter.folder: DST"
@@ -116,15 +117,21 @@ class RunCheckpoints:
         if (section := self.assignment.recipe.checkpoint.memory) is not None:
             asynchronous = self.saver.asynchronous
             memory = MemorySaver(self.directory.path, section.folder, asynchronous=asynchronous)
-            self.memory = RunMemory(memory, section.every_steps, self._warn)
-            memory.check_room(self._state_bytes(config))
+            self.memory = RunMemory(memory, section.every_steps, phases, self._warn)
+            recipe, shapes = self.assignment.recipe, self._shapes(config)
+            memory.check_room(state_bytes(shapes, recipe.model.freeze, recipe.optimizer.name))
         elif self.leader and self.directory.memory.exists():
             self._warn(
                 "checkpoint.memory is off: what the run has in memory is not used; remove "
                 f"dmt-{self.directory.path.name}-… from it on every machine"
             )
             self.directory.memory.unlink()
-        found = self._find_newest(phases)
+        found = find_newest(
+            self.store,
+            expected=any(e.get("kind") == "save" for e in read_events(self.directory.events)),
+            verifying=partial(phases.begin, _VERIFYING),
+            elsewhere=() if self.memory is None else self.memory.candidates(),
+        )
         if found is None:
             return None
         for reason in found.skipped:
@@ -132,38 +139,6 @@ class RunCheckpoints:
         self._found, self._saved = found, SavedState(found.folder)
         self._check_same_run(found, config)
         return found
-
-    def _find_newest(self, phases: Phases) -> Found | None:
-        """The newest checkpoint, in memory if that is newer than those on storage."""
-        kept = None if self.memory is None else self.memory.newest()
-        stored = newest_step(self.store)
-        if self.memory is not None and kept is not None and kept.manifest.step > stored:
-            phases.begin("collecting the state from memory")
-            if (found := self.memory.fetch(kept)) is not None:
-                return found
-            kept = None
-        began_before = any(e.get("kind") == "save" for e in read_events(self.directory.events))
-        try:
-            found = find_newest(
-                self.store,
-                expected=began_before,
-                verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
-            )
-        except CheckpointError as error:
-            older = self.memory.fetch(kept) if self.memory is not None and kept else None
-            if older is None:
-                raise
-            self._warn(error.message)
-            return older
-        step = 0 if found is None else found.manifest.step
-        if self.memory is not None and kept is not None and kept.manifest.step > step:
-            return self.memory.fetch(kept) or found
-        return found
-
-    def _state_bytes(self, config: PretrainedConfig) -> int:
-        """Bytes of a checkpoint's tensors."""
-        recipe, shapes = self.assignment.recipe, self._shapes(config)
-        return state_bytes(shapes, recipe.model.freeze, recipe.optimizer.name)
 
     @property
     def in_memory(self) -> bool:
@@ -243,11 +218,7 @@ class RunCheckpoints:
         start = model.checkpoint
         if start is None:
             return None
-        saved = SavedState(
-            require_whole(
-                Path(start), lambda nbytes: phases.begin("verifying the checkpoint", nbytes)
-            )
-        )
+        saved = SavedState(require_whole(Path(start), partial(phases.begin, _VERIFYING)))
         if Manifest.read(saved.folder).adapter is not None:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
@@ -317,16 +288,15 @@ class RunCheckpoints:
             self._warn(f"{folder}, the best checkpoint, is not exported: {problems[0]}")
         return last
 
-    def take(self, found: Found) -> Progress:
+    def take(self, found: Found) -> None:
         """Continue after a checkpoint from which nothing is loaded: all steps are done."""
         assert self._saved is not None, "found"
         self._saved.close()
         self.saved_at = found.manifest.step
         self._forget()
         self.load_s = 0.0
-        return _progress(found.manifest)
 
-    def load(self, engine: Engine, found: Found, phases: Phases) -> Progress:
+    def load(self, engine: Engine, found: Found, phases: Phases) -> None:
         """Load the rest of the state into the engine, which was built with the saved
         weights."""
         assert self._saved is not None, "found"
@@ -349,7 +319,6 @@ class RunCheckpoints:
         if self.leader:
             self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
-        return _progress(manifest)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B continue the same run, even if its own file was lost."""
@@ -482,13 +451,3 @@ class RunCheckpoints:
             return str(checked(MAPPING, state)["run_id"])
         except (OSError, ValueError, KeyError):
             return None
-
-
-def _progress(manifest: Manifest) -> Progress:
-    return Progress(
-        manifest.step,
-        manifest.consumed_samples,
-        manifest.recent_losses,
-        manifest.consumed_tokens,
-        manifest.validation,
-    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from toolkit.batch import MicroBatch
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.data.batches import GlobalBatches
 from toolkit.engines.base import Engine, StepResult
@@ -42,11 +43,11 @@ class Progress:
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     """Of the validations done, as far as steps to come depend on them."""
 
-    def continue_at(self, other: "Progress") -> None:
+    def continue_at(self, saved: Manifest) -> None:
         """Take the progress of a checkpoint."""
-        self.step, self.consumed_samples = other.step, other.consumed_samples
-        self.recent_losses, self.consumed_tokens = other.recent_losses, other.consumed_tokens
-        self.validation = other.validation
+        self.step, self.consumed_samples = saved.step, saved.consumed_samples
+        self.recent_losses, self.consumed_tokens = saved.recent_losses, saved.consumed_tokens
+        self.validation = saved.validation
 
     def advance(self, result: StepResult, samples: int, tokens: int) -> None:
         """Advance by one step, skipped or not."""

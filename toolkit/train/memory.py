@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.memory_saver import Kept, MemorySaver
-from toolkit.checkpoint.resume import Found
+from toolkit.checkpoint.resume import Candidate, Found
 from toolkit.checkpoint.shards import StateShard
+from toolkit.train.phases import Phases
 
 GB = 1e9
 
@@ -14,23 +16,27 @@ GB = 1e9
 class RunMemory:
     """Saves into memory when due. Collective, except `tell` without `wait`."""
 
-    def __init__(self, saver: MemorySaver, every: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, saver: MemorySaver, every: int, phases: Phases, warn: Callable[[str], None]
+    ) -> None:
         self.saver = saver
         self.every = every
+        self._phases = phases
         self._warn = warn
         self._failed = False
         """The last save failed, which is reported once."""
         self._saves, self._bytes, self._stall_s = 0, 0, 0.0
 
-    def newest(self) -> Kept | None:
+    def candidates(self) -> list[Candidate]:
         """The newest checkpoint in memory; warns of newer ones of which a part is lost."""
         kept, problems = self.saver.newest()
         for problem in problems:
             self._warn(problem)
-        return kept
+        return [] if kept is None else [(kept.manifest.step, partial(self._fetch, kept))]
 
-    def fetch(self, kept: Kept) -> Found | None:
+    def _fetch(self, kept: Kept) -> Found | None:
         """The checkpoint, complete on this machine; None, with a warning, if it cannot be."""
+        self._phases.begin("collecting the state from memory")
         folder, problem = self.saver.fetch(kept)
         if problem is None:
             return Found(folder, kept.manifest, ())
@@ -38,16 +44,17 @@ class RunMemory:
         return None
 
     def save(self, manifest: Manifest, state: Iterable[StateShard]) -> None:
-        """Start saving."""
-        self.tell(wait=True)
+        """Start saving; the outcome of the save before was taken."""
         began = time.monotonic()
         self.saver.save(manifest, state, {})
         self._stall_s += time.monotonic() - began
 
     def tell(self, *, wait: bool = False) -> None:
-        """Take the outcome of the save in flight, if there is one."""
+        """Take the outcome of the save in flight, if there is one. Waiting is a phase, in which
+        the watchdog hears what is written and sent."""
         began = time.monotonic()
-        saved = self.saver.finished(wait=wait)
+        tick = self._phases.begin("waiting for the save into memory") if wait else None
+        saved = self.saver.finished(wait=wait, tick=tick)
         self._stall_s += time.monotonic() - began
         if saved is None:
             return

@@ -173,7 +173,6 @@ class Observer:
         The step counts when the one before is safe in memory, if it is kept there.
         """
         if self.checkpoints.memory is not None:
-            self.start.phases.begin("waiting for the save into memory")
             self.checkpoints.memory.tell(wait=True)
         self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
         length = self._lengths.stage_of(progress.step - 1).sequence_length

@@ -53,7 +53,8 @@ def work(start: Start) -> None:
     checkpoints = _checkpoints(start, config, data)
     found = start.together.run(lambda: checkpoints.find(config, start.phases))
     if found and start.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
-        start.progress.continue_at(checkpoints.take(found))
+        checkpoints.take(found)
+        start.progress.continue_at(found.manifest)
         _watch(start, steps, checkpoints)
         _close(start, checkpoints, None)
     else:
@@ -188,8 +189,8 @@ def _counted_weights(
 
 def _resume(start: Start, checkpoints: RunCheckpoints, engine: Engine, found: Found) -> None:
     """Load optimizer states and progress."""
-    progress = start.together.run(lambda: checkpoints.load(engine, found, start.phases))
-    start.progress.continue_at(progress)
+    start.together.run(lambda: checkpoints.load(engine, found, start.phases))
+    start.progress.continue_at(found.manifest)
 
 
 def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | None:

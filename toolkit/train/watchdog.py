@@ -206,7 +206,8 @@ class Watchdog:
 
     def hear(self, doing: str) -> None:
         """Mark a phase of `Phases.begin`. Ranks that wait for rank 0, which is watched itself,
-        have no limit."""
+        have no limit. Of progress in it, ranks have different amounts: it is not counted."""
+        self._mine.marks -= doing == self._mine.doing
         self.mark(doing, self._mine.step)
         self._waiting = doing == WAITING and self._mine.rank != 0
 
