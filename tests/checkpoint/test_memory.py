@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -20,9 +21,16 @@ from tests.checkpoint.conftest import MANIFEST
 from tests.checkpoint.saving_ranks import hash_of, part_of_the_state, train_step
 from tests.disks import make_room, small_file_system
 from tests.forked import ForkedRanks
-from tests.processes import HANG_S
-from toolkit.checkpoint import memory_saver
-from toolkit.checkpoint.memory import newest_kept
+from tests.processes import HANG_S, wait_until
+from toolkit.checkpoint import memory_saver, saver, transfer
+from toolkit.checkpoint.memory import (
+    SHARED_MEMORY,
+    MemoryNote,
+    folder_of,
+    hold,
+    newest_kept,
+    remove_unneeded,
+)
 from toolkit.checkpoint.memory_saver import MemorySaver
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import QUANTITIES
@@ -41,6 +49,13 @@ OWN = ["exchange", "exchanged", "manifest", "renamed"]
 @pytest.fixture(autouse=True)
 def single_rank() -> None:
     """The ranks are processes of their own here."""
+
+
+@pytest.fixture(name="tmp_path")
+def folder_in_memory() -> Iterator[Path]:
+    """Run directory and machines; on a tmpfs, as nothing else is accepted."""
+    with TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        yield Path(folder)
 
 
 @dataclass(frozen=True)
@@ -117,9 +132,10 @@ def _train(saver: MemorySaver, start: Start, rank: int) -> Told:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def undisturbed() -> list[str]:
     """Each rank's state at the end of a run without a fault."""
-    codes, told = run(Start(tmp_path_factory.mktemp("undisturbed")))
+    with TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        codes, told = run(Start(Path(folder)))
     assert codes == [0, 0]
     return [rank.state for rank in told]
 
@@ -252,12 +268,63 @@ def _refused(folder: Path) -> int:
     return 0
 
 
-def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
+def test_folders_that_are_not_used(tmp_path: Path) -> None:
     """Names in /dev/shm are known to other users, and what is outdated is removed there."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert memory_saver._identity(tmp_path / "mine")[1] == ""
-    assert memory_saver._identity(tmp_path / "link")[1].endswith("is a link, or another user's")
+    assert memory_saver._place(tmp_path / "mine", tmp_path)
+    with pytest.raises(OSError, match="Not a directory"):
+        memory_saver._place(tmp_path / "link", tmp_path)
+    with pytest.raises(OSError, match="/proc/self is not on a tmpfs, but on proc"):
+        memory_saver._place(Path("/proc/self/kept"), tmp_path)
+
+
+def test_what_no_run_needs_is_removed(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("finished", "failed", "live", "removed", "away")]
+    folders = {run.name: folder_of(run, str(tmp_path / "memory")) for run in runs}
+    unmounted = tmp_path / "unmounted" / "run"
+    folders["unmounted"] = folder_of(unmounted, str(tmp_path / "memory"))
+    for run in [*runs, unmounted]:
+        folders[run.name if run in runs else "unmounted"].mkdir(parents=True)
+    for run in runs[:3]:
+        run.mkdir()
+    MemoryNote("0" * 12, None).write(tmp_path / "failed")
+    held = [
+        hold(folder, unmounted if name == "unmounted" else tmp_path / name)
+        for name, folder in folders.items()
+    ]
+    away = folders["away"].rename(f"{folders['away']}-of-another-host")
+    for name, descriptor in zip(folders, held, strict=True):
+        if name != "live":
+            os.close(descriptor)
+    remove_unneeded(tmp_path / "memory")
+    left = {folders[name] for name in ("failed", "live", "unmounted")} | {away}
+    assert {*(tmp_path / "memory").iterdir()} == left
+
+
+def test_a_slow_save_is_heard_on_every_rank(tmp_path: Path) -> None:
+    """Rank 1 is stopped before it writes until rank 0, which has, reports that."""
+    ranks = ForkedRanks(
+        _heard, [tmp_path], 2, tmp_path, {"DMT_FAILPOINTS": "checkpoint.write=stop@rank1"}
+    )
+    wait_until((tmp_path / "heard").exists, "the progress of rank 0", ranks.printed)
+    ranks.ranks()[1].resume()
+    assert ranks.end() == [0, 0]
+
+
+def _heard(folder: Path) -> int:
+    """Of the ranks' files, rank 1's is much larger."""
+    rank = join(timedelta(seconds=HANG_S)).rank
+    saver.LISTEN_S, transfer.PIECE = 0.01, 1 << 16
+    memory = MemorySaver(folder, str(folder / f"machine-{rank}"), asynchronous=True)
+    memory.save(MANIFEST, [part_of_the_state(rank, 2, 20_000 if rank else 5)], {})
+    outcome = memory.finished(wait=True, tick=lambda _: (folder / "heard").touch())
+    assert outcome is not None and outcome.problem is None
+    sizes = [file.size for file in outcome.manifest.files.values()]
+    assert memory._done >= max(sizes) > 5 * transfer.PIECE > 50 * min(sizes)
+    memory.close()
+    dist.barrier()
+    return 0
 
 
 def test_a_note_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:

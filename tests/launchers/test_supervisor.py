@@ -101,6 +101,15 @@ def test_progress_renews_the_restarts(tmp_path):
     ]
 
 
+def test_progress_in_the_memory_of_other_machines_renews_the_restarts(tmp_path):
+    """It shows where the next start continues."""
+    line = """'{"kind": "start", "step": %d}' % min(5 * starts, 15) + chr(10)"""
+    does = f"(run / 'events.jsonl').open('a').write({line}); sys.exit(1)"
+    code, _, events = run_to_end(tmp_path, does, 1)
+    restarts = [event["from_step"] for event in events if event["kind"] == "restart"]
+    assert (code, restarts) == (4, [5, 10, 15])
+
+
 def test_half_a_checkpoint_is_no_progress(tmp_path):
     does = "(run / 'checkpoints' / f'step-{starts:08}').mkdir(parents=True); sys.exit(1)"
     code, _, events = run_to_end(tmp_path, does, 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.making import optimizer_of
+from tests.plan.making import optimizer_of, recipe
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
@@ -23,6 +23,9 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.planner import explore
+from toolkit.plan.search import search
+from toolkit.recipe.schema import MemorySection
 from toolkit.text.units import GIB
 
 SHAPE = {
@@ -441,6 +444,23 @@ def test_bf16_states_moves_states_to_the_node() -> None:
     everything = replace(away, zero_stage=3, offload_parameters="cpu")
     assert peak_memory(fsdp, everything).model_states == 0
     assert host_bytes(fsdp, everything, 8) == pytest.approx(16 * total / 2)
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("adapter", [{}, {"adapter__rank": 4, "adapter__alpha": 8}])
+def test_checkpoints_in_memory_need_room_on_the_host(
+    nodes: int, copies: int, adapter: dict[str, int]
+) -> None:
+    """Two steps; between nodes, each with a copy."""
+    wanted = recipe(cluster__nodes=nodes, cluster__gpus_per_node=2, **adapter)
+    found = explore(wanted)
+    assert found.best.host_gib == 0
+    memory = wanted.checkpoint.model_copy(update={"memory": MemorySection()})
+    kept = explore(wanted.model_copy(update={"checkpoint": memory}))
+    assert found.job.spec.trainable == (found.job.spec.total if not adapter else 1_792 * 2)
+    saved = 12 * found.job.spec.trainable
+    assert kept.best.host_gib * GIB == pytest.approx(2 * copies * saved / nodes)
+    assert search(kept.job, replace(kept.cluster, host_memory_gib=1e-6)).fits is False
 
 
 def parts(memory: Memory) -> float:
