@@ -1,11 +1,12 @@
 """One rank of the watchdog test: `watched_rank.py RUN_DIR LIMIT_S GRACE_S BEHAVIOUR@RANK`.
 
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
-rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs before the others'
-step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the
-limit, twice), `lock` (sleeps in C and keeps the interpreter's lock), `disk` (hangs, and so does
-what it writes heartbeats to), `broken` (hangs, and finding out why fails). `wait`: all wait
-for 1.3 times the limit, and say so. `compile`: its first step takes 1.5 times the limit.
+rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hears of more progress than
+the others, and hangs before their step begins), `signal` (gets SIGTERM and never leaves),
+`slow` (takes a third of the limit, twice), `lock` (sleeps in C and keeps the interpreter's
+lock), `disk` (hangs, and so does what it writes heartbeats to), `broken` (hangs, and finding
+out why fails). `wait`: all wait for 1.3 times the limit, and say so. `compile`: its first step
+takes 1.5 times the limit.
 """
 
 import ctypes
@@ -76,8 +77,11 @@ with (
                 if rank == 0:
                     watchdog.hear("exporting")
                 time.sleep(0.1 * limit_s)
-        if step == 4 and behaviour == "behind" and rank == int(chosen):
-            misbehave()
+        if step == 4 and behaviour == "behind":
+            for _ in range(9 if rank == int(chosen) else 1):
+                watchdog.hear("waiting for a save")
+            if rank == int(chosen):
+                misbehave()
         watchdog.mark(f"step {step + 1}", step)
         if step == 0 and behaviour == "compile" and rank == int(chosen):
             time.sleep(1.5 * limit_s)
