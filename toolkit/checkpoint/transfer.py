@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def transfer(
     that a large one is on its way.
     """
     for start in range(0, max((move.size for move in moves), default=0), PIECE):
-        begun = []
+        begun: list[Any] = []
         for number, file in files.items():
             move, piece = moves[number], file[start : start + PIECE]
             if dist.get_rank() == move.source and len(piece):
