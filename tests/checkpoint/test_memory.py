@@ -162,8 +162,8 @@ def test_a_kill_in_the_third_save(
     codes, told = run(start)
     assert codes == [0, 0]
     # After a rename on either machine, all files are on it; both rename at about one time.
-    possible = dict.fromkeys(["exchanged", "hashed", "manifest"], {2, 3})
-    possible |= dict.fromkeys(["renamed", "latest"], {3})
+    possible = {"exchanged": {2, 3}, "hashed": {2, 3}, "manifest": {2, 3}}
+    possible |= {"renamed": {3}, "latest": {3}}
     assert {mine.resumed_at for mine in told} <= possible.get(phase, {2})
     assert [mine.state for mine in told] == undisturbed
     assert not list(tmp_path.glob("machine-*/*/*.tmp"))
