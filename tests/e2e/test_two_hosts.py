@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.elastic_run import SETTINGS, ElasticRun, elastic_run
+from tests.e2e.elastic_run import IN_MEMORY, SETTINGS, ElasticRun, elastic_run
 from tests.e2e.product import Command, checkpoints, curve, events, steps_logged
 from tests.e2e.two_hosts import HOSTS, NEEDS, THIRD, TwoHosts, two_hosts
 
@@ -160,8 +160,14 @@ def test_a_host_is_cut_off_and_another_joins(
 def test_a_spare_replaces_a_killed_host(
     hosts: TwoHosts, project: Project, sixty_steps: dict[int, float]
 ) -> None:
-    """It waits until then, and the run stays as large as it was."""
-    changes = {**SIXTY, "launch.elastic": "{min_nodes: 2, max_nodes: 2}", "launch.spares": 1}
+    """It waits until then. The state comes from the memory of the machine that is left: that of
+    the other one is gone, and the run has no checkpoint on storage."""
+    changes = {
+        **SIXTY,
+        **IN_MEMORY,
+        "launch.elastic": "{min_nodes: 2, max_nodes: 2}",
+        "launch.spares": 1,
+    }
     with elastic_run(hosts, project, "spare", HOSTS[0]) as run:
         for host in (*HOSTS, THIRD):
             run.join(host, changes)
@@ -169,10 +175,16 @@ def test_a_spare_replaces_a_killed_host(
         lost = next(host for host in (*HOSTS[1:], THIRD) if run.commands[host].ranks())
         spare = next(host for host in (*HOSTS[1:], THIRD) if host != lost)
         run.wait_for(lambda: run.has_met(spare), "the spare")
+        assert not checkpoints(run.run_dir)
         hosts.kill_all(lost)
+        run.forget_memory(lost)
         assert [run.end(host).code for host in (HOSTS[0], spare)] == [0, 0]
     assert run.losses == sixty_steps
     assert resized(run) == [(2, 2)]
+    (resume,) = events(run.run_dir, "resume")
+    assert resume["dropped_metrics_lines"] <= 1
+    (load,) = events(run.run_dir, "load")
+    assert load["source"] == "memory"
 
 
 @pytest.mark.soak
