@@ -2,8 +2,8 @@
 
 Every trial starts on two hosts (network namespaces, one rank each). After a random step one is
 cut off its network; after a later random step a third one joins. In half of the trials the
-machines meet on the second host, and the first one is cut, which has rank 0. In half of them the
-state is saved in memory alone (`checkpoint.memory`), in the others on storage. Steps are so
+machines meet on the second host, and the first one is cut, which has rank 0. In half of them
+the state is saved in memory alone (`checkpoint.memory`), in the others on storage. Steps are so
 short that the run is stopped (SIGSTOP) while the third host starts. Compared are the losses of
 all steps with those of a run that nothing happens to. Idle is the time between the last step on
 the hosts before and the first step on the hosts after.
@@ -81,7 +81,7 @@ def trial(
         "resized": [f"{one['from']} to {one['to']}" for one in resized],
         "repeated_steps": repeated,
         "largest_relative_difference": max(differences, default=None),
-        "idle_s": [round(run.idle_s(one), 2) for one in resized],
+        "idle_s": [run.idle_s(one) for one in resized],
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -89,7 +89,11 @@ def trial(
 def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
     """Of all trials."""
     idle = {
-        event: sorted(one["idle_s"][number] for one in trials if one["finished"])
+        event: sorted(
+            one["idle_s"][number]
+            for one in trials
+            if one["finished"] and one["idle_s"][number] is not None
+        )
         for number, event in enumerate(("cut", "join"))
     }
     return {

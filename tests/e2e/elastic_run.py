@@ -129,11 +129,13 @@ class ElasticRun:
         """Wait for the end there."""
         return self.commands[host].end()
 
-    def idle_s(self, resize: Mapping[str, Any]) -> float:
-        """Seconds between the last step before this event and the first one after it."""
+    def idle_s(self, resize: Mapping[str, Any]) -> float | None:
+        """Seconds between the last step before this event and the first one after it; None if
+        the last step of the run was before it."""
         at = datetime.fromisoformat(resize["time"]).timestamp()
         before = max(when for when, _ in self.seen if when < at)
-        return min(when for when, _ in self.seen if when >= at) - before
+        after = min((when for when, _ in self.seen if when >= at), default=None)
+        return None if after is None else round(after - before, 2)
 
     def look(self) -> None:
         """Note what was logged, until the end."""
