@@ -1,10 +1,12 @@
 """DiLoCo's outer loop against synchronous data parallel: validation loss and bytes.
 
-`recipes/tiny/llama-bytes.yaml`, 400 steps: one synchronous run, and four replicas that exchange
-weights every 20 steps (`parallel.outer`, its defaults), in fp32, with `compress: int8` and with
-`overlap: delayed`. Every replica is one process, all on this machine. The settings of the
-inner optimizer are the recipe's; only the steps, logging and the learning rates stated below
-differ.
+`recipes/tiny/llama-bytes.yaml`, 400 steps: synchronous runs, and four replicas that exchange
+weights every 20 steps (`parallel.outer`), in fp32, with `compress: int8` and with `overlap:
+delayed`. Each replica trains the recipe's batch of 16 per step, as the replicas of DiLoCo's
+paper do: four times the samples of the recipe's synchronous run, in the same number of steps.
+So there is a synchronous run with a batch of 64, too, which trains the same samples; and
+replicas with a batch of 4, which train the same samples as the recipe's run. Every replica is
+one process, all on this machine. Settings of the inner optimizer are the recipe's.
 
 Bytes are those that the holder counted on its sockets, both directions, first weights included.
 Replica 0 is at the holder's site; what the other three exchange with it crosses the links
@@ -30,24 +32,34 @@ COMMON = (
     "cluster.gpus_per_node=1",
     "training.micro_batch_size=4",
     "evaluation.every_steps=100",
-    "evaluation.batches=16",
     "checkpoint.every_steps=100",
     "checkpoint.export=false",
     "logging.every_steps=20",
     "logging.wandb=null",
 )
 OUTER: dict[str, Any] = {"replicas": REPLICAS, "every_steps": EVERY}
-RUNS: dict[str, dict[str, Any] | None] = {
-    "synchronous": None,
-    "outer": OUTER,
-    "outer, int8": {**OUTER, "compress": "int8"},
-    "outer, delayed": {**OUTER, "overlap": "delayed"},
+AVERAGE: dict[str, Any] = {**OUTER, "optimizer": "average"}
+VALIDATION = 1024
+"""Samples."""
+RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "synchronous": (16, None),
+    "synchronous, batch 64": (64, None),
+    "nesterov": (64, OUTER),
+    "average": (64, AVERAGE),
+    "average, int8": (64, {**AVERAGE, "compress": "int8"}),
+    "average, delayed": (64, {**AVERAGE, "overlap": "delayed"}),
+    "average, batch 16": (16, AVERAGE),
 }
 
 
-def launch(folder: Path, outer: dict[str, Any] | None) -> None:
+def launch(folder: Path, batch: int, outer: dict[str, Any] | None) -> None:
     """Train one of the runs, unless it is there."""
-    settings = [*COMMON, *([f"parallel.outer={json.dumps(outer)}"] if outer else ())]
+    settings = [
+        *COMMON,
+        f"training.global_batch_size={batch}",
+        f"evaluation.batches={VALIDATION // batch}",
+        *([f"parallel.outer={json.dumps(outer)}"] if outer else ()),
+    ]
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "toolkit.cli.main", "launch", RECIPE, *words]
     subprocess.run([*command, "--run-dir", str(folder)], check=True, stdout=sys.stderr)
@@ -89,10 +101,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="for the runs")
     folder = parser.parse_args().folder
     found = {}
-    for name, outer in RUNS.items():
-        place = folder / name.replace(", ", "-")
-        launch(place, outer)
-        found[name] = measured(place, outer)
+    for name, (batch, outer) in RUNS.items():
+        place = folder / name.replace(", ", "-").replace(" ", "-")
+        launch(place, batch, outer)
+        found[name] = {"batch": batch, **measured(place, outer)}
     plain = found["synchronous"]["validation"][STEPS]
     for name, one in found.items():
         one["validation_over_synchronous"] = one["validation"][STEPS] / plain
