@@ -43,12 +43,12 @@ VALIDATION = 1024
 """Samples."""
 RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "synchronous": (16, None),
-    "synchronous, batch 64": (64, None),
-    "nesterov": (64, OUTER),
     "average": (64, AVERAGE),
+    "nesterov": (64, OUTER),
     "average, int8": (64, {**AVERAGE, "compress": "int8"}),
     "average, delayed": (64, {**AVERAGE, "overlap": "delayed"}),
     "average, batch 16": (16, AVERAGE),
+    "synchronous, batch 64": (64, None),
 }
 
 
