@@ -10,9 +10,10 @@ from shutil import rmtree
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import Command, Ended, records
+from tests.e2e.product import Command, Ended, curve, events, records
 from tests.e2e.two_hosts import TwoHosts
 from tests.processes import wait_until
 from toolkit.checkpoint.memory import SHARED_MEMORY
@@ -36,9 +37,27 @@ IN_MEMORY: Mapping[str, object] = {
     "checkpoint.every_steps": 1000,
 }
 """The state is in the memory of the machines alone until the run ends."""
-
+SIXTY: Mapping[str, object] = {"training.steps": 60}
 PORT = 29400
 """Of the meeting point."""
+
+
+def sixty_steps(project: Project) -> dict[int, float]:
+    """The losses of a run that nothing happens to, to compare with."""
+    run_dir = project.folder / "elastic-undisturbed"
+    if not run_dir.exists():
+        project.launch(run_dir.name, {**SETTINGS, **SIXTY, "cluster.gpus_per_node": 2})
+    return {step: pytest.approx(loss, rel=1e-5) for step, (loss, _) in curve(run_dir).items()}
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """The losses of a run by step."""
+    return {step: loss for step, (loss, _) in curve(run_dir).items()}
+
+
+def resized(run_dir: Path) -> list[tuple[int, int]]:
+    """Numbers of ranks before and after, of every change."""
+    return [(event["from"], event["to"]) for event in events(run_dir, "resize")]
 
 
 def _lines(file: Path) -> list[str]:

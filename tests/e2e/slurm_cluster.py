@@ -5,13 +5,17 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from tests.needs import SEARCH_PATH
 from tests.processes import HANG_S, wait_until
 from toolkit.launchers.base import free_port
 
+LOST_S = 30
+"""After which Slurm takes a silent node for lost."""
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 CONF = """\
 ClusterName=test
@@ -31,6 +35,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
+SlurmdTimeout={lost_s}
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -45,9 +50,65 @@ PartitionName=main Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 class Slurm:
     """Commands to the cluster."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, host: str, env: dict[str, str]) -> None:
+        self.nodes = (host, f"{host}-2")
         self.env = env
         """What a user of it has in the environment."""
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *daemon: str) -> subprocess.Popen[bytes]:
+        """Start a daemon, e.g. one of `slurmd`."""
+        with (self._folder / f"{daemon[0]}.out").open("a") as output:
+            process = subprocess.Popen(
+                daemon,
+                env={**os.environ, **self.env},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._running.append(process)
+        return process
+
+    def start_node(self, node: str) -> None:
+        """Start a node's daemon, and wait until jobs can run there."""
+        self.start("slurmd", "-D", "-N", node)
+        wait_until(lambda: node in self.idle(), f"{node} to be idle")
+
+    def lose(self, node: str) -> None:
+        """Kill a node's daemon and all that runs there."""
+        lost = [one for one in psutil.process_iter() if self._runs_on(node, one)]
+        for process in lost:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def _runs_on(self, node: str, process: psutil.Process) -> bool:
+        """Whether a process is a task on a node, the step above it, or the node's daemon."""
+        with suppress(psutil.Error):
+            below = process.children() if process.name() == "slurmstepd" else []
+            for env in (one.environ() for one in (process, *below)):
+                if env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                    daemon = process.cmdline()[-2:] == ["-N", node]
+                    return daemon or env.get("SLURMD_NODENAME") == node
+        return False
+
+    def idle(self) -> set[str]:
+        """Nodes without a job."""
+        done = subprocess.run(
+            ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"],
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+        return set(done.stdout.split())
+
+    def end(self) -> None:
+        """Leave no daemon behind."""
+        for process in reversed(self._running):
+            process.terminate()
+        for process in self._running:
+            process.wait(HANG_S)
 
     def ask(self, *command: str, folder: Path | None = None) -> str:
         """Run a command of a user of the cluster; its output."""
@@ -76,7 +137,8 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     names = {"controller": free_port(), "first": free_port(), "second": free_port()}
     user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, folder=folder, user=user, **names))
+    places = {"host": host, "folder": folder, "lost_s": LOST_S}
+    conf.write_text(CONF.format(user=user, **places, **names))
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
@@ -85,45 +147,16 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     env = {"SLURM_CONF": str(conf), "PATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     options = {"socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
     paths = [f"--{name}={folder / file}" for name, file in options.items()]
-    daemons = (
-        ["munged", "--foreground", "--force", f"--key-file={key}", *paths,
-         f"--seed-file={folder / 'munge.seed'}"],
-        ["slurmctld", "-D"],
-        ["slurmd", "-D", "-N", host],
-        ["slurmd", "-D", "-N", f"{host}-2"],
-    )  # fmt: skip
-    slurm, running = Slurm(env), []
+    munged = ("munged", "--foreground", "--force", f"--key-file={key}", *paths)
+    slurm = Slurm(folder, host, env)
     try:
-        for daemon in daemons:
-            with (folder / f"{daemon[0]}.out").open("a") as output:
-                running.append(
-                    subprocess.Popen(
-                        daemon,
-                        env={**os.environ, **env},
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
-                )
-            if daemon[0] == "munged":
-                wait_until((folder / "munge.sock").exists, "munged")
-        wait_until(lambda: _idle(slurm) == 2, "two idle nodes")
+        slurm.start(*munged, f"--seed-file={folder / 'munge.seed'}")
+        wait_until((folder / "munge.sock").exists, "munged")
+        slurm.start("slurmctld", "-D")
+        for node in slurm.nodes:
+            slurm.start_node(node)
         yield slurm
         subprocess.run(["scancel", "--user", user], env={**os.environ, **env}, timeout=HANG_S)
         wait_until(lambda: not slurm.ask("squeue", "-h"), "an empty queue")
     finally:
-        for process in reversed(running):
-            process.terminate()
-        for process in running:
-            process.wait(HANG_S)
-
-
-def _idle(slurm: Slurm) -> int:
-    done = subprocess.run(
-        ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"],
-        env={**os.environ, **slurm.env},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    return len(set(done.stdout.split()))
+        slurm.end()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.elastic_run import IN_MEMORY, SETTINGS, ElasticRun, elastic_run
+from tests.e2e.elastic_run import IN_MEMORY, SIXTY, elastic_run, resized, sixty_steps
 from tests.e2e.product import Command, checkpoints, curve, events, steps_logged
 from tests.e2e.two_hosts import HOSTS, NEEDS, THIRD, TwoHosts, two_hosts
 
@@ -117,38 +117,22 @@ def test_a_stop_on_one_host_saves_on_both(start, hosts: TwoHosts, project: Proje
     assert len(events(run_dir, "start")) == 1
 
 
-SIXTY = {"training.steps": 60}
-
-
-@pytest.fixture(scope="module")
-def sixty_steps(project: Project) -> dict[int, float]:
-    """The losses of a run that nothing happens to."""
-    project.launch("elastic-undisturbed", {**SETTINGS, **SIXTY, "cluster.gpus_per_node": 2})
-    found = curve(project.folder / "elastic-undisturbed")
-    return {step: pytest.approx(loss, rel=1e-5) for step, (loss, _) in found.items()}
-
-
-def resized(run: ElasticRun) -> list[tuple[int, int]]:
-    return [(event["from"], event["to"]) for event in events(run.run_dir, "resize")]
-
-
-def test_a_host_is_cut_off_and_another_joins(
-    hosts: TwoHosts, project: Project, sixty_steps: dict[int, float]
-) -> None:
+def test_a_host_is_cut_off_and_another_joins(hosts: TwoHosts, project: Project) -> None:
     """The run continues on the host that is left, and takes the new one in between two steps.
     Losses stay those of an undisturbed run."""
+    expected = sixty_steps(project)
     with elastic_run(hosts, project, "elastic", HOSTS[0]) as run:
         for host in HOSTS:
             run.join(host, SIXTY)
         run.reach(4)
         with run.cut(HOSTS[1]):
-            run.wait_for(lambda: resized(run) == [(2, 1)], "the run on one host")
+            run.wait_for(lambda: resized(run.run_dir) == [(2, 1)], "the run on one host")
             with run.paused(HOSTS[0]):
                 run.join(THIRD, SIXTY)
                 run.wait_for(lambda: run.has_met(THIRD), "the third host")
             assert [run.end(host).code for host in (HOSTS[0], THIRD)] == [0, 0]
-    assert run.losses == sixty_steps
-    assert resized(run) == [(2, 1), (1, 2)]
+    assert run.losses == expected
+    assert resized(run.run_dir) == [(2, 1), (1, 2)]
     one, other = events(run.run_dir, "restart")
     assert 3 <= one["from_step"] < other["from_step"]
     repeated = [event["dropped_metrics_lines"] for event in events(run.run_dir, "resume")]
@@ -157,9 +141,7 @@ def test_a_host_is_cut_off_and_another_joins(
 
 
 @pytest.mark.soak
-def test_a_spare_replaces_a_killed_host(
-    hosts: TwoHosts, project: Project, sixty_steps: dict[int, float]
-) -> None:
+def test_a_spare_replaces_a_killed_host(hosts: TwoHosts, project: Project) -> None:
     """It waits until then. The state comes from the memory of the machine that is left: that of
     the other one is gone, and the run has no checkpoint on storage."""
     changes = {
@@ -168,6 +150,7 @@ def test_a_spare_replaces_a_killed_host(
         "launch.elastic": "{min_nodes: 2, max_nodes: 2}",
         "launch.spares": 1,
     }
+    expected = sixty_steps(project)
     with elastic_run(hosts, project, "spare", HOSTS[0]) as run:
         for host in (*HOSTS, THIRD):
             run.join(host, changes)
@@ -179,8 +162,8 @@ def test_a_spare_replaces_a_killed_host(
         hosts.kill_all(lost)
         run.forget_memory(lost)
         assert [run.end(host).code for host in (HOSTS[0], spare)] == [0, 0]
-    assert run.losses == sixty_steps
-    assert resized(run) == [(2, 2)]
+    assert run.losses == expected
+    assert resized(run.run_dir) == [(2, 2)]
     (resume,) = events(run.run_dir, "resume")
     assert resume["dropped_metrics_lines"] <= 1
     (load,) = events(run.run_dir, "load")

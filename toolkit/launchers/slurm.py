@@ -142,6 +142,11 @@ def _script(job: Job) -> Iterator[str]:
     yield f"  {command} \\"
     yield f"  {launcher} &"
     yield "run=$!"
+    if stays:
+        yield ""
+        yield "# In a job of its own, as Slurm adds no node to this one:"
+        yield "printf 'another node joins by'"
+        yield f"printf ' %q' srun --nodes=1 {command} {launcher}; echo"
     yield "again=no"
     yield "trap 'again=yes; kill -USR1 \"$run\"' USR1"
     yield "# srun passes USR1 on; at TERM it would kill."

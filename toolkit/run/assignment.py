@@ -42,8 +42,8 @@ from toolkit.targets import preflight
 from toolkit.text.terminal import tell
 
 MEETING = "DMT_ELASTIC_MEETING"
-"""Variable with the number of the meeting of elastic agents that started these ranks, from 0;
-unset under other launchers."""
+"""Variable with the number of the meeting of elastic agents, or of Ray's workers, that started
+these ranks, from 0; unset under other launchers."""
 CUT_OFF_LIMITS = 4
 """Time limits (`launch.hang_timeout_s`) after which a rank that was cut off has ended: three in
 its first step, and a while to look at the others."""
@@ -230,7 +230,7 @@ def check_local_files(
 
 
 def elastic_restarts() -> int:
-    """How often torchrun's agents have restarted these ranks; 0 under other launchers."""
+    """How often torchrun's agents or Ray have restarted these ranks; 0 under others."""
     counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     return max(counted, int(os.environ.get(MEETING, 0)))
 
@@ -241,8 +241,8 @@ def _came_back_resized(recipe: Recipe, world: int) -> bool:
     elastic, cluster = recipe.launch.elastic, recipe.cluster
     if cluster.world_size == world:
         return False
-    nodes, more = divmod(world, cluster.gpus_per_node)
-    admitted = elastic and not more and elastic.min_nodes <= nodes <= elastic.max_nodes
+    nodes = world / cluster.gpus_per_node  # Ray starts as many ranks as have a GPU
+    admitted = elastic and elastic.min_nodes <= nodes <= elastic.max_nodes
     return bool(admitted) or elastic_restarts() > 0
 
 

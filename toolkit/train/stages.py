@@ -213,7 +213,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
             "restart",
             time=time.time() - seconds,
             attempt=attempt,
-            reason="the launcher's elastic agent started all ranks again",
+            reason="the launcher started all ranks again",
             from_step=step,
         )
         _report_resize(start)

@@ -23,12 +23,14 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
 from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
 from toolkit.run import jsonl
+from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.text.redact import copy_to_log, redact
 from toolkit.text.terminal import tell
@@ -55,6 +57,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._stopping = False
+        self._begun = 0
         self._codes: list[int] = []
         self._said: list[str] = []
 
@@ -62,9 +65,11 @@ class Mailbox:
         """Request that every rank saves and exits."""
         self._stopping = True
 
-    def begin(self) -> None:
-        """Forget the exit codes of an attempt that failed."""
+    def begin(self) -> int:
+        """Forget the exit codes of the attempts before; returns their number."""
         self._codes.clear()
+        self._begun += 1
+        return self._begun - 1
 
     def say(self, lines: list[str]) -> bool:
         """Post a rank's output for the driver; returns whether ranks have to stop."""
@@ -88,12 +93,14 @@ class Mailbox:
 def rank(config: dict[str, Any]) -> None:
     """One Ray Train worker: run one rank, wait for it; raise RuntimeError when it failed."""
     context = ray.train.get_context()
-    first = context.get_world_rank() == 0
-    mailbox = config["mailbox"]
-    if first:
-        ray.get(mailbox.begin.remote())
-    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    host, port = broadcast_from_rank_zero([here, free_port()] if first else None)
+    mailbox, meeting = config["mailbox"], None
+    if context.get_world_rank() == 0:
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        meeting = {
+            "MASTER_ADDR": here,
+            "MASTER_PORT": free_port(),
+            MEETING: ray.get(mailbox.begin.remote()),
+        }
     recipe = Path(config["recipe_file"])
     recipe.parent.mkdir(parents=True, exist_ok=True)
     jsonl.write_atomically(recipe, config["recipe"])
@@ -102,8 +109,7 @@ def rank(config: dict[str, Any]) -> None:
         "WORLD_SIZE": context.get_world_size(),
         "LOCAL_RANK": context.get_local_rank(),
         "LOCAL_WORLD_SIZE": context.get_local_world_size(),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
+        **broadcast_from_rank_zero(meeting),
     }
     inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
     env = {**inherited, **config["env"], **{k: str(v) for k, v in places.items()}}
@@ -161,7 +167,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = _arguments(arguments)
     if not _connected(asked):
         return EXIT_UNAVAILABLE
-    mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
+    # On this machine: by itself, Ray would place it on any, which may be lost.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
     over = threading.Event()
     stop = RunDirectory(asked.run_dir).stop
     courier = threading.Thread(target=_carry, args=(stop, mailbox, over), daemon=True)
