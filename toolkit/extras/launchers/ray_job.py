@@ -1,11 +1,10 @@
-"""The driver of `launcher: ray`: `python -m toolkit.extras.launchers.ray_job --recipe FILE …`.
+"""The driver of `launcher: ray`: `python -m toolkit.extras.launchers.ray_job RECIPE RUN_DIR`.
 
 Every Ray Train worker runs one rank in a separate process, so that signals, exit codes and
 termination work as under any launcher. A failed rank fails its worker, and Ray restarts all of
 them; a user's mistake does not.
 """
 
-import argparse
 import logging
 import os
 import queue
@@ -13,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
+from toolkit.extras.launchers.ray import RaySection
+from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
@@ -162,37 +163,40 @@ def _collect(lines: Iterable[str], printed: "queue.SimpleQueue[str]") -> None:
         printed.put(line)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(recipe_file: Path, run_dir: Path) -> int:
     """Run the job; return its exit code."""
-    asked = _arguments(arguments)
-    if not _connected(asked):
+    recipe = load_recipe(recipe_file)
+    cluster, elastic = recipe.cluster, recipe.launch.elastic
+    ranks: int | tuple[int, int] = cluster.world_size
+    if elastic is not None:
+        each = cluster.gpus_per_node
+        ranks = elastic.min_nodes * each, elastic.max_nodes * each
+    scaling = ScalingConfig(num_workers=ranks, use_gpu=cluster.gpu != "cpu")
+    if not _connected(recipe.launch.own(RaySection).address, scaling):
         return EXIT_UNAVAILABLE
     # On this machine: by itself, Ray would place it on any, which may be lost.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
     over = threading.Event()
-    stop = RunDirectory(asked.run_dir).stop
+    stop = RunDirectory(run_dir).stop
     courier = threading.Thread(target=_carry, args=(stop, mailbox, over), daemon=True)
     courier.start()
     trainer = TorchTrainer(
         rank,
         train_loop_config={
             "mailbox": mailbox,
-            "recipe": asked.recipe.read_text(encoding="utf-8"),
-            "recipe_file": str(asked.recipe),
-            "run_dir": str(asked.run_dir),
+            "recipe": recipe_file.read_text(encoding="utf-8"),
+            "recipe_file": str(recipe_file),
+            "run_dir": str(run_dir),
             "folder": str(Path.cwd()),
             "env": settings_here(),
         },
         torch_config=_OwnProcessGroup(),
-        scaling_config=ScalingConfig(
-            num_workers=asked.ranks[0] if len(asked.ranks) == 1 else asked.ranks,
-            use_gpu=asked.gpu,
-        ),
+        scaling_config=scaling,
         run_config=RunConfig(
-            name=asked.run_dir.name,
-            storage_path=str(asked.run_dir / "launch" / "ray"),
-            failure_config=FailureConfig(max_failures=asked.max_failures),
+            name=run_dir.name,
+            storage_path=str(run_dir / "launch" / "ray"),
+            failure_config=FailureConfig(max_failures=recipe.launch.max_restarts),
         ),
     )
     try:
@@ -207,39 +211,25 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument(
-        "--ranks", type=lambda text: tuple(map(int, text.split(":"))), required=True,
-        help="number, or the least and the most: MIN:MAX",
-    )  # fmt: skip
-    parser.add_argument("--max-failures", type=int, required=True)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--address")
-    return parser.parse_args(arguments)
-
-
-def _connected(asked: argparse.Namespace) -> bool:
+def _connected(address: str | None, scaling: ScalingConfig) -> bool:
     """Join or start Ray; report why it cannot run the ranks."""
     # Only rank 0's output is shown, of all that Ray's processes print.
     try:
         ray.init(
-            address=asked.address or "local",
-            include_dashboard=False if asked.address is None else None,
+            address=address or "local",
+            include_dashboard=False if address is None else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
     except ConnectionError as error:
-        tell(f"error: no Ray at launch.ray.address {asked.address}: {_first_line(error)}")
+        tell(f"error: no Ray at launch.ray.address {address}: {_first_line(error)}")
         tell("  fix: `ray start --head` there, or launch.ray.address: null")
         return False
-    what = "GPU" if asked.gpu else "CPU"
+    what = "GPU" if scaling.use_gpu else "CPU"
     there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
-    if there < asked.ranks[0]:
-        lacking = f"{asked.ranks[0]} ranks need a {what} each, Ray has {there}"
-        if asked.address is None:
+    if there < scaling.min_workers:
+        lacking = f"{scaling.min_workers} ranks need a {what} each, Ray has {there}"
+        if address is None:
             tell(
                 f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"
             )
@@ -265,4 +255,4 @@ def _first_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -3,7 +3,6 @@
 import importlib.util
 
 from toolkit.errors import BackendUnavailable
-from toolkit.extras.launchers.ray import RaySection
 from toolkit.launchers.base import Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_remote
 from toolkit.launchers.process import StopSignals
@@ -19,25 +18,10 @@ class RayStarter:
             raise BackendUnavailable(
                 "launch.launcher is ray, which is not installed", fix="pip install 'ray[train]'"
             )
-        elastic, per_node = job.launch.elastic, job.cluster.gpus_per_node
-        ranks = [job.cluster.world_size]
-        if elastic is not None:
-            ranks = [elastic.min_nodes * per_node, elastic.max_nodes * per_node]
-        options = {
-            "--recipe": str(job.recipe_file),
-            "--run-dir": str(job.run_dir),
-            "--ranks": ":".join(map(str, ranks)),
-            "--max-failures": str(job.launch.max_restarts),
-        }
-        words = [word for pair in options.items() for word in pair]
-        if job.cluster.gpu != "cpu":
-            words.append("--gpu")
-        address = job.launch.own(RaySection).address
-        if address is not None:
-            words += ["--address", address]
+        driver = (*python(), "-m", "toolkit.extras.launchers.ray_job")
         return spec_of(
             job,
-            (*python(), "-m", "toolkit.extras.launchers.ray_job", *words),
+            (*driver, str(job.recipe_file), str(job.run_dir)),
             env={"RAY_USAGE_STATS_ENABLED": "0"},
             files={job.recipe_file: job.recipe},
             remote=True,
