@@ -34,8 +34,8 @@ from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 
 LAST_CALL_S = 3
-"""How long a meeting after the first waits for further machines: their agents come within about
-a second of each other."""
+"""How long a meeting after the first waits for machines that should come: their agents do so
+within about a second of each other."""
 _KILLED_S = 5
 _RESIZING = "dmt/resizing"
 """Key in the store of a meeting: its ranks are stopped because a machine waits."""
@@ -53,6 +53,7 @@ class ElasticAgent(LocalElasticAgent):
         super().__init__(*arguments, **named)
         self._run = RunDirectory(Path(os.environ[ELASTIC]))
         self._newest = newest_step(self._run)
+        self._most = self._worker_group.spec.rdzv_handler.settings.max_nodes
         self._met: set[Any] = set()
         """The machines of the last meeting."""
         self._failed = False
@@ -77,6 +78,7 @@ class ElasticAgent(LocalElasticAgent):
         handler: Any = worker_group.spec.rdzv_handler
         if self._store is not None:
             self._store.add(_LEFT, 1)
+            self._wait_only_for_those_here(handler.settings)
         if self._meeting.round or self._meeting.complete:
             last_call = timedelta(seconds=LAST_CALL_S)
             handler.settings.timeout._set_timeouts(last_call=last_call)
@@ -86,6 +88,14 @@ class ElasticAgent(LocalElasticAgent):
         for end in Path(os.environ[ENDS]).iterdir():
             end.unlink()  # of the ranks before
         os.environ[MEETING] = str(handler._state_holder.state.round)
+
+    def _wait_only_for_those_here(self, settings: Any) -> None:
+        """Let the next meeting be complete as soon as all have come that are left or wait; if
+        one of them does not come, after LAST_CALL_S."""
+        now = self._meeting
+        here = len({*now.participants, *now.wait_list, *now.redundancy_list})
+        most = max(settings.min_nodes, min(here, self._most))
+        object.__setattr__(settings, "max_nodes", most)  # frozen, but read each time
 
     def _lost_a_machine(self) -> bool:
         """Whether one of the meeting is gone, other than to meet again with a new one."""
