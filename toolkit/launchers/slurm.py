@@ -76,7 +76,8 @@ def _directives(job: Job) -> Iterator[str]:
     options = {
         "job-name": job.name,
         "nodes": _nodes(job),
-        "ntasks-per-node": 1,
+        # With a number of tasks, Slurm takes `min_nodes`; without, `srun` starts one a node.
+        "ntasks-per-node": 1 if job.launch.elastic is None else None,
         "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
         "partition": slurm.partition,
         "account": slurm.account,
