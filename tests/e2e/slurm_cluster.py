@@ -71,9 +71,15 @@ class Slurm:
         return process
 
     def start_node(self, node: str) -> None:
-        """Start a node's daemon, and wait until jobs can run there."""
+        """Start a node's daemon, and wait until the controller has noticed."""
+        before = self._boot(node)
         self.start("slurmd", "-D", "-N", node)
-        wait_until(lambda: node in self.idle(), f"{node} to be idle")
+        wait_until(lambda: self._boot(node) != before, f"{node} to register")
+
+    def _boot(self, node: str) -> str:
+        """When its daemon started; empty before the controller answers."""
+        words = self._try("scontrol", "show", "node", node).split()
+        return next((word for word in words if word.startswith("SlurmdStartTime=")), "")
 
     def lose(self, node: str) -> None:
         """Kill a node's daemon and all that runs there."""
@@ -94,14 +100,14 @@ class Slurm:
 
     def idle(self) -> set[str]:
         """Nodes without a job."""
-        done = subprocess.run(
-            ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"],
-            env={**os.environ, **self.env},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-        return set(done.stdout.split())
+        return set(self._try("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
+
+    def _try(self, *command: str) -> str:
+        """The output of a command, also of one that fails."""
+        env = {**os.environ, **self.env}
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=HANG_S
+        ).stdout
 
     def end(self) -> None:
         """Leave no daemon behind."""
@@ -153,8 +159,10 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         slurm.start(*munged, f"--seed-file={folder / 'munge.seed'}")
         wait_until((folder / "munge.sock").exists, "munged")
         slurm.start("slurmctld", "-D")
+        wait_until(lambda: "SlurmdStartTime" in slurm._boot(host), "slurmctld")
         for node in slurm.nodes:
             slurm.start_node(node)
+        wait_until(lambda: slurm.idle() == {*slurm.nodes}, "two idle nodes")
         yield slurm
         subprocess.run(["scancel", "--user", user], env={**os.environ, **env}, timeout=HANG_S)
         wait_until(lambda: not slurm.ask("squeue", "-h"), "an empty queue")

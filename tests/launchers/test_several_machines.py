@@ -59,9 +59,9 @@ def test_an_elastic_job_of_slurm_outlives_a_node():
     spec = SlurmStarter().spec(job(elastic=changing, spares=1, max_restarts=3))
     (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
     assert "#SBATCH --nodes=1-5\n" in script
-    assert "ntasks" not in script, "Slurm would take a single node"
+    assert "#SBATCH --ntasks" not in script, "Slurm would take a single node"
     assert script.index("#SBATCH --no-kill\n") < script.index("set -u")
-    assert "--kill-on-bad-exit=0 --no-kill \\\n" in script
+    assert '--nodes=1 --ntasks=1 --nodelist="$node" \\\n' in script
     joins = '--launcher torchrun --set launch.rendezvous="$head:$port"'
     assert f"/runs/one \\\n  {joins} &\n" in script
     assert f"/runs/one {joins}; echo\n" in script

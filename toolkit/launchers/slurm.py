@@ -138,22 +138,27 @@ def _script(job: Job) -> Iterator[str]:
     yield ""
     yield "# One `dmt launch` a machine, each with a log of its own."
     cpus = f" --cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else ""
-    stays = "" if job.launch.elastic is None else " --no-kill"
-    yield f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{stays}{cpus} \\"
+    start = f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{cpus}"
+    if job.launch.elastic is not None:
+        yield "# In steps of their own: one on all ends when a lost node is back without it."
+        yield 'for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do'
+        start += ' --nodes=1 --ntasks=1 --nodelist="$node"'
+    yield f"{start} \\"
     yield f"  {command} \\"
     yield f"  {launcher} &"
-    yield "run=$!"
-    if stays:
-        yield ""
-        yield "# In a job of its own, as Slurm adds no node to this one:"
-        yield "printf 'another node joins by'"
+    if job.launch.elastic is None:
+        yield "run=$!"
+    else:
+        yield 'run="$! ${run-}"'
+        yield "done"
+        yield "printf 'another node joins by'  # Slurm adds none to a running job"
         yield f"printf ' %q' srun --nodes=1 {command} {launcher}; echo"
     yield "again=no"
-    yield "trap 'again=yes; kill -USR1 \"$run\"' USR1"
+    yield "trap 'again=yes; kill -USR1 $run' USR1"
     yield "# srun passes USR1 on; at TERM it would kill."
-    yield "trap 'kill -USR1 \"$run\"' TERM"
+    yield "trap 'kill -USR1 $run' TERM"
     yield "# A trapped signal ends `wait` early: wait until the run itself has ended."
-    yield 'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done'
+    yield "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done"
     if slurm.requeue:
         yield ""
         yield "# Saved and stopped as its time was over: queue it again (not after `scancel`)."
