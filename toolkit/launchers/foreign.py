@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -108,12 +107,12 @@ def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     process.wait()
 
 
-def require_program(launcher: str, spec: LaunchSpec, where: str) -> None:
-    """Raise BackendUnavailable if the scheduler's command is not on this machine."""
+def require_program(launcher: str, spec: LaunchSpec, fix: str) -> None:
+    """Raise BackendUnavailable if the launcher's program is not on this machine."""
     if which(spec.argv[0]) is None:
         raise BackendUnavailable(
             f"launch.launcher is {launcher}, but there is no `{spec.argv[0]}` here",
-            fix=f"{where}: {shlex.join(spec.argv)}",
+            fix=fix,
         )
 
 

@@ -10,7 +10,7 @@ the workers' messages are shown, and the first failed rank's exit code is return
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import (
@@ -29,12 +29,6 @@ ENDS = "DMT_AGENT_ENDS"
 """Variable with the folder where workers write the exit codes that their agent must not see."""
 ELASTIC = "DMT_ELASTIC_RUN"
 """Variable with the run directory of a run whose number of machines may change."""
-
-
-def elastic_env(run_dir: Path) -> Mapping[str, str]:
-    """Variables of an agent of an elastic run. The agents' own store is not shared with the
-    ranks: in torch 2.13, ranks always look for it at the first meeting's rank 0."""
-    return {ELASTIC: str(run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _torchrun(arguments: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ class SlurmStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `sbatch`."""
         del signals
-        require_program("slurm", spec, "on a machine of the cluster")
+        require_program("slurm", spec, f"on the cluster: {shlex.join(spec.argv)}")
         # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         for warning in _WARNING.findall(spec.printable()):

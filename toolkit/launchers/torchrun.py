@@ -15,7 +15,7 @@ from toolkit.launchers import TORCHRUN
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, spec_of
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.quiet_agent import ELASTIC, elastic_env
+from toolkit.launchers.quiet_agent import ELASTIC
 
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
@@ -41,7 +41,9 @@ class TorchrunStarter:
             return spec_of(job, (*agent, "--standalone", processes, *job.train))
         planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         words = (*agent, *_meeting(job), processes, *planning)
-        env = {} if job.launch.elastic is None else elastic_env(job.run_dir)
+        # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
+        elastic = {ELASTIC: str(job.run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env = {} if job.launch.elastic is None else elastic
         return spec_of(job, words, files={job.recipe_file: job.recipe}, env=env)
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:

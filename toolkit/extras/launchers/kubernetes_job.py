@@ -72,7 +72,7 @@ class KubernetesStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `kubectl`."""
         del signals
-        require_program("kubernetes", spec, "where it is")
+        require_program("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
         outcome = run_submission(spec)
         if outcome.exit_code:
             again = shlex.join(("kubectl", "delete", *spec.argv[2:]))

@@ -6,9 +6,7 @@ variables by `env`, which each of them passes on, and read their numbers from th
 """
 
 import shlex
-from shutil import which
 
-from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers.mpi import MPI, MpiSection
 from toolkit.launchers.base import (
     DMT,
@@ -20,7 +18,7 @@ from toolkit.launchers.base import (
     settings_here,
     worker_env,
 )
-from toolkit.launchers.foreign import run_remote
+from toolkit.launchers.foreign import require_program, run_remote
 from toolkit.launchers.hostfile import check_address, hosts_of
 from toolkit.launchers.process import ORPHAN_GRACE_S, StopSignals
 from toolkit.system.interpreter import python
@@ -67,9 +65,6 @@ class MpiStarter:
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it and wait; see Starter. Raises BackendUnavailable without the program."""
-        if which(spec.argv[0]) is None:
-            raise BackendUnavailable(
-                f"launch.launcher is mpi, but there is no `{spec.argv[0]}` here",
-                fix=f"{MPI.programs[0].install}; or launch.mpi.command: PATH",
-            )
+        install = f"{MPI.programs[0].install}; or launch.mpi.command: PATH"
+        require_program("mpi", spec, install)
         return run_remote(spec, signals)
