@@ -94,7 +94,8 @@ class Mailbox:
 def rank(config: dict[str, Any]) -> None:
     """One Ray Train worker: run one rank, wait for it; raise RuntimeError when it failed."""
     context = ray.train.get_context()
-    mailbox, meeting = config["mailbox"], None
+    mailbox = config["mailbox"]
+    meeting: Any = None
     if context.get_world_rank() == 0:
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         meeting = {
