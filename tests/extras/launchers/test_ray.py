@@ -63,7 +63,8 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
         first.wait_for(lambda: len(second.alive()) > 2, "the nodes")
         with started(argv, project.folder) as command:
             command.wait_for(lambda: steps_logged(run_dir) >= 4, "steps")
-            second.kill()
+            for process in second.alive():
+                process.kill()
             command.wait_for(lambda: resized(run_dir) == [(2, 1)], "the run on one node")
             command.ranks()[0].suspend()
             with started(node, project.folder):
