@@ -66,6 +66,7 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
             for process in second.alive():
                 process.kill()
             command.wait_for(lambda: resized(run_dir) == [(2, 1)], "the run on one node")
+            command.wait_for(lambda: steps_logged(run_dir) >= 8, "steps on it")
             command.ranks()[0].suspend()
             with started(node, project.folder):
                 command.wait_for(lambda: len(resized(run_dir)) == 2, "the new node")
