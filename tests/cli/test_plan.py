@@ -272,8 +272,3 @@ def test_another_cluster_is_checked_as_the_recipes_own(dmt: Dmt) -> None:
     assert "found    fp16 on cpu" in dmt("plan", TINY, "--cluster", "2xcpu", *fp16, code=2).err
     tensor = ["--set", "parallel.engine=megatron", "--set", "parallel.tensor=4"]
     assert "tensor 4" in " ".join(dmt("plan", TINY, "--cluster", "4xcpu", *tensor).out.split())
-
-
-def test_the_former_option_names_the_new_one(dmt: Dmt) -> None:
-    captured = dmt("plan", TINY, "--plot", "plan.svg", code=EXIT_USER_ERROR)
-    assert captured.out == "" and "fix: --html FILE" in captured.err

@@ -8,7 +8,8 @@ import pytest
 
 from tests.forked import run_ranks
 from tests.train.stop_rank import last_step
-from toolkit.train.signals import STOP_SIGNALS, StopRequest
+from toolkit.system.handlers import STOP_SIGNALS
+from toolkit.train.signals import StopRequest
 
 
 def raise_here(number: signal.Signals) -> None:

@@ -87,7 +87,6 @@ HtmlFile = Annotated[
         "alternatives.",
     ),
 ]
-FormerPlot = Annotated[str | None, typer.Option("--plot", hidden=True)]
 
 
 def plan(
@@ -103,7 +102,6 @@ def plan(
     memory_fraction: MemoryFraction = None,
     check_memory: CheckMemory = False,
     html: HtmlFile = None,
-    plot: FormerPlot = None,
     mtbf: Mtbf = None,
     checkpoint_gbps: CheckpointSpeed = None,
     restart_minutes: RestartMinutes = None,
@@ -115,8 +113,6 @@ def plan(
     """
     if memory_fraction is not None:
         overrides = [*overrides, f"cluster.memory_fraction={memory_fraction}"]
-    if plot is not None:
-        raise PlanError("--plot: pictures of a plan are in its page", fix="--html FILE.html")
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
     several = len(recipes) * max(1, len(places)) > 1
     failing = mtbf, checkpoint_gbps, restart_minutes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from toolkit.run.ending import STACKS_SIGNAL
 from toolkit.system.handlers import STOP_SIGNALS, handling
@@ -97,7 +97,7 @@ class StopSignals:
         """True from the third SIGINT on: the user wants to exit immediately."""
         return self._interrupts >= _INTERRUPTS_TO_KILL
 
-    def __enter__(self) -> "StopSignals":
+    def __enter__(self) -> Self:
         self._handlers.__enter__()
         return self
 

@@ -30,14 +30,6 @@ class Dpo(preference.PairObjective):
     """Mean loss over the pairs of the global batch; a reward is β times the log ratio."""
 
     reads: tuple[str, ...] = (REFERENCE,)
-    metrics: tuple[str, ...] = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
 
     def __init__(
         self,

@@ -24,12 +24,7 @@ class Orpo(preference.PairObjective):
 
     reads: tuple[str, ...] = ()
     metrics: tuple[str, ...] = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
+        *preference.PairObjective.metrics,
         "nll_loss",
         "log_odds_ratio",
         "log_odds_chosen",

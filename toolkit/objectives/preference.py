@@ -17,6 +17,14 @@ class PairObjective:
 
     data_kinds: tuple[str, ...] = ("preference",)
     rows_per_sample = 2
+    metrics: tuple[str, ...] = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
 
     def count(self, batch: MicroBatch) -> "Tensor":
         """See `Objective.count`: the pairs."""

@@ -3,14 +3,11 @@
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from toolkit.system.handlers import STOP_SIGNALS, handling
-
-_INTERRUPTS_TO_FORCE = 3
+from toolkit.launchers.process import StopSignals
 
 
-class StopRequest:
+class StopRequest(StopSignals):
     """Turns a signal of STOP_SIGNALS or a file into a flag, while entered.
 
     If `file` appears, this rank also requests a stop: used by launchers whose ranks are on
@@ -20,10 +17,9 @@ class StopRequest:
     """
 
     def __init__(self, file: Path | None = None) -> None:
+        super().__init__()
         self._file = file
         self._reason: str | None = None
-        self._interrupts = 0
-        self._handlers = handling(STOP_SIGNALS, self._remember)
         self.agreed = False
         """Whether all ranks know that the run stops after this step, without a signal."""
 
@@ -32,20 +28,11 @@ class StopRequest:
         """Name of the first signal that this rank received, e.g. `SIGTERM`, or of the file."""
         return self._reason
 
-    def __enter__(self) -> "StopRequest":
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handlers.__exit__(*error)
-
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        del frame
+        super()._remember(number, frame)
         self._reason = self._reason or signal.Signals(number).name
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts >= _INTERRUPTS_TO_FORCE:
-                raise KeyboardInterrupt
+        if number == signal.SIGINT and self.kill_requested:
+            raise KeyboardInterrupt
 
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""

@@ -108,7 +108,9 @@ def test_timeline_is_the_pipeline(what: str, request: pytest.FixtureRequest) -> 
     one = request.getfixturevalue(what)[0]
     layout = one.setup.layout
     parts = [*timelines(layout, one.time)]
-    table = timetable(one.time.stages, layout.gradient_accumulation, layout.vpp)
+    table = timetable(
+        one.time.passes, layout.gradient_accumulation, layout.vpp, one.time.message_s
+    )
     assert parts[0]["window"][0] == 0
     assert parts[-1]["window"][1] == pytest.approx(table.total_s)
     assert len(parts) == {"some": 2, "large": 2, "tiny": 1}[what]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.extras.page.timetable import Timetable, timetable
-from toolkit.plan.cost.time import StageTime
 
-EQUAL = StageTime(forward_s=1.0, backward_s=2.0, message_s=0.0)
+EQUAL = (1.0, 2.0)
+"""Seconds forward and backward."""
 SHAPES = [(1, 4, 1), (2, 1, 1), (2, 8, 1), (4, 4, 1), (4, 16, 1), (8, 3, 1), (2, 2, 2),
           (4, 8, 2), (4, 16, 5), (8, 16, 3)]  # fmt: skip
 
@@ -27,7 +27,7 @@ def test_total_and_bubble_are_narayanans(pp: int, micro_batches: int, vpp: int) 
 
 def test_a_slow_last_stage_decides() -> None:
     """The stage with the logits never waits between its first and its last micro batch."""
-    slow = StageTime(2.0, 4.0, 0.0)
+    slow = (2.0, 4.0)
     found = timetable([EQUAL, EQUAL, EQUAL, slow], 16)
     assert found.total_s == pytest.approx(16 * 6.0 + 3 * 3.0)
     assert found.idle_s(3) == pytest.approx(3 * 3.0)
@@ -36,14 +36,14 @@ def test_a_slow_last_stage_decides() -> None:
 def test_a_slow_stage_in_the_middle_fills_its_wait() -> None:
     """Rank 1 waits 1 s for its first input, 2 s at the end, and 6 s for its first gradient,
     of which it spends 4 on the two micro batches of its warm-up."""
-    slow = StageTime(2.0, 4.0, 0.0)
+    slow = (2.0, 4.0)
     found = timetable([EQUAL, slow, EQUAL, EQUAL], 16)
     assert found.total_s == pytest.approx(16 * 6.0 + 1 + 2 + (6 - 4))
 
 
 def test_messages_delay_every_hop() -> None:
     """One micro batch crosses pp - 1 borders forward and as many backward."""
-    found = timetable([StageTime(1.0, 2.0, 0.25)] * 4, 1)
+    found = timetable([EQUAL] * 4, 1, message_s=0.25)
     assert found.total_s == pytest.approx(4 * 3.0 + 2 * 3 * 0.25)
 
 
@@ -67,11 +67,8 @@ def test_passes_are_complete_and_follow_each_other(
     pp: int, groups: int, vpp: int, data: st.DataObject
 ) -> None:
     seconds = st.floats(0.1, 3.0)
-    stages = [
-        StageTime(data.draw(seconds), data.draw(seconds), data.draw(st.floats(0.0, 1.0)))
-        for _ in range(pp)
-    ]
-    found = timetable(stages, groups * pp, vpp)
+    stages = [(data.draw(seconds), data.draw(seconds)) for _ in range(pp)]
+    found = timetable(stages, groups * pp, vpp, data.draw(st.floats(0.0, 1.0)))
     _check_rank_order(found, groups * pp, vpp)
     when = {
         (slot.direction, slot.micro_batch, slot.chunk * pp + slot.rank): slot

@@ -91,6 +91,19 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     return jsonl.plain(data, partial(printable, lines=True))  # type: ignore[no-any-return]
 
 
+def page_of_one(
+    name: str,
+    state: str,
+    why: str,
+    tiles: Sequence[Sequence[str]],
+    sections: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The data of a page on something else than runs: without curves and marks."""
+    run = {"name": name, "state": state, "why": why, "tiles": tiles, "sections": sections}
+    run |= {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
+    return {"runs": [run], "charts": [], "comparison": None}
+
+
 def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
     """What differs between several runs; None for one."""
     if len(records) < 2:

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.cli.plan import layout_estimate, layout_facts
 from toolkit.cli.plan_tables import strategies
-from toolkit.extras.page import require_page, write
+from toolkit.extras.page import page_of_one, require_page, write
 from toolkit.extras.page.timetable import Timetable, timetable
 from toolkit.layout import Layout
 from toolkit.plan.cost.time import StepTime
@@ -55,15 +55,9 @@ def plan_data(planned: Planned) -> dict[str, Any]:
         {"title": "Why", "items": list(planned.plan.reasons)},
     ]
     name = f"{planned.recipe.name} on {planned.cluster.name}"
-    run = {"name": name, "state": chosen.room, "why": "", "tiles": _tiles(planned, chosen)}
-    empty = {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
-    return {
-        "plan": True,
-        "runs": [run | empty | {"sections": sections}],
-        "charts": [],
-        "timelines": [*timelines(chosen.setup.layout, chosen.time)],
-        "comparison": None,
-    }
+    drawn = [*timelines(chosen.setup.layout, chosen.time)]
+    page = page_of_one(name, chosen.room, "", _tiles(planned, chosen), sections)
+    return page | {"plan": True, "timelines": drawn}
 
 
 def _tiles(planned: Planned, chosen: Estimate) -> list[list[str]]:
@@ -141,7 +135,7 @@ def step_parts(time: StepTime) -> dict[str, float]:
 
 def timelines(layout: Layout, time: StepTime) -> Iterator[dict[str, Any]]:
     """What every stage does when; a long one is cut in the middle, where it is periodic."""
-    table = timetable(time.stages, layout.gradient_accumulation, layout.vpp)
+    table = timetable(time.passes, layout.gradient_accumulation, layout.vpp, time.message_s)
     spans = windows(table)
     count = layout.gradient_accumulation
     batches = f"{count} micro batch{'es' * (count > 1)}"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from toolkit.plan.cost.time import StageTime
-
 Direction = Literal["forward", "backward"]
 
 
@@ -51,8 +49,14 @@ class Timetable:
         return self.total_s - sum(slot.sent_s - slot.start_s for slot in self.slots[rank])
 
 
-def timetable(stages: Sequence[StageTime], micro_batches: int, vpp: int = 1) -> Timetable:
-    """The schedule of `micro_batches` on pipeline ranks with these times, `vpp` chunks each.
+def timetable(
+    stages: Sequence[tuple[float, float]],
+    micro_batches: int,
+    vpp: int = 1,
+    message_s: float = 0.0,
+) -> Timetable:
+    """The schedule of `micro_batches` on pipeline ranks with these times of both passes of one,
+    and of a message to the neighbour; `vpp` chunks each.
 
     A pass starts when its rank is free and its input has arrived. With vpp > 1, micro
     batches must be a multiple of the number of ranks.
@@ -70,7 +74,10 @@ def timetable(stages: Sequence[StageTime], micro_batches: int, vpp: int = 1) -> 
                     break  # another rank has to continue first
                 free_s = done[rank][-1].sent_s if done[rank] else 0.0
                 start_s = max(free_s, arrived[source] if source else 0.0)
-                slot = _slot(rank, one, start_s, stages, vpp)
+                duration_s = stages[rank][one.direction == "backward"] / vpp
+                sent_s = 0.0 if _is_last(rank, one, len(stages), vpp) else message_s
+                end_s = start_s + duration_s
+                slot = Slot(rank, *one, start_s, end_s, end_s + sent_s)
                 done[rank].append(slot)
                 arrived[rank, one] = slot.sent_s
     return Timetable(tuple(map(tuple, done)))
@@ -116,10 +123,6 @@ def _source(rank: int, one: _Pass, pp: int, vpp: int) -> tuple[int, _Pass] | Non
     return None
 
 
-def _slot(rank: int, one: _Pass, start_s: float, stages: Sequence[StageTime], vpp: int) -> Slot:
-    """A pass that starts at `start_s`; the last in its direction sends nothing."""
-    stage, pp = stages[rank], len(stages)
-    forward = one.direction == "forward"
-    end_s = start_s + (stage.forward_s if forward else stage.backward_s) / vpp
-    last = one.chunk * pp + rank == (pp * vpp - 1 if forward else 0)
-    return Slot(rank, *one, start_s, end_s, end_s if last else end_s + stage.message_s)
+def _is_last(rank: int, one: _Pass, pp: int, vpp: int) -> bool:
+    """Whether a pass is the last in its direction, which sends nothing."""
+    return one.chunk * pp + rank == (pp * vpp - 1 if one.direction == "forward" else 0)

@@ -6,11 +6,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from toolkit.cli.output import Line
-from toolkit.extras.page import write
+from toolkit.cli.output import Line, Table, columns
+from toolkit.extras.page import page_of_one, write
 from toolkit.extras.tune.throughput import Measurement, Tuning, fastest
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.search import Candidate
@@ -86,32 +85,36 @@ def _planned(tuning: Tuning) -> tuple[str, str, Any]:
     return best.pair.engine, best.pair.model, best.layout
 
 
-def planned_table(candidates: Sequence[Candidate]) -> Table:
+def planned_lines(candidates: Sequence[Candidate]) -> list[str]:
     """What would be measured: `--dry-run`."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("#", justify="right")
-    table.add_column("layout")
-    for name in ("predicted", "memory"):
-        table.add_column(name, justify="right")
-    for number, one in enumerate(candidates):
-        layout = layout_text(*one.pair, one.layout)
-        table.add_row(str(number), layout, seconds(one.step_s or 0.0), size(one.memory_gib))
-    return table
+    rows = [
+        [str(number), layout_text(*one.pair, one.layout), seconds(one.step_s or 0.0),
+         size(one.memory_gib)]
+        for number, one in enumerate(candidates)
+    ]  # fmt: skip
+    return columns([["#", "layout", "predicted", "memory"], *rows], left=2)
 
 
-COLUMNS = ("#", "layout", "measured", "predicted", "tokens/s", "outcome")
+def _table(tuned: Tuned) -> Table[Measurement]:
+    """Measured next to predicted."""
 
+    def speed(one: Measurement) -> str:
+        found = tuned.tokens_per_s(one) if one.measured else None
+        return "-" if found is None else f"{found:,.0f}"
 
-def _cells(tuned: Tuned, one: Measurement) -> list[str]:
-    speed = tuned.tokens_per_s(one) if one.measured else None
-    return [
-        str(one.number),
-        one.layout,
-        "-" if one.step_time_s is None else seconds(one.step_time_s),
-        seconds(one.predicted_s),
-        "-" if speed is None else f"{speed:,.0f}",
-        WORDS[one.ending][0],
-    ]
+    return Table(
+        {
+            "#": lambda one: str(one.number),
+            "layout": lambda one: one.layout,
+            "measured": lambda one: (
+                "-" if one.step_time_s is None else seconds(one.step_time_s)
+            ),
+            "predicted": lambda one: seconds(one.predicted_s),
+            "tokens/s": speed,
+            "outcome": lambda one: WORDS[one.ending][0],
+        },
+        left=2,
+    )
 
 
 def _reasons(tuned: Tuned) -> list[str]:
@@ -123,30 +126,14 @@ def _reasons(tuned: Tuned) -> list[str]:
     ]
 
 
-def results_table(tuned: Tuned) -> Table:
-    """Measured next to predicted, the fastest first."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in COLUMNS:
-        right = name in ("#", "measured", "predicted", "tokens/s")
-        table.add_column(
-            name,
-            justify="right" if right else "left",
-            no_wrap=right,
-            overflow="fold",
-        )
-    best = fastest(tuned.results)
-    for one in tuned.order:
-        style = "bold green" if one is best else WORDS[one.ending][1]
-        cells = _cells(tuned, one)
-        plain = one.ending == "done" and one is not best
-        table.add_row(*cells[:-1], Text(cells[-1], style), style="" if plain else style)
-    return table
-
-
 def lines(tuned: Tuned) -> list[Line]:
     """The table, and what to do with it."""
     best = fastest(tuned.results)
-    found: list[Line] = [results_table(tuned), *_reasons(tuned), ""]
+    rows = _table(tuned).coloured(tuned.order, lambda one: WORDS[one.ending])
+    found: list[Line] = []
+    for row, line in rows:
+        found.append(Text(line.plain, "bold green") if best and row is best else line)
+    found += [*_reasons(tuned), ""]
     if best is None:
         return found
     planned = layout_text(*_planned(tuned.tuning))
@@ -181,24 +168,19 @@ def write_page(tuned: Tuned) -> None:
     bars = [{"title": "Seconds per step, measured", "stacks": stacks}] if rows else []
     table = {
         "title": "All trials",
-        "table": [[*COLUMNS], *(_cells(tuned, one) for one in tuned.order)],
+        "table": _table(tuned).cells(tuned.order),
         "items": _reasons(tuned),
     }
     facts = [[key, str(value)] for key, value in (best.settings if best else {}).items()]
-    run = {
-        "name": f"{tuned.tuning.recipe.name} on {tuned.tuning.search.cluster.name}",
-        "state": "tuned" if best else "failed",
-        "why": best.layout if best else "no layout ran",
-        "tiles": _tiles(tuned, best),
-        "marks": [],
-        "more_marks": 0,
-        "missing": [],
-        "lines": 0,
-        "sections": [*bars, table, {"title": "The fastest layout", "facts": facts}],
-    }
-    kind = {"plan": True, "kind": "tuning", "made": "dmt tune --throughput"}
-    drawn: dict[str, Any] = {"charts": [], "timelines": [], "comparison": None}
-    write({**kind, "runs": [run], **drawn}, tuned.page)
+    page = page_of_one(
+        f"{tuned.tuning.recipe.name} on {tuned.tuning.search.cluster.name}",
+        "tuned" if best else "failed",
+        best.layout if best else "no layout ran",
+        _tiles(tuned, best),
+        [*bars, table, {"title": "The fastest layout", "facts": facts}],
+    )
+    kind = {"plan": True, "kind": "tuning", "made": "dmt tune --throughput", "timelines": []}
+    write(page | kind, tuned.page)
 
 
 def _tiles(tuned: Tuned, best: Measurement | None) -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from toolkit.cli.output import Table
-from toolkit.extras.page import write
+from toolkit.extras.page import page_of_one, write
 from toolkit.extras.tune.space import Choices, Parameter, Range, SearchSpace
 from toolkit.recipe.describe import plain_text
 from toolkit.run import jsonl
@@ -182,16 +182,10 @@ def page_of(outcome: SearchOutcome) -> dict[str, Any]:
         ["steps", f"{steps:,}", "of all trials"],
     ]
     running = any(one.ending == "running" for one in outcome.points)
-    run = {"name": outcome.name, "state": "running" if running else "done", "why": ""}
-    empty = {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
-    return {
-        "kind": "search",
-        "made": "dmt tune --search",
-        "runs": [run | empty | {"tiles": tiles, "sections": sections}],
-        "charts": [],
-        "coordinates": [coordinates(outcome)],
-        "comparison": None,
-    }
+    state = "running" if running else "done"
+    made = {"kind": "search", "made": "dmt tune --search"}
+    page = page_of_one(outcome.name, state, "", tiles, sections)
+    return page | made | {"coordinates": [coordinates(outcome)]}
 
 
 def coordinates(outcome: SearchOutcome) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from toolkit.cli.bars import count_progress
 from toolkit.cli.output import output
 from toolkit.errors import RunFailed
 from toolkit.extras.tune.candidates import Candidates
-from toolkit.extras.tune.report import Tuned, lines, planned_table, write_page
+from toolkit.extras.tune.report import Tuned, lines, planned_lines, write_page
 from toolkit.extras.tune.throughput import (
     Measurement,
     Tuning,
@@ -58,7 +58,7 @@ def list_layouts(request: ThroughputRequest, as_json: bool) -> None:
         {**one.pair._asdict(), "layout": one.layout.to_dict(), "predicted_s": one.step_s}
         for one in expected
     ]
-    output(as_json, data, [planned_table(expected)])
+    output(as_json, data, planned_lines(expected))
 
 
 def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool) -> None:

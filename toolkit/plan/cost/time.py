@@ -44,18 +44,6 @@ from toolkit.plan.cost.workload import Workload
 
 
 @dataclass(frozen=True)
-class StageTime:
-    """One pipeline rank and one micro batch, all its chunks together."""
-
-    forward_s: float
-    """With exposed collectives inside the layers."""
-    backward_s: float
-    """With recompute."""
-    message_s: float
-    """Sending one activation or gradient to the neighbour."""
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step on the busiest stage; the parts add up to `total_s`."""
 
@@ -71,7 +59,8 @@ class StepTime:
     overhead_s: float
     """Host work per step, and waiting for the slowest node."""
     passes: list[tuple[float, float]]
-    """Forward and backward of one micro batch, by pipeline rank."""
+    """Forward, with exposed collectives inside the layers, and backward, with recompute, of one
+    micro batch, by pipeline rank: all its chunks together."""
     message_s: float
     """Sending one activation or gradient to the neighbour stage."""
     tokens: int
@@ -93,11 +82,6 @@ class StepTime:
             + self.offload_s
             + self.overhead_s
         )
-
-    @property
-    def stages(self) -> list[StageTime]:
-        """By pipeline rank."""
-        return [StageTime(*both, self.message_s) for both in self.passes]
 
     @property
     def tokens_per_s(self) -> float:
