@@ -22,7 +22,8 @@ from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
 from toolkit.starter.from_files import Statements, Uncarried, read_files
-from toolkit.targets.base import CHANGES, PerReplica, ShareOfSteps, nested
+from toolkit.targets.base import CHANGES, PerReplica, ShareOfSteps
+from toolkit.text.dotted import nested
 from toolkit.text.redact import MASK, looks_secret, redact
 from toolkit.text.terminal import printable
 

@@ -8,7 +8,7 @@ counterpart is a `Leftover` with the reason.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -345,27 +345,6 @@ def written(keys: Mapping[str, Row], values: Mapping[str, object]) -> dict[str, 
         for name, row in rows.items()
         if isinstance(row, TargetKey) and row.write is not None
     }
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings inside nested sections, by dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as sections."""
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        inside = made
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return made
 
 
 def unknown(setting: ForeignSetting, known: Iterable[str]) -> Misspelt:

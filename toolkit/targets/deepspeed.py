@@ -31,13 +31,13 @@ from toolkit.targets.base import (
     Unknown,
     device,
     global_batch,
-    leaves,
     none_if_zero,
     precisions,
     read_settings,
     translated,
 )
 from toolkit.targets.options import read_options
+from toolkit.text.dotted import leaves
 
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 

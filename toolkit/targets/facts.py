@@ -1,6 +1,6 @@
 """The settings of a recipe and its plan: the side that everything is compared with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from toolkit.targets.base import (
     SHARDS,
     WORLD,
 )
+from toolkit.text.dotted import leaves
 
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
@@ -66,8 +67,8 @@ def places_in(path: Path, overrides: Sequence[str] = ()) -> Places:
 def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> dict[str, Fact]:
     """Every value of the run by its key. Without a plan, `auto` values are omitted."""
     found = {
-        key: Fact(value, places(key) or "default")
-        for key, value in _flat(recipe.model_dump(exclude={"model": {"config"}}), "")
+        key: Fact([*value] if isinstance(value, tuple) else value, places(key) or "default")
+        for key, value in leaves(recipe.model_dump(exclude={"model": {"config"}}))
         # One of the three lengths is stated; the others are unknown, not nothing.
         if value != AUTO and not (value is None and key in LENGTH_SETTINGS)
     }
@@ -98,15 +99,6 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
 def values_of(recipe: Recipe, plan: Plan) -> dict[str, object]:
     """The values of a planned run by their keys."""
     return {key: fact.value for key, fact in facts(recipe, plan).items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, list(value) if isinstance(value, tuple) else value
 
 
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:

@@ -15,6 +15,7 @@ from toolkit.backend import InAccelerate
 from toolkit.engines.deepspeed.presets import preset_for, preset_path
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
+from toolkit.text.dotted import put
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,9 +97,7 @@ class DeepSpeedInAccelerate(InAccelerate):
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
         stated = copy.deepcopy(script_config(config))
         for name in _FILLED:
-            *section, key = name.split(".")
-            within = stated.setdefault(section[0], {}) if section else stated
-            within[key] = "auto"
+            put(stated, name, "auto")
         return {"deepspeed": stated}
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:

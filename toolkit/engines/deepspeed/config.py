@@ -24,6 +24,7 @@ from toolkit.intake.foreign import later_value
 from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.recipe.schema import OptimizerSection, Recipe
+from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
 ZERO = "zero_optimization"
@@ -174,19 +175,19 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
     config = copy.deepcopy(dict(file.values))
     for name, value in request.extra.items():
-        _put(config, f"{ZERO}.{name}", value)
+        put(config, f"{ZERO}.{name}", value)
     for key, value in owned.items():
         # An absent block also means no offload.
         needed = value not in (None, "none") and not same(_DEFAULTS.get(key), value)
-        if needed or _get(config, key) is not None:
-            _put(config, key, value)
+        if needed or get(config, key) is not None:
+            put(config, key, value)
     for key, value in {
         **DEFAULTS,
         **_loss_scaling(request),
         **_by_layout(request, file),
     }.items():
-        if _get(file.values, key) is None:
-            _put(config, key, value)
+        if get(file.values, key) is None:
+            put(config, key, value)
     return config
 
 
@@ -318,7 +319,7 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     if request.optimizer.kind.whole is None and request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
-        stated: Any = _get(file.values, "optimizer.params") or {}
+        stated: Any = get(file.values, "optimizer.params") or {}
         if not {"torch_adam", "foreach"} & stated.keys():
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
@@ -350,7 +351,7 @@ def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
     """Keys that DeepSpeed would silently drop or not accept."""
     for block, known in {**KNOWN_KEYS, **_BY_US}.items():
-        value = _get(file.values, block) if block else file.values
+        value = get(file.values, block) if block else file.values
         if value is None:
             continue
         if not isinstance(value, Mapping):
@@ -417,7 +418,7 @@ def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
     it."""
     for key in file.lines:
         left = key not in owned and key not in AUTO_IS_A_VALUE
-        if left and _get(file.values, key) == "auto" and not key.endswith(".nvme_path"):
+        if left and get(file.values, key) == "auto" and not key.endswith(".nvme_path"):
             yield file.problem(
                 key,
                 "auto",
@@ -442,7 +443,7 @@ def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Probl
 
 def _stated(file: JsonFile, key: str) -> object:
     """The file's value of `key`; None if absent or `"auto"`."""
-    value = _get(file.values, key)
+    value = get(file.values, key)
     return None if value == "auto" else value
 
 
@@ -462,23 +463,3 @@ def same(found: object, wanted: object) -> bool:
     if isinstance(found, str) and isinstance(wanted, str) and wanted in _OPTIMIZER_TYPES:
         return found.lower() == wanted.lower()
     return found == wanted
-
-
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None when it or a block above it is missing."""
-    value: Any = values
-    for name in key.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(name)
-    return value
-
-
-def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value at a dotted key, adding blocks as needed."""
-    *blocks, name = key.split(".")
-    for block in blocks:
-        if values.get(block) is None:
-            values[block] = {}
-        values = values[block]
-    values[name] = value

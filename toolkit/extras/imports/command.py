@@ -4,8 +4,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -31,6 +29,7 @@ from toolkit.run.changes import shown
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.text.dotted import get
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
@@ -141,7 +140,7 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> It
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
     ours = recipe.model_dump(mode="json")
     for key, theirs in state.settings.items():
-        if (mine := reduce(getitem, key.split("."), ours)) != theirs:
+        if (mine := get(ours, key)) != theirs:
             yield f"{key} was {shown(theirs)}, the recipe's {shown(mine)} applies"
     yield from state.notes
 

@@ -1,6 +1,6 @@
 """What the page states in words, bars and tables, for one run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
 from toolkit.run.evaluations import SAMPLES
 from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 from toolkit.text.units import duration, seconds, size
 
@@ -237,15 +238,8 @@ def _recipe(record: RunRecord) -> Section | None:
 def _settings(recipe: str) -> list[list[str]]:
     """Those that differ from the defaults, with their values. Raises ValidationError."""
     stated = Recipe.model_validate(parse_yaml(recipe), strict=False)
-    return [*_leaves(stated.model_dump(exclude_defaults=True, mode="json"))]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield [f"{prefix}{key}", in_yaml(value)]
+    values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
+    return [[key, in_yaml(value)] for key, value in values]
 
 
 def _plan(record: RunRecord) -> Section | None:

@@ -41,13 +41,12 @@ from toolkit.targets.base import (
     TargetKey,
     Unknown,
     changes,
-    leaves,
-    nested,
     none_if_zero,
     precisions,
     unknown,
 )
 from toolkit.targets.options import read_options
+from toolkit.text.dotted import leaves, nested
 
 OPTIONS = read_options("gpt_neox", __file__)
 NAMES = OPTIONS.names

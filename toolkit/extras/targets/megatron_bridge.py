@@ -36,12 +36,12 @@ from toolkit.targets.base import (
     Unknown,
     as_yaml,
     changes,
-    leaves,
     shown,
     translated,
     unknown,
 )
 from toolkit.targets.options import read_options, unless_off
+from toolkit.text.dotted import leaves
 
 OPTIONS = read_options("megatron_bridge", __file__)
 _GROUPS = """

@@ -11,8 +11,9 @@ from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import Problem, RecipeError
 from toolkit.extras.targets.shell_flags import read_flags
 from toolkit.extras.targets.values import JoinedFiles
-from toolkit.targets.base import as_yaml, leaves, relative_to_file
+from toolkit.targets.base import as_yaml, relative_to_file
 from toolkit.targets.options import read_options
+from toolkit.text.dotted import leaves
 
 OPTIONS = read_options("torchtitan", __file__)
 NAMES = OPTIONS.names

@@ -26,13 +26,13 @@ from toolkit.targets.base import (
     Unknown,
     as_yaml,
     global_batch,
-    leaves,
     number,
     read_settings,
     shown,
 )
 from toolkit.targets.facts import values_of
 from toolkit.targets.options import unless_off
+from toolkit.text.dotted import leaves
 
 _NO_SUCH = NotCarried("no such value")
 _BESIDES = """

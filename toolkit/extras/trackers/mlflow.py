@@ -2,10 +2,11 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.text.dotted import leaves
 from toolkit.track.trackers.base import Rows, TrackedRun, Tracker
 
 _OWN_ID = "dmt.run_id"
@@ -49,7 +50,10 @@ class MlflowTracker(Tracker):
             self._id = self._client.create_run(
                 experiment, tags=tags, run_name=run.name
             ).info.run_id
-            parameters = [Param(*one) for one in _flat(run.config)]
+            parameters = [
+                Param(_FORBIDDEN.sub("_", key), str(value)[:_LONGEST_PARAMETER])
+                for key, value in leaves(run.config)
+            ]
             for at in range(0, len(parameters), _MOST_PARAMETERS):
                 some = parameters[at : at + _MOST_PARAMETERS]
                 self._client.log_batch(self._id, params=some)
@@ -91,12 +95,3 @@ class MlflowTracker(Tracker):
     def finish(self, exit_code: int) -> None:
         status = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self._id, status)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names of the recipe and the plan."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield _FORBIDDEN.sub("_", f"{prefix}{key}"), str(value)[:_LONGEST_PARAMETER]

@@ -20,7 +20,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.run import jsonl
-from toolkit.targets.base import nested
+from toolkit.text.dotted import get, nested
 from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
@@ -69,20 +69,12 @@ def chosen_settings(tuning: Tuning, best: Measurement) -> dict[str, Any]:
     keys = [override.partition("=")[0] for override in tuning.overrides]
     if tuning.options:  # a cluster was named
         keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
-    values = {key: _value(tuning.recipe, key) for key in keys} | best.settings
+    values = {key: get(tuning.recipe.model_dump(), key) for key in keys} | best.settings
     try:
-        stated = load_recipe(tuning.path)
+        stated = load_recipe(tuning.path).model_dump()
     except RecipeError:  # without the overrides
         return values
-    return {key: value for key, value in values.items() if value != _value(stated, key)}
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    """A setting as plain data; None where the recipe has no such part."""
-    value: Any = recipe.model_dump()
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    return {key: value for key, value in values.items() if value != get(stated, key)}
 
 
 def _extended(recipe: Path, file: Path) -> str:
