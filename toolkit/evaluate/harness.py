@@ -11,10 +11,10 @@ import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 import torch
 from transformers import AutoTokenizer
 
-from toolkit.errors import BackendUnavailable, DataError
+from toolkit.errors import DataError
 from toolkit.evaluate.completions import require_template
 from toolkit.evaluate.tasks import TasksSection
-from toolkit.system.install import install
+from toolkit.system.install import optional
 from toolkit.text.suggest import did_you_mean
 
 _NOT_METRICS = ("name", "alias", "sample_len")
@@ -85,14 +85,8 @@ def _model_arguments(folder: Path, device: str) -> dict[str, Any]:
 
 
 def _lm_eval() -> Any:
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"tasks are run by the lm-evaluation-harness, which cannot be imported: {error}",
-            fix=install("eval"),
-        ) from error
-    return lm_eval
+    what = "tasks are run by the lm-evaluation-harness, which"
+    return optional("lm_eval", "eval", what)
 
 
 def _tasks(settings: TasksSection) -> tuple[Any, list[str]]:

@@ -16,7 +16,7 @@ from toolkit.batch import IGNORE_INDEX
 from toolkit.errors import BackendUnavailable
 from toolkit.layout import FusedKernels
 from toolkit.system.compilers import private_folder
-from toolkit.system.install import install
+from toolkit.system.install import install, optional
 
 
 def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:
@@ -30,7 +30,8 @@ def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:
     """
     if kernels != "liger":
         return
-    apply = _patches()[model.config.model_type]
+    patches = _liger("transformers.monkey_patch", "kernels.fused", "none")
+    apply = patches.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     # Of implementations for other accelerators, which cannot be imported.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     os.environ.setdefault("TRITON_CACHE_DIR", str(private_folder("triton")))
@@ -50,16 +51,16 @@ def fused_loss(model: PreTrainedModel) -> Callable[..., Any]:
     engines gather its weight as usual. Raises BackendUnavailable without Liger, or with a
     version in which all tokens have the same weight.
     """
-    try:
-        from liger_kernel.ops import fused_linear_cross_entropy as ops
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError as error:
-        raise _missing("kernels.loss", "whole", f"cannot be imported ({error})") from error
+    ops = _liger("ops.fused_linear_cross_entropy", "kernels.loss", "whole")
     if "token_grad_output" not in signature(ops.fused_linear_cross_entropy_forward).parameters:
-        raise _missing("kernels.loss", "whole", "is older than 0.8.5")
+        raise BackendUnavailable(
+            "kernels.loss: liger-kernel is older than 0.8.5",
+            fix=f"{install('liger')}, or set it to whole",
+        )
+    made = _liger("transformers", "kernels.loss", "whole").LigerFusedLinearCrossEntropyLoss
     os.environ.setdefault("TRITON_CACHE_DIR", str(private_folder("triton")))
     plain, head = model.forward, model.get_output_embeddings()
-    kernel = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="none")
+    kernel = made(ignore_index=IGNORE_INDEX, reduction="none")
 
     def forward(targets: Tensor | None = None, **inputs: Any) -> Any:
         if targets is None:
@@ -83,17 +84,7 @@ def _log_probs(
     return -losses.view_as(targets)
 
 
-def _patches() -> Any:
-    """Liger's function for each model type."""
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as error:
-        raise _missing("kernels.fused", "none", f"cannot be imported ({error})") from error
-    return MODEL_TYPE_TO_APPLY_LIGER_FN
-
-
-def _missing(setting: str, other: str, why: str) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"{setting}: liger-kernel {why}",
-        fix=f"{install('liger')}, or set it to {other}",
-    )
+def _liger(module: str, setting: str, other: str) -> Any:
+    """A module of Liger's, for a setting that may have the value `other` instead."""
+    what, otherwise = f"{setting}: liger-kernel", f", or set it to {other}"
+    return optional(f"liger_kernel.{module}", "liger", what, otherwise)

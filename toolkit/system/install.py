@@ -7,12 +7,14 @@ import json
 import shlex
 import tomllib
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
 import toolkit
+from toolkit.errors import BackendUnavailable
 
 NAME = "dmt-train"
 """Of the distribution; the command is `dmt`, the package `toolkit`."""
@@ -36,6 +38,17 @@ def install(extra: str) -> str:
             and not one.marker.evaluate({"extra": ""})
         ]
     return f"pip install {' '.join(repr(plain(one)) for one in wanted)}"
+
+
+def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
+    """A module of an optional part. Raises BackendUnavailable where it cannot be imported: its
+    message begins with `what` needs it, its fix ends with what to do `otherwise`."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{what} cannot be imported ({error})", fix=f"{install(extra)}{otherwise}"
+        ) from error
 
 
 def source() -> str:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from toolkit.engines.owners import UpdateRule
-from toolkit.errors import BackendUnavailable
 from toolkit.optimizers.base import Trained
 from toolkit.recipe.schema import OptimizerSection
-from toolkit.system.install import install
+from toolkit.system.install import optional
 
 
 class AdamW8bit(UpdateRule):
@@ -47,14 +46,9 @@ class AdamW8bit(UpdateRule):
 
 def operators() -> Any:
     """bitsandbytes' own. Raises BackendUnavailable if it cannot be imported."""
-    try:
-        import bitsandbytes.functional as functional
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"optimizer.name is adamw_8bit: bitsandbytes cannot be imported ({error})",
-            fix=f"{install('8bit')}, or set optimizer.name to adamw",
-        ) from error
-    return functional
+    what = "optimizer.name is adamw_8bit: bitsandbytes"
+    otherwise = ", or set optimizer.name to adamw"
+    return optional("bitsandbytes.functional", "8bit", what, otherwise)
 
 
 @cache

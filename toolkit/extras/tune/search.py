@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol
 
-from toolkit.errors import BackendUnavailable, DmtError, PlanError, RecipeError, RunFailed
+from toolkit.errors import DmtError, PlanError, RecipeError, RunFailed
 from toolkit.extras.tune.space import Choices, Parameter, Range, SearchSpace
 from toolkit.extras.tune.trial import DeviceSlice, Followed, TrialResult, trial_folder
 from toolkit.intake.layers import read_layers
@@ -27,7 +27,7 @@ from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.system.install import NAME
+from toolkit.system.install import optional
 from toolkit.text.terminal import tell
 
 STUDY = "study.db"
@@ -87,7 +87,7 @@ class HyperparameterSearch:
         """Raises BackendUnavailable without Optuna, RecipeError for a recipe with a mistake,
         PlanError if the folder has another search."""
         self.request, self._run_trial = request, run
-        self._optuna = optuna = import_optuna()
+        self._optuna = optuna = optional("optuna", "tune", "dmt tune --search: optuna")
         self.recipe = load_recipe(request.recipe, request.overrides)
         self._lock = Lock()
         self._interrupted: Callable[[], bool] = lambda: False
@@ -389,14 +389,3 @@ def suggest(trial: Any, one: Parameter) -> Any:
     ask = trial.suggest_int if one.whole else trial.suggest_float
     step = one.step if one.step is not None or not one.whole else 1
     return ask(one.key, one.low, one.high, log=one.log, step=step)
-
-
-def import_optuna() -> Any:
-    """Raises BackendUnavailable where it is not installed."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise BackendUnavailable(
-            "dmt tune --search: optuna is not installed", fix=f"pip install '{NAME}[tune]'"
-        ) from error
-    return optuna

@@ -6,15 +6,14 @@ operands to 8 bits, with scales computed from them.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import PlanError
 from toolkit.features.fp8 import Fp8Section
 from toolkit.models.huggingface import decoder_layers
-from toolkit.system.install import install
+from toolkit.system.install import optional
 
 _MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this: `torch._scaled_mm`'s rule."""
@@ -27,7 +26,7 @@ def convert(model: nn.Module, fp8: Fp8Section) -> None:
     `layers_in_bf16`, and weights whose dimensions are not multiples of 16 are not converted.
     Raises PlanError if nothing can be converted, BackendUnavailable without torchao.
     """
-    torchao = _import_torchao()
+    torchao = optional("torchao.float8", "fp8", "fp8: torchao", ", or remove fp8")
     config = torchao.Float8LinearConfig.from_recipe_name(fp8.recipe)
     config = replace(config, emulate=not torch.cuda.is_available())
     layers = decoder_layers(model)
@@ -55,14 +54,3 @@ def _products(layer: nn.Module) -> list[nn.Linear]:
         and part.in_features % _MULTIPLE == 0
         and part.out_features % _MULTIPLE == 0
     ]
-
-
-def _import_torchao() -> Any:
-    try:
-        import torchao.float8
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"fp8: torchao cannot be imported ({error})",
-            fix=f"{install('fp8')}, or remove fp8",
-        ) from error
-    return torchao.float8
