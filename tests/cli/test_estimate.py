@@ -41,7 +41,7 @@ def test_an_unmeasured_cpu_is_nominal(dmt: Dmt) -> None:
     shown = dmt("estimate", TINY).out
     assert "\n  memory per process  " in shown
     assert "CUDA" not in shown
-    assert "of a nominal CPU: `dmt doctor --calibrate`" in shown
+    assert "nominal CPU speeds: `dmt doctor --calibrate`" in shown
 
 
 def test_a_measured_cpu_has_its_own_speed(tmp_path: Path, dmt: Dmt) -> None:

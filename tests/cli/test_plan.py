@@ -210,7 +210,7 @@ def test_bf16_states_on_a_cpu(dmt: Dmt) -> None:
     assert "\n  offload          optimizer to cpu\n" in out
     assert "\n  ranks            2 = 1 node × 2 cpu\n" in out
     assert "\n  memory per process  " in out
-    assert "(nominal CPU speeds)" in out
+    assert "(nominal CPU speeds: `dmt doctor --calibrate`" in out
 
 
 def test_json_is_the_contract(dmt: Dmt) -> None:

@@ -12,7 +12,7 @@ import pytest
 from toolkit.data.listing import list_files
 from toolkit.data.sources import open_source
 from toolkit.data.streaming.chunks import Chunks
-from toolkit.data.streaming.ranges import texts
+from toolkit.data.streaming.source import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource
 

@@ -18,7 +18,7 @@ from pyarrow import ipc, parquet
 from toolkit.data.formats.files import ListedFile, identities
 from toolkit.data.listing import list_files
 from toolkit.data.streaming.chunks import Chunks
-from toolkit.data.streaming.ranges import texts
+from toolkit.data.streaming.source import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
 

@@ -8,7 +8,8 @@ from functools import partial
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.plan.estimate import Estimate, memory_parts
+from toolkit.plan.cost.prediction import basis
+from toolkit.plan.estimate import Estimate, memory_parts, time_parts
 from toolkit.plan.search import Room
 from toolkit.system.handlers import handling
 from toolkit.text.units import GIB, seconds, size
@@ -46,6 +47,23 @@ def memory_lines(found: Estimate) -> Iterator[Text]:
     for place, taken in (("host", needed.host_gib), ("NVMe", needed.nvme_gib)):
         if taken:
             yield Text(f"    {place} of each node: {taken:,.0f} GiB")
+
+
+def time_lines(found: Estimate) -> Iterator[Text]:
+    """The step's time, speed and utilization, and its parts."""
+    time, cluster = found.time, found.setup.cluster
+    per = "process" if cluster.gpu.memory_gib is None else "GPU"
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    nominal = ""
+    if basis(cluster) == "nominal":
+        nominal = " (nominal CPU speeds: `dmt doctor --calibrate` measures this one's)"
+    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{nominal}")
+    if time.mfu_causal is not None:
+        yield Text(
+            f"    MFU {time.mfu_causal:.1%}, HFU {time.hfu_causal:.1%}, attention as masked "
+            f"({time.mfu_full:.1%}, {time.hfu_full:.1%} in full)"
+        )
+    yield from bars(time_parts(time), time.total_s, "s")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from toolkit.report.compare import (
 from toolkit.report.record import RunRecord, read_record
 from toolkit.run import jsonl
 from toolkit.run.changes import is_stated, shown
+from toolkit.text.units import shortened
 
 _LONGEST = 24
 """Letters of a setting's value on the terminal."""
@@ -94,5 +95,4 @@ def _lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
 
 
 def _short(value: object) -> str:
-    text = shown(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return shortened(shown(value), _LONGEST)

@@ -7,24 +7,17 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli.bars import memory_lines, time_lines
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.plan.cost.prediction import basis
 from toolkit.plan.dimensions import batch_text, recompute_text
-from toolkit.plan.estimate import (
-    Estimate,
-    estimate_plan,
-    machine_output,
-    time_parts,
-)
+from toolkit.plan.estimate import Estimate, estimate_plan, machine_output
 from toolkit.plan.plan import Plan
 from toolkit.run.assignment import decide
-from toolkit.text.units import seconds
 
 
 def estimate(
@@ -70,15 +63,4 @@ def _lines(name: str, plan: Plan, found: Estimate) -> Iterator[str | Text]:
     yield ""
     yield from memory_lines(found)
     yield ""
-    yield from _time_lines(found)
-
-
-def _time_lines(found: Estimate) -> Iterator[Text]:
-    time = found.time
-    per = "process" if found.setup.cluster.gpu.memory_gib is None else "GPU"
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
-    mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.1%}"
-    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{mfu}")
-    if basis(found.setup.cluster) == "nominal":
-        yield Text("    of a nominal CPU: `dmt doctor --calibrate` measures this one", "yellow")
-    yield from bars(time_parts(time), time.total_s, "s")
+    yield from time_lines(found)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from toolkit.backend import BACKENDS
 from toolkit.cli import plan_formulas, plan_tables
-from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli.bars import memory_lines, time_lines
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
@@ -22,7 +22,6 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.cost.prediction import basis
 from toolkit.plan.dimensions import DIMENSIONS, batch_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
@@ -30,7 +29,6 @@ from toolkit.plan.estimate import (
     derivations,
     estimate,
     machine_output,
-    time_parts,
 )
 from toolkit.plan.explain import decisions, described
 from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
@@ -296,17 +294,8 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
 
 
 def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
-    time, run = by_part.time, planned.run
-    per = "process" if planned.cluster.gpu.memory_gib is None else "GPU"
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
-    nominal = " (nominal CPU speeds)" if basis(planned.cluster) == "nominal" else ""
-    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{nominal}")
-    if time.mfu_causal is not None:
-        yield Text(
-            f"    MFU {time.mfu_causal:.1%}, HFU {time.hfu_causal:.1%}, attention as masked "
-            f"({time.mfu_full:.1%}, {time.hfu_full:.1%} in full)"
-        )
-    yield from bars(time_parts(time), time.total_s, "s")
+    run = planned.run
+    yield from time_lines(by_part)
     for one in planned.plan.lengths[:-1]:
         said = f"{seconds(one.step_time_s)} with sequences of {one.sequence_length:,}"
         yield Text.assemble(("  step", "dim"), f"  {said}")

@@ -28,7 +28,8 @@ def evaluate(folder: Path, settings: TasksSection, device: str) -> dict[str, dic
     """
     manager, names = _tasks(settings)
     if settings.chat:
-        _require_template(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        require_template(tokenizer, folder, "evaluation.tasks.chat")
     with _explained(settings):
         found = _lm_eval().simple_evaluate(
             model="hf",
@@ -58,18 +59,11 @@ def prepare(folder: Path, settings: TasksSection) -> None:
     Raises DataError for an unknown task, and for data that are neither here nor downloaded.
     """
     if settings.chat:
-        _require_template(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        require_template(tokenizer, folder, "evaluation.tasks.chat")
     manager, names = _tasks(settings)
     with _explained(settings):
         manager.load(names)
-
-
-def _require_template(folder: Path) -> None:
-    require_template(
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
-        folder,
-        "evaluation.tasks.chat",
-    )
 
 
 def _model_arguments(folder: Path, device: str) -> dict[str, Any]:

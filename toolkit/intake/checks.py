@@ -17,9 +17,8 @@ from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator, oldest
 from toolkit.intake.batch_ramp import ramp_problems
-from toolkit.intake.blends import blend_problems
+from toolkit.intake.sources import blend_problems, streaming_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
-from toolkit.intake.streams import streaming_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.config_check import check_config

@@ -30,6 +30,7 @@ from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import WHOLE_FILE
 from toolkit.text.redact import MASK, Redactor
+from toolkit.text.units import shortened
 
 _LONGEST_TEXT = 200
 """Longest `found` or `fix` shown, in characters."""
@@ -206,15 +207,10 @@ def _presentable(
     return [
         replace(
             problem,
-            key=_short(redactor.redact(problem.key)),
-            found=_short(redactor.redact(problem.found)),
+            key=shortened(redactor.redact(problem.key), _LONGEST_TEXT),
+            found=shortened(redactor.redact(problem.found), _LONGEST_TEXT),
             allowed=redactor.redact(problem.allowed),
-            fix=_short(redactor.redact(problem.fix)),
+            fix=shortened(redactor.redact(problem.fix), _LONGEST_TEXT),
         )
         for problem in ordered
     ]
-
-
-def _short(text: str) -> str:
-    """Not longer than a terminal is wide a few times over."""
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"

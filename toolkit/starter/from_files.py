@@ -38,6 +38,7 @@ from toolkit.targets.facts import DERIVED
 from toolkit.targets.files import recognised
 from toolkit.text.redact import redact
 from toolkit.text.terminal import printable
+from toolkit.text.units import shortened
 
 PAGE = "docs/coming-from/"
 """What to read for scripts, which are not parsed."""
@@ -87,8 +88,7 @@ class Statements:
 
 
 def _short(text: str) -> str:
-    text = printable(redact(text))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return shortened(printable(redact(text)), _LONGEST)
 
 
 def read_files(paths: Sequence[Path], world: int | None) -> Statements:

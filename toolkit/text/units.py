@@ -1,8 +1,13 @@
-"""Human-readable quantities."""
+"""Human-readable quantities and texts."""
 
 MIB = 2**20
 GIB = 2**30
 MIB_PER_GIB = 1024
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of at most so many letters, of which `…` stands for the rest."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def size(gib: float) -> str:

@@ -22,7 +22,7 @@ from toolkit.data.listing import list_files
 from toolkit.data.records import open_records
 from toolkit.data.sources import Documents, RowDocuments, open_source
 from toolkit.data.streaming.chunks import Chunks
-from toolkit.data.streaming.ranges import texts
+from toolkit.data.streaming.source import texts
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import BackendUnavailable, DataError

@@ -1,17 +1,22 @@
 """A source of text that is tokenised chunk by chunk."""
 
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from toolkit.data.files import fingerprint_of
-from toolkit.data.formats.files import ListedFile, identities
+from toolkit.data.formats.base import format_of, texts_of_rows
+from toolkit.data.formats.files import FileRange, ListedFile, identities
 from toolkit.data.formats.indexed import IndexedTokens, idx_path
+from toolkit.data.sources import decoded
 from toolkit.data.streaming.chunks import Chunks
-from toolkit.data.streaming.ranges import texts
 from toolkit.data.tokenized import CACHE_VERSION, Encoding, cached_tokens, write_tokens
 from toolkit.recipe.schema import HfSource, TextSource
+
+logger = logging.getLogger(__name__)
 
 PREPARED = "prepared"
 """File in the folder of chunks that `dmt data prepare` tokenised: these are kept."""
@@ -86,3 +91,21 @@ class ChunkedSource:
             document for part in self.chunks[chunk] for document in texts(self.source, part)
         )
         write_tokens(self.prefix(chunk), documents, self.encoding, empty=True)
+
+
+def texts(source: TextSource | HfSource, part: FileRange) -> Iterator[Iterable[str]]:
+    """The documents of a range, each in parts; a row without text is the empty string.
+
+    Raises DataError for a row that cannot be used, and when the file is no longer the one that
+    was listed.
+    """
+    file = part.file
+    file.check_unchanged()
+    if isinstance(source, TextSource):
+        said = "%s is not UTF-8; undecodable bytes were replaced by U+FFFD"
+        yield decoded(file.blocks(), partial(logger.warning, said, file))
+    else:
+        form = format_of(file)
+        assert form is not None, "listed files are of one known format"
+        yield from ((text,) for text in texts_of_rows(form.rows(source, part), source))
+    file.check_unchanged()
