@@ -1,5 +1,5 @@
-"""Rules over sources of data: settings that need others, weights and titles of lists of them, and
-what can be tokenised while a run trains."""
+"""Rules over sources of data: settings that need others, weights and titles of lists of them,
+and what can be tokenised while a run trains."""
 
 from collections.abc import Iterator
 
