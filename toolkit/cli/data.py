@@ -107,20 +107,10 @@ def _prepared(summary: _Summary) -> "Iterator[str]":
 
 
 def _build(recipe: Recipe) -> "TrainingData":
-    from toolkit.data.build import build_data
+    from toolkit.data.build import recipe_data
     from toolkit.data.progress import with_bar
 
-    training = recipe.training
-    return build_data(
-        recipe.data,
-        sequence_length=training.sequence_length,
-        global_batch_size=training.global_batch_size,
-        ramp=training.batch_ramp,
-        seed=training.seed,
-        vocab_size=recipe.model.stated_vocabulary,
-        base=Path.cwd(),
-        track=with_bar,
-    )
+    return recipe_data(recipe, recipe.model.stated_vocabulary, with_bar)
 
 
 def _prepare(recipe: Recipe) -> _Summary:

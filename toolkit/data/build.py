@@ -150,7 +150,9 @@ class TrainingData:
         return float(-(shares * np.log(shares)).sum())
 
 
-def recipe_data(recipe: Recipe, vocab_size: int, track: Track = untracked) -> TrainingData:
+def recipe_data(
+    recipe: Recipe, vocab_size: int | None, track: Track = untracked
+) -> TrainingData:
     """The training data of a recipe, whose relative paths start at the working directory.
 
     Raises DataError as `build_data` does.
