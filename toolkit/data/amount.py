@@ -61,19 +61,12 @@ def count_samples(recipe: Recipe) -> int | None:
     name = recipe.data.tokenizer
     if name != BYTES and count_tokens(name, Path.cwd()) is None:
         return None
-    from toolkit.data.build import build_data  # numpy and tokenizers
+    from toolkit.data.build import recipe_data  # numpy and tokenizers
 
-    training = recipe.training
+    one = {"training.global_batch_size": 1, "training.batch_ramp": None}
     with TemporaryDirectory() as cache:
-        data = build_data(
-            recipe.data.with_values({"cache": cache}),
-            sequence_length=training.sequence_length,
-            global_batch_size=1,
-            seed=training.seed,
-            vocab_size=recipe.model.stated_vocabulary,
-            base=Path.cwd(),
-        )
-        return data.samples_per_epoch
+        recipe = recipe.with_values({"data.cache": cache, **one})
+        return recipe_data(recipe, recipe.model.stated_vocabulary).samples_per_epoch
 
 
 def _may_lack(recipe: Recipe) -> bool:
