@@ -123,13 +123,7 @@ class Manifest:
         """Sequence lengths of the recipe's steps."""
         training = TrainingSection(**self.recipe["training"])
         stages = self.recipe["data"].get("stages", ())
-        return SequenceLengths.of(
-            [StageSection(**one) for one in stages],
-            training.sequence_length,
-            training.global_batch_size,
-            training.rows_per_sample,
-            training.batch_ramp,
-        )
+        return SequenceLengths.of_training([StageSection(**one) for one in stages], training)
 
     @property
     def validation_loss(self) -> float | None:

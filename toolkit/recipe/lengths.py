@@ -66,6 +66,17 @@ class SequenceLengths:
             lengths = lengths._then(stage, longest)
         return lengths if ramp is None or stages else lengths._ramped(ramp)
 
+    @classmethod
+    def of_training(cls, stages: Sequence[Any], training: Any) -> "SequenceLengths":
+        """Those of the sections `data.stages` and `training`."""
+        return cls.of(
+            stages,
+            training.sequence_length,
+            training.global_batch_size,
+            training.rows_per_sample,
+            training.batch_ramp,
+        )
+
     def _ramped(self, ramp: Any) -> "SequenceLengths":
         """The only stage's batch reached in steps of the ramp."""
         (stage,) = self.stages

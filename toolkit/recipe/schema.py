@@ -1115,14 +1115,7 @@ class Recipe(Section):
     @property
     def lengths(self) -> SequenceLengths:
         """How long the sequences of each step are."""
-        training = self.training
-        return SequenceLengths.of(
-            self.data.stages,
-            training.sequence_length,
-            training.global_batch_size,
-            training.rows_per_sample,
-            training.batch_ramp,
-        )
+        return SequenceLengths.of_training(self.data.stages, self.training)
 
     @property
     def follows_validation(self) -> dict[str, str]:

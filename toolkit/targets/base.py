@@ -180,8 +180,6 @@ Row = str | TargetKey | Rule | NotCarried
 
 ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
 NO_EFFECT = NotCarried("has no effect with this value")
-Judge = Callable[[ForeignSetting], Unknown | NotCarried | None]
-"""What to say of a name without a row; None where it is right, but no recipe has it."""
 
 NO_SETTING = "a recipe has no such setting"
 """Why what has no row is not carried, unless `intake/foreign.py` knows better."""

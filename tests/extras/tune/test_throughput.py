@@ -238,7 +238,7 @@ def test_slices_of_a_machine_share_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> None:
-    asked: Any = SimpleNamespace(steps=5, hopeless=1.3)
+    asked: Any = SimpleNamespace(steps=5)
     judge = _Judge(asked, 1.0, lambda _: None)
 
     def answers(*times: float) -> list[bool]:

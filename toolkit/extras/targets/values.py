@@ -192,7 +192,7 @@ class TableTarget(Target):
         raise NotImplementedError
 
     def judge(self, setting: ForeignSetting) -> Unknown | NotCarried | None:
-        """What to say of a setting without a row: see `Judge`."""
+        """What to say of a setting without a row; None where it is right without one."""
         raise NotImplementedError
 
     def add(

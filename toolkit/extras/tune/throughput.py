@@ -81,7 +81,6 @@ class Measurement(TrialResult):
     """What asks for the layout."""
     predicted_s: float
     """Seconds per step."""
-    predicted_gib: float
 
     @property
     def measured(self) -> bool:
@@ -108,7 +107,6 @@ class Tuning:
     hang_s: float
     options: Sequence[str] = ()
     """More options of `dmt launch`."""
-    hopeless: float = HOPELESS
     candidates: Candidates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -281,7 +279,6 @@ def _measured(
         layout=layout,
         settings=settings_of(candidate),
         predicted_s=candidate.step_s,
-        predicted_gib=candidate.memory_gib,
     )
 
 
@@ -292,7 +289,7 @@ class _Judge:
         self, tuning: Tuning, best_s: float | None, on_step: Callable[[str], None]
     ) -> None:
         self._enough = WARM_UP_STEPS + tuning.steps
-        self._limit_s = None if best_s is None else best_s * tuning.hopeless
+        self._limit_s = None if best_s is None else best_s * HOPELESS
         self._best_s, self._on_step = best_s, on_step
         self._given_up = ""
 
