@@ -251,3 +251,16 @@ def test_files_in_a_store(tmp_path: Path, name: str) -> None:
                 list(texts(what, chunk[0]))
     finally:
         store.store.clear()
+
+
+@pytest.mark.parametrize("excluded", ["memory://b/left", "memory://b/left/", "memory://b/*/*"])
+def test_a_folder_of_a_store_is_left_out(tmp_path: Path, excluded: str) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    store.pipe({"/b/kept.txt": b"a", "/b/left/out.txt": b"b"})
+    what = TextSource(kind="text", files=("memory://b/**/*.txt",), exclude=(excluded,))
+    try:
+        assert [file.name for file in list_files(what, tmp_path)] == ["kept.txt"]
+    finally:
+        store.store.clear()

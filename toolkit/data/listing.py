@@ -13,6 +13,7 @@ from toolkit.data.formats.base import Format, folder_format, format_of, formats,
 from toolkit.data.formats.files import ListedFile, ListedFolder
 from toolkit.data.formats.saved import saved_files
 from toolkit.data.huggingface import data_files_of, split_name
+from toolkit.data.remote.copies import stored_texts
 from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.remote.store import shown
 from toolkit.errors import DataError
@@ -186,19 +187,13 @@ def needs_datasets(source: HfSource, base: Path) -> bool:
 
 
 def _texts(source: TextSource, base: Path) -> Iterable[ListedFile]:
-    left_out = {
-        file.url for url in filter(is_remote, source.exclude) for file in stored_files(url)
-    }
     here = [pattern for pattern in source.exclude if not is_remote(pattern)]
     listed: dict[ListedFile, None] = {}
-    for pattern in source.files:
-        if not is_remote(pattern):
+    for pattern, stored in stored_texts(source):
+        if stored is None:
             listed.update(dict.fromkeys(map(ListedFile.of, find_files([pattern], base, here))))
-            continue
-        stored = [file for file in stored_files(pattern) if file.url not in left_out]
-        if not stored:
-            raise DataError(f"no file matches {shown(pattern)}", fix="correct the path")
-        listed.update(dict.fromkeys(map(ListedFile.stored, stored)))
+        else:
+            listed.update(dict.fromkeys(map(ListedFile.stored, stored)))
     return listed
 
 

@@ -59,21 +59,31 @@ def with_copies(source: FileSource, cache: Path, track: Track) -> FileSource:
 
 def _text_copies(source: TextSource, cache: Path, track: Track) -> dict[str, tuple[str, ...]]:
     """The settings `files` and `exclude` with paths of copies."""
+    files = list[str]()
+    for pattern, found in stored_texts(source):
+        if found is None:
+            files.append(pattern)
+        else:
+            tree = _tree(found, cache, track)
+            files += [glob.escape(str(tree / _place(file.url))) for file in found]
+    here = [pattern for pattern in source.exclude if not is_remote(pattern)]
+    return {"files": tuple(files), "exclude": tuple(here)}
+
+
+def stored_texts(source: TextSource) -> Iterator[tuple[str, list[RemoteFile] | None]]:
+    """Each pattern of `files`, with those that it names in a store, without what `exclude`
+    names; None for one of this machine. Raises DataError for a pattern without any."""
     left_out = {
         file.url
         for pattern in filter(is_remote, source.exclude)
         for file in [*list_files(pattern), *list_files(f"{pattern.rstrip('/')}/**/*")]
     }
-    files = list[str]()
     for pattern in source.files:
         if is_remote(pattern):
             found = [file for file in list_files(pattern) if file.url not in left_out]
-            tree = _tree(_some(found, pattern), cache, track)
-            files += [glob.escape(str(tree / _place(file.url))) for file in found]
+            yield pattern, _some(found, pattern)
         else:
-            files.append(pattern)
-    here = [pattern for pattern in source.exclude if not is_remote(pattern)]
-    return {"files": tuple(files), "exclude": tuple(here)}
+            yield pattern, None
 
 
 def _some(found: list[RemoteFile], pattern: str) -> list[RemoteFile]:
