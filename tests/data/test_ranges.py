@@ -261,6 +261,6 @@ def test_a_folder_of_a_store_is_left_out(tmp_path: Path, excluded: str) -> None:
     store.pipe({"/b/kept.txt": b"a", "/b/left/out.txt": b"b"})
     what = TextSource(kind="text", files=("memory://b/**/*.txt",), exclude=(excluded,))
     try:
-        assert [file.name for file in list_files(what, tmp_path)] == ["kept.txt"]
+        assert [file.path.name for file in list_files(what, tmp_path)] == ["kept.txt"]
     finally:
         store.store.clear()
