@@ -100,8 +100,8 @@ def page_of_one(
 ) -> dict[str, Any]:
     """The data of a page on something else than runs: without curves and marks."""
     run = {"name": name, "state": state, "why": why, "tiles": tiles, "sections": sections}
-    run |= {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
-    return {"runs": [run], "charts": [], "comparison": None}
+    empty = {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
+    return {"runs": [run | empty], "charts": [], "comparison": None}
 
 
 def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:

@@ -47,7 +47,7 @@ def plan_data(planned: Planned) -> dict[str, Any]:
     names = [name_of(label, one.layout) for label, one in zip(labels, shown, strict=True)]
     chosen = estimates[0]
     facts = layout_facts(planned.plan, planned.recipe.cluster, planned.cluster.gpu)
-    sections = [
+    sections: list[dict[str, Any]] = [
         {"title": _memory_title(chosen), "stacks": memory_stacks(names, estimates)},
         {"title": "One step, by layout", "stacks": step_stacks(names, estimates)},
         {"title": "Alternatives", "table": strategies(search, shown).cells(shown)},
