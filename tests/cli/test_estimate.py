@@ -21,7 +21,7 @@ def test_memory_and_time_by_part(dmt: Dmt) -> None:
     assert "\n  memory per GPU  " in shown and " of 79.1 GiB: fits\n" in shown
     assert "\n    weights                14.96 GiB  █████\n" in shown
     assert "\n    allocator reserve" in shown
-    assert "\n  step  " in shown and " tokens/s per GPU, MFU " in shown
+    assert "\n  step  " in shown and " tokens/s per GPU\n    MFU " in shown
     assert "\n    matmul " in shown
 
 
