@@ -16,8 +16,9 @@ from tests.engines.parity_worker import (
     new_engine,
     recipe,
 )
+from toolkit.checkpoint.shards import whole_block
 from toolkit.engines.distributed import Ranks
-from toolkit.extras.outer.rectangles import Rectangles, by_key
+from toolkit.extras.outer.weights import WholeWeights
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 
@@ -50,18 +51,17 @@ def follow(case: Case, ranks: Ranks) -> dict[str, Any]:
     batches, count = first_batch(ranks, layout)
     engine.train_step(batches, count, 1e-3)
     group = dist.new_group(backend="gloo")
-    parts = Rectangles(engine, recipe(case, ranks.world), group)
+    parts = WholeWeights(engine, recipe(case, ranks.world), group)
     weights, _ = other_weights(case, ranks.world)
-    values = [(FACTOR * weights.read_block(block)).numpy() for block in parts.takes]
-    parts.write(by_key(parts.takes, values))
+    values = {
+        name: (FACTOR * weights.read_block(whole_block(name, shape))).numpy()
+        for name, shape in parts.shapes.items()
+    }
+    parts.scatter(values if ranks.rank == 0 else {})
     batches = micro_batches(*next(global_batches(1)), ranks, layout)
     loss = engine.evaluate(batches).loss
-    again = parts.read()
-    kept = all(
-        (again[key] == value).all() for key, value in by_key(parts.takes, values).items()
-    )
+    again = parts.gather()
+    kept = all((again[name] == values[name]).all() for name in again)
     first = engine.train_step(batches, count, 1e-3).loss
-    sent: list[int] = [0] * ranks.world
-    dist.all_gather_object(sent, sum(value.size for value in values), group=group)
     engine.close()
-    return {"loss": loss, "trained": first, "kept": kept, "elements": sum(sent)}
+    return {"loss": loss, "trained": first, "kept": kept}

@@ -37,20 +37,18 @@ from toolkit.data.order import Shuffled
 from toolkit.errors import PlanError, RecipeError
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.engine import OfReplica
-from toolkit.extras.outer.holder import states
-from toolkit.extras.outer.optimizer import OuterOptimizer, mean_gradient
-from toolkit.extras.outer.rounds import Refused, Rounds
-from toolkit.extras.outer.wire import BLOCK, Connection, packed
+from toolkit.extras.outer.optimizer import OuterOptimizer, Weights, mean_gradient
+from toolkit.extras.outer.rounds import Member, Refused, Rounds
+from toolkit.extras.outer.states import states
+from toolkit.extras.outer.wire import BLOCK, Connection
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.launchers.launching import Origin, launch_recipe
-from toolkit.models.families.tensors import Block
+from toolkit.launchers.launching import launch_recipe
 from toolkit.report.record import read_record
 
 __all__ = ["own_project", "python_path", "with_toys"]  # fixtures
 
-BLOCKS = [Block("w", (0, 3), (0, 700), False), Block("b", (2, 5), None, False)]
-SHAPES = {"w": [3, 700], "b": [5]}
+SHAPES = {"w": (3, 700), "b": (3,)}
 
 
 @pytest.mark.parametrize("how", ["nesterov", "sgd", "average"])
@@ -83,10 +81,10 @@ def test_optimizers_are_torchs(how: str) -> None:
 
 def test_replicas_have_every_sample_of_a_batch_once() -> None:
     whole = Shuffled(3, 50)
-    parts = [OfReplica(whole, 4, 3, replica) for replica in range(3)]
+    parts = [OfReplica(whole, 3, replica) for replica in range(3)]
     for batch in range(9):
-        joined = np.concatenate([part.indices(4 * batch, 4) for part in parts])
-        assert joined.tolist() == whole.indices(12 * batch, 12).tolist()
+        joined = np.stack([part.indices(4 * batch, 4) for part in parts], axis=1)
+        assert joined.flatten().tolist() == whole.indices(12 * batch, 12).tolist()
     at_once = parts[1].indices(3, 30)
     assert at_once.tolist() == [int(parts[1].indices(3 + n, 1)[0]) for n in range(30)]
 
@@ -97,37 +95,37 @@ def test_eight_bits_are_within_half_a_step() -> None:
         ours = Connection(socket.create_connection(server.getsockname()))
         theirs = Connection(server.accept()[0])
     chance = np.random.default_rng(1)
-    values = [chance.normal(size=(3, 700)).astype(np.float32), np.zeros(3, np.float32)]
-    arrays = [part for one in values for part in packed(one, "int8")]
-    sender = threading.Thread(target=ours.send, args=({"do": "it"}, arrays))
+    sent = {"w": chance.normal(size=(3, 700)).astype(np.float32), "b": np.zeros(3, np.float32)}
+    sender = threading.Thread(target=ours.send, args=({"it": 1}, sent, "int8"))
     sender.start()
-    assert theirs.receive() == {"do": "it"}
-    found = theirs.arrays(BLOCKS, "int8")
+    assert theirs.receive() == {"it": 1}
+    found = theirs.weights(SHAPES, "int8")
     sender.join()
-    assert theirs.received == ours.sent < 1.1 * sum(one.size for one in values) + 50
+    assert theirs.received == ours.sent < 1.1 * sum(one.size for one in sent.values()) + 50
     for start in range(0, 2100, BLOCK):
         part = slice(start, start + BLOCK)
-        exact, restored = values[0].reshape(-1)[part], found[0].reshape(-1)[part]
+        exact, restored = sent["w"].reshape(-1)[part], found["w"].reshape(-1)[part]
         assert np.abs(exact - restored).max() <= np.abs(exact).max() / 127 / 2 * 1.0001
-    assert not found[1].any()
+    assert not found["b"].any() and not theirs.lost()
     ours.close()
+    assert theirs.lost()
     with pytest.raises(ConnectionError):
         theirs.receive()
     theirs.close()
 
 
-def ones(factor: float) -> list[tuple[Block, Any]]:
+def ones(factor: float) -> Weights:
     """A change of every element."""
-    sizes = [(3, 700), (3,)]
-    pairs = zip(BLOCKS, sizes, strict=True)
-    return [(block, np.full(shape, factor, np.float32)) for block, shape in pairs]
+    return {name: np.full(shape, factor, np.float32) for name, shape in SHAPES.items()}
 
 
-def joined(rounds: Rounds, *replicas: int, step: int = 0) -> None:
-    for replica in replicas:
-        answer = rounds.join(replica, 1, step, SHAPES)
-        if answer["gives"]:
-            rounds.give(ones(0.0))
+def of_members(
+    rounds: Rounds, *replicas: int, step: int = 0, begun: int | None = None
+) -> list[Member]:
+    """Replicas that have joined."""
+    rounds.begin(ones(0.0))
+    begun = step if begun is None else begun
+    return [rounds.join(replica, step, begun, SHAPES)[0] for replica in replicas]
 
 
 @contextmanager
@@ -141,99 +139,94 @@ def in_thread(action: Callable[[], Any]) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
+def value(rounds: Rounds) -> float:
+    """Of the holder's weights, which are equal."""
+    found = {float(one) for values in rounds.optimizer.weights.values() for one in values.flat}
+    assert len(found) == 1
+    return found.pop()
+
+
 def test_no_replica_is_further_ahead_than_the_bound() -> None:
     settings = OuterSection(
         replicas=3, every_steps=5, overlap="delayed", staleness=2, optimizer="average"
     )
     rounds = Rounds(settings, OuterOptimizer(settings), expected={0, 1, 2})
-    joined(rounds, 0, 1, 2)
+    first, second, slow = of_members(rounds, 0, 1, 2)
     for number in (1, 2):
-        assert rounds.hand_in(0, 5 * number, 1.0, ones(3.0))
-        assert rounds.hand_in(1, 5 * number, 1.0, ones(0.0))
-    assert rounds.optimizer.weights["w"][0, 0] == pytest.approx(2.0)  # 1/3 of each, at once
-    with in_thread(lambda: rounds.hand_in(0, 15, 1.0, ones(3.0))) as third:
-        wait_until(lambda: rounds.live[0].complete, "a third round")
-        assert not third and rounds.live[0].step == 10
+        assert rounds.hand_in(first, 5 * number, 1.0, ones(3.0))
+        assert rounds.hand_in(second, 5 * number, 1.0, ones(0.0))
+    assert value(rounds) == pytest.approx(2.0)  # 1/3 of each, at once
+    with in_thread(lambda: rounds.hand_in(first, 15, 1.0, ones(3.0))) as third:
+        wait_until(lambda: first.change, "a third round")
+        assert not third and first.step == 10
         assert rounds.step == 0
-        assert rounds.hand_in(2, 5, 1.0, ones(0.0))  # the slowest comes one round further
-    assert third == [True] and rounds.live[0].step == 15 and rounds.step == 5
-    with in_thread(lambda: rounds.hand_in(0, 20, 1.0, ones(0.0))) as fourth:
-        wait_until(lambda: rounds.live[0].complete, "a fourth round")
+        assert rounds.hand_in(slow, 5, 1.0, ones(0.0))  # the slowest comes one round further
+    assert third == [True] and first.step == 15 and rounds.step == 5
+    with in_thread(lambda: rounds.hand_in(first, 20, 1.0, ones(0.0))) as fourth:
+        wait_until(lambda: first.change, "a fourth round")
         assert not fourth
-        rounds.leave(2)  # who has left holds nobody up
+        rounds.leave(slow)  # who has left holds nobody up
     assert fourth == [True] and rounds.step == 10
 
 
-def test_ranks_of_a_replica_take_weights_of_the_same_instant() -> None:
-    """Asynchronously: what another one hands in between is in none of them."""
+def test_what_is_sent_to_a_delayed_replica_is_of_one_instant() -> None:
+    """What another one hands in while it is sent is not in it."""
     settings = OuterSection(replicas=2, every_steps=5, overlap="delayed", optimizer="average")
     rounds = Rounds(settings, OuterOptimizer(settings), expected={0, 1})
-    rounds.join(0, 2, 0, SHAPES)
-    for part in ones(0.0):
-        rounds.give([part])
-    joined(rounds, 1)
-    first, second = ones(2.0)
-    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, [first])):
-        assert rounds.hand_in(0, 5, 1.0, [second])
-    member = rounds.live[0]
-    (one,) = rounds.take([first[0]], member)
-    assert rounds.hand_in(1, 5, 1.0, ones(4.0))
-    (other,) = rounds.take([second[0]], member)
-    assert {*one.flat, *other.flat} == {1.0}
-    assert not member.snapshot and {*rounds.take([second[0]], member)[0]} == {3.0}
+    one, other = of_members(rounds, 0, 1)
+    assert rounds.hand_in(one, 5, 1.0, ones(2.0))
+    sent = rounds.take()
+    assert rounds.hand_in(other, 5, 1.0, ones(4.0))
+    assert {*sent["w"].flat, *sent["b"].flat} == {1.0} and value(rounds) == 3.0
 
 
 def test_what_a_resume_of_delayed_replicas_loses_is_told() -> None:
     settings = OuterSection(replicas=2, every_steps=5, overlap="delayed", optimizer="average")
     rounds = Rounds(settings, OuterOptimizer(settings))
-    joined(rounds, 0, 1)
+    member, _ = of_members(rounds, 0, 1)
     for step in (5, 10):
-        assert rounds.hand_in(0, step, 1.0, ones(1.0))
-    rounds.leave(0)
-    answer = rounds.join(0, 1, 12, SHAPES)
+        assert rounds.hand_in(member, step, 1.0, ones(1.0))
+    rounds.leave(member)
+    member, answer = rounds.join(0, 12, 10, SHAPES)
     assert answer["takes"] and answer["lost"] == 2
-    rounds.leave(0)
+    rounds.leave(member)
     again = Rounds(settings, rounds.optimizer, step=0, counted={0: 5})
-    assert again.join(0, 1, 12, SHAPES)["lost"] == 7
-    assert again.join(1, 1, 3, SHAPES)["lost"] == 3
+    assert again.join(0, 12, 10, SHAPES)[1]["lost"] == 7
+    assert again.join(1, 3, 0, SHAPES)[1]["lost"] == 3
 
 
 def test_a_replica_that_stops_while_it_waits_owes_the_exchange() -> None:
     """What it has handed in counts, and it takes the weights, if the others go on."""
     settings = OuterSection(replicas=2, every_steps=5, optimizer="average")
     rounds = Rounds(settings, OuterOptimizer(settings))
-    joined(rounds, 0, 1)
-    member = rounds.live[0]
-    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, ones(2.0), member)) as sent_away:
-        wait_until(lambda: member.complete, "the change of replica 0")
-        rounds.send_away(0, 5)
-    assert sent_away == [False] and rounds.waiting == {0: 5} and rounds.step == 0
-    assert not rounds.hand_in(0, 5, 1.0, ones(2.0), member), "a rank that comes later"
-    rounds.leave(0, member)
-    assert rounds.join(0, 1, 5, SHAPES)["owes"]
-    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, ones(2.0))):
-        wait_until(lambda: rounds.live[0].complete, "what replica 0 owes")
-        rounds.send_away(0, 5)
-    assert rounds.hand_in(1, 5, 1.0, ones(0.0))
-    assert rounds.step == 5 and rounds.optimizer.weights["w"][0, 0] == 1.0
-    late = rounds.join(0, 1, 5, SHAPES)
-    assert late["takes"] and not late["owes"]
-    rounds.send_away(1, 5)
-    assert rounds.live.keys() == {0, 1}, "its round has ended: it goes on, and stops later"
+    (member,) = of_members(rounds, 0)
+    of_members(rounds, 1)
+    with pytest.raises(ConnectionError):
+        rounds.hand_in(member, 5, 1.0, ones(2.0), lost=lambda: True)
+    rounds.leave(member)
+    assert rounds.step == 0
+    again, answer = rounds.join(0, 5, 0, SHAPES)  # it saved step 5 before its exchange
+    assert answer == {"step": 5, "takes": False, "lost": 0}
+    with pytest.raises(ConnectionError):
+        rounds.hand_in(again, 5, 1.0, ones(2.0), lost=lambda: True)
+    rounds.leave(again)
+    assert rounds.hand_in(rounds.live[1], 5, 1.0, ones(0.0))
+    assert rounds.step == 5 and value(rounds) == 1.0
+    _, late = rounds.join(0, 5, 0, SHAPES)
+    assert late == {"step": 5, "takes": True, "lost": 0}
     assert rounds.stop() == [0, 1]
 
 
 def test_a_change_that_is_not_finite_is_refused() -> None:
     settings = OuterSection(replicas=2, every_steps=5, optimizer="average")
     rounds = Rounds(settings, OuterOptimizer(settings))
-    joined(rounds, 0, 1)
-    with in_thread(lambda: rounds.hand_in(1, 5, 1.0, ones(1.0))) as other:
-        wait_until(lambda: rounds.live[1].complete, "the change of replica 1")
-        with pytest.raises(Refused, match="w has values that are not finite"):
-            rounds.hand_in(0, 5, 1.0, ones(float("nan")))
-        rounds.leave(0)
-    assert other == [True]
-    assert rounds.optimizer.weights["w"][0, 0] == 1.0
+    broken, sound = of_members(rounds, 0, 1)
+    with in_thread(lambda: rounds.hand_in(sound, 5, 1.0, ones(1.0))) as other:
+        wait_until(lambda: sound.change, "the change of replica 1")
+        with pytest.raises(Refused, match="has values that are not finite"):
+            rounds.hand_in(broken, 5, 1.0, ones(float("nan")))
+        rounds.leave(broken)
+    assert other == [True] and value(rounds) == 1.0
 
 
 def test_rounds_with_replicas_that_leave_join_and_stop() -> None:
@@ -245,41 +238,40 @@ def test_rounds_with_replicas_that_leave_join_and_stop() -> None:
         expected={0, 1},
         on_round=lambda *one: finished.append(one),
     )
-    joined(rounds, 0)
-    with in_thread(lambda: rounds.hand_in(0, 5, 1.0, ones(1.0))) as first:
-        wait_until(lambda: rounds.live[0].complete, "the change of replica 0")
+    (zero,) = of_members(rounds, 0)
+    with in_thread(lambda: rounds.hand_in(zero, 5, 1.0, ones(1.0))) as first:
+        wait_until(lambda: zero.change, "the change of replica 0")
         assert not first, "it waits for one that has not joined"
-        joined(rounds, 1)
+        (one,) = of_members(rounds, 1)
         assert not first
-        assert rounds.hand_in(1, 5, 3.0, ones(2.0))
-    assert first == [True] and finished == [([0, 1], 4.0)]
-    assert rounds.optimizer.weights["w"][0, 0] == 1.75
-    assert rounds.optimizer.weights["b"].tolist() == [0, 0, 1.75, 1.75, 1.75]
-    with in_thread(lambda: rounds.hand_in(0, 10, 1.0, ones(1.0))) as second:
-        wait_until(lambda: rounds.live[0].complete, "the change of replica 0")
-        rounds.leave(1)
+        assert rounds.hand_in(one, 5, 3.0, ones(2.0))
+    assert first == [True] and finished == [([0, 1], 4.0)] and value(rounds) == 1.75
+    with in_thread(lambda: rounds.hand_in(zero, 10, 1.0, ones(1.0))) as second:
+        wait_until(lambda: zero.change, "the change of replica 0")
+        rounds.leave(one)
     assert second == [True] and finished[-1] == ([0], 1.0)
-    assert rounds.join(1, 1, 3, SHAPES)["takes"]
-    rounds.leave(1)
-    again = rounds.join(1, 1, 12, SHAPES)
-    assert not again["takes"] and again["step"] == 12, "it is inside of the same round"
-    rounds.leave(1)
+    one, answer = rounds.join(1, 3, 0, SHAPES)
+    assert answer["takes"] and answer["step"] == 10
+    rounds.leave(one)
+    one, answer = rounds.join(1, 12, 10, SHAPES)
+    assert not answer["takes"] and answer["step"] == 12, "it is inside of the same round"
+    rounds.leave(one)
     with pytest.raises(Refused, match="checkpoints behind"):
-        rounds.join(1, 1, 15, SHAPES)
+        rounds.join(1, 15, 15, SHAPES)
     with pytest.raises(Refused, match="other tensors"):
-        rounds.join(1, 1, 10, {"w": [3, 700]})
-    joined(rounds, 1, step=10)
-    with in_thread(lambda: rounds.hand_in(0, 15, 1.0, ones(1.0))) as third:
-        wait_until(lambda: rounds.live[0].complete, "the change of replica 0")
-        rounds.stop()
-    assert third == [False] and rounds.waiting == {0: 15} and rounds.step == 10
-    again = Rounds(settings, rounds.optimizer, 10, {0, 1}, rounds.waiting)
-    assert again.join(0, 1, 15, SHAPES)["owes"]
-    with in_thread(lambda: again.hand_in(0, 15, 1.0, ones(1.0))) as owed:
-        wait_until(lambda: again.live[0].complete, "what replica 0 owes")
+        rounds.join(1, 10, 10, {"w": (3, 700)})
+    of_members(rounds, 1, step=10)
+    with in_thread(lambda: rounds.hand_in(zero, 15, 1.0, ones(1.0))) as third:
+        wait_until(lambda: zero.change, "the change of replica 0")
+        assert rounds.stop() == [0, 1]
+    assert third == [False] and rounds.step == 10
+    again = Rounds(settings, rounds.optimizer, 10, {0, 1})
+    (owing,) = of_members(again, 0, step=15, begun=10)
+    with in_thread(lambda: again.hand_in(owing, 15, 1.0, ones(1.0))) as owed:
+        wait_until(lambda: owing.change, "what replica 0 owes")
         assert not owed
-        joined(again, 1, step=12)
-        assert again.hand_in(1, 15, 1.0, ones(1.0))
+        (other,) = of_members(again, 1, step=12, begun=10)
+        assert again.hand_in(other, 15, 1.0, ones(1.0))
     assert owed == [True] and again.step == 15
 
 
@@ -300,9 +292,19 @@ FOLLOWING = [
 
 @pytest.mark.slow
 def test_engines_compute_with_the_weights_that_are_put_into_them() -> None:
-    """And train with them, and give them back; every element is sent by exactly one rank."""
-    found = call_ranks(each_case, 2, follow, FOLLOWING)[0]
-    for case in FOLLOWING:
+    """And train with them, and give them back: every element is written by exactly one rank.
+    One cheap engine; the others are in soak."""
+    assert_follow([Case("fsdp", 2, stage=3)])
+
+
+@pytest.mark.soak
+def test_every_engine_computes_with_the_weights_that_are_put_into_it() -> None:
+    assert_follow(FOLLOWING)
+
+
+def assert_follow(cases: list[Case]) -> None:
+    found = call_ranks(each_case, 2, follow, cases)[0]
+    for case in cases:
         one, expected = found[case.name], plain_loss(case, 2)
         tolerance = 1e-5 if case.precision == "fp32" else 0.02
         assert one["loss"] == pytest.approx(expected, rel=tolerance), case.name
@@ -375,8 +377,13 @@ def test_a_mean_after_every_step_of_sgd_is_synchronous(
     assert [event["exit_code"] for event in events(whole, "end")] == [0]
     *_, last, total = [event for event in events(whole, "outer") if "sent" in event]
     assert total["sent"] > last["sent"] and "tokens" not in total, "the last answers"
-    told = dict(read_record(whole).rows())
-    assert told["ended"].startswith("finished") and told["replicas"].startswith(str(folders[0]))
+    report = read_record(whole)
+    told = dict(report.rows())
+    assert told["ended"].startswith("finished") and told["steps"].startswith("12 done")
+    assert report.run.path == folders[0] and not report.missing
+    assert [(one.run, one.state) for one in report.replicas] == [
+        (str(folder), "done") for folder in folders
+    ]
     (whole / "holder" / "step-00000012.safetensors").unlink()
     never = {**common, **outer, "checkpoint.resume": "never"}
     refused = with_toys(never, "launch", "--run-dir", "outer")
@@ -471,14 +478,8 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
 
 
 def test_what_replicas_cannot_be_launched_with(tmp_path: Path) -> None:
-    """What only DMT sets, and a cluster without words for it."""
+    """A cluster without words for it."""
     recipe = write_project(tmp_path)
-    batch = load_recipe(recipe).training.global_batch_size
-    stated = [f"parallel.outer={{replicas: 2, whole_batch: {2 * batch}}}"]
-    with pytest.raises(PlanError, match="whole_batch is stated in"):
-        launch_recipe(
-            load_recipe(recipe, stated), tmp_path / "run", origin=Origin(recipe, stated)
-        )
     cluster = find_cluster("1x1xcpu")
     loaded = load_recipe(recipe, ["parallel.outer={replicas: 2}"], cluster)
     with pytest.raises(PlanError, match="the cluster is an object"):

@@ -2,70 +2,69 @@
 
 import signal
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.e2e.conftest import Project, own_project, write_project
 from tests.e2e.product import checkpoints, events, started, steps_logged
+from tests.extras.test_outer import in_thread
 from tests.processes import wait_until
 from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.outer import OuterSection
-from toolkit.extras.outer.holder import Holder, Served
-from toolkit.extras.outer.launch import STARTED, Replicas, require_port
+from toolkit.extras.outer.holder import Holder, listening
+from toolkit.extras.outer.launch import STARTED, Replicas
 from toolkit.extras.outer.link import HolderLink
-from toolkit.extras.outer.optimizer import OuterOptimizer
-from toolkit.extras.outer.rounds import Lost, Rounds, Values
+from toolkit.extras.outer.optimizer import OuterOptimizer, Weights
+from toolkit.extras.outer.rounds import Rounds
+from toolkit.extras.outer.states import notes
+from toolkit.features.base import resolved
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import LOOPBACK, free_port
 from toolkit.launchers.launching import Origin
-from toolkit.models.families.tensors import Block
 from toolkit.run.assignment import decide
+from toolkit.run.directory import RunDirectory
 
 __all__ = ["own_project"]  # fixture
 
-SHAPES = {"w": [4]}
+SHAPES = {"w": (4,)}
 SETTINGS = OuterSection(replicas=2, every_steps=5, optimizer="average")
 
 
-def rounds_of_two() -> Rounds:
+def values(factor: float) -> Weights:
+    return {"w": np.full(4, factor, np.float32)}
+
+
+def test_a_later_start_of_a_replica_waits_for_the_end_of_the_earlier_one() -> None:
+    """Which is noticed to be lost after the later one has come."""
     rounds = Rounds(SETTINGS, OuterOptimizer(SETTINGS))
-    assert rounds.join(0, 1, 0, SHAPES)["gives"]
-    return rounds
+    rounds.begin(values(0.0))
+    (earlier, _), (other, _) = rounds.join(0, 0, 0, SHAPES), rounds.join(1, 0, 0, SHAPES)
+    with in_thread(lambda: rounds.join(0, 0, 0, SHAPES)[0]) as later:
+        with pytest.raises(ConnectionError):
+            rounds.hand_in(earlier, 5, 1.0, values(1.0), lost=lambda: True)
+        assert not later
+        rounds.leave(earlier)
+    assert rounds.live == {0: later[0], 1: other}
+    with in_thread(lambda: rounds.hand_in(other, 5, 1.0, values(5.0))):
+        wait_until(lambda: other.change, "the change of replica 1")
+        assert rounds.hand_in(later[0], 5, 1.0, values(3.0))
+    assert rounds.optimizer.weights["w"].tolist() == [4.0] * 4, "nothing of the earlier start"
 
 
-def values(factor: float) -> Values:
-    return [(Block("w", (0, 4), None, False), np.full(4, factor, np.float32))]
-
-
-def test_what_an_earlier_start_of_a_replica_still_sends_is_no_part_of_a_later_one() -> None:
-    """Its other rank is noticed to be lost after the new start has joined."""
-    rounds = rounds_of_two()
-    rounds.give(values(0.0))
-    before = rounds.member(0)
-    rounds.leave(0, before)
-    rounds.join(0, 1, 0, SHAPES)
-    with pytest.raises(Lost):
-        rounds.hand_in(0, 5, 1.0, values(1.0), before)
-    rounds.leave(0, before)
-    assert rounds.member(0).ranks == 0
-    assert Lost.again, "the replica may be started again"
-
-
-def test_all_join_again_if_who_gives_the_weights_is_lost() -> None:
-    rounds = rounds_of_two()
-    assert not rounds.join(1, 1, 0, SHAPES)["gives"]
-    rounds.leave(0)
-    with pytest.raises(Lost):
-        rounds.hand_in(1, 5, 1.0, values(1.0))
-    assert rounds.join(1, 1, 0, SHAPES)["gives"]
-    rounds.give(values(2.0))
-    assert rounds.hand_in(1, 5, 1.0, values(1.0))
-    assert rounds.optimizer.weights["w"].tolist() == [3.0] * 4
+def test_all_wait_for_the_first_weights() -> None:
+    """Also if the start of replica 0 that had to give them is lost."""
+    rounds = Rounds(SETTINGS, OuterOptimizer(SETTINGS))
+    with in_thread(lambda: rounds.join(1, 0, 0, SHAPES)) as found:
+        assert not found and not rounds.live
+        rounds.begin(values(2.0))
+    assert found[0][1] == {"step": 0, "takes": False, "lost": 0}
+    rounds.begin(values(7.0))
+    assert rounds.take()["w"].tolist() == [2.0] * 4
 
 
 class EndsAtOnce(Replicas):
@@ -90,46 +89,46 @@ def test_a_users_mistake_before_the_first_round_stops_all(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def served(own_project: Project) -> Iterator[Holder]:
+def server() -> Iterator[socket.socket]:
+    with listening(f"{LOOPBACK}:{free_port()}") as found:
+        yield found
+
+
+def place(server: socket.socket) -> str:
+    return "{}:{}".format(*server.getsockname())
+
+
+CHANGES = {
+    "cluster.gpus_per_node": 1,
+    "training.steps": 8,
+    "checkpoint.every_steps": 4,
+    "checkpoint.export": "false",
+}
+OUTER = "{{replicas: 2, every_steps: 4, replica: 0, holder: '{}'}}"
+
+
+@pytest.fixture
+def served(own_project: Project, server: socket.socket) -> Iterator[Holder]:
     """A holder in this process, which waits for two replicas."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place, events = "{}:{}".format(*server.getsockname()), own_project.folder / "events"
-        name = load_recipe(own_project.recipe).name
-        stated = OuterSection(replicas=2, every_steps=4, whole_batch=8).model_dump(mode="json")
-        holder = Holder(
-            own_project.folder,
-            Served(
-                name, stated, place, str(events), save_every=4, last=8, keep=2, expected=[1]
-            ),
-        )
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    stream = server.accept()[0]
-                    threading.Thread(target=holder.serve, args=(stream,), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
+    changes = {**CHANGES, "parallel.outer": OUTER.format(place(server))}
+    stated = [f"{key}={value}" for key, value in changes.items()]
+    recipe = resolved(load_recipe(own_project.recipe, stated))
+    run = RunDirectory(own_project.folder)
+    with closing(Holder(recipe, run, server, None, [])) as holder:
+        holder.serve()
         yield holder
 
 
 @pytest.mark.slow
 def test_a_replica_that_waits_for_others_saves_when_it_is_stopped(
-    own_project: Project, served: Holder
+    own_project: Project, served: Holder, server: socket.socket
 ) -> None:
     """And does not go on behind the exchange that it owes if the holder stops then."""
-    changes = {
-        "parallel.outer": "{replicas: 2, every_steps: 4, replica: 0, holder: "
-        f"'{served.served.address}'}}",
-        "cluster.gpus_per_node": 1,
-        "training.steps": 8,
-        "checkpoint.every_steps": 4,
-        "checkpoint.export": "false",
-    }
+    changes = {**CHANGES, "parallel.outer": OUTER.format(place(server))}
     command, run_dir = own_project.command("run", changes), own_project.folder / "run"
 
     def waits() -> bool:
-        return any(member.complete for member in served.rounds.live.values())
+        return any(member.change for member in served.rounds.live.values())
 
     for stop in ("replica", "holder"):
         with started(command, own_project.folder, {STARTED: "0"}) as replica:
@@ -140,38 +139,32 @@ def test_a_replica_that_waits_for_others_saves_when_it_is_stopped(
                 served.rounds.stop()
             assert "Traceback" not in replica.end(code=75).err
         wait_until(lambda: not served.rounds.live, "its end")
-        assert served.rounds.waiting == {0: 4} and served.rounds.step == 0
+        ((step, (begun, _)),) = notes(RunDirectory(run_dir)).items()
+        assert (step, begun) == (4, 0) and served.rounds.step == 0
         assert steps_logged(run_dir) == 4 and checkpoints(run_dir) == [4]
 
 
-@pytest.fixture
-def server() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        yield found
-
-
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"compress": "int8"}, "compress is int8, that of others none"),
+        ({"replicas": 3}, "replicas is 3, that of others 2"),
+    ],
+)
 def test_a_replica_with_other_settings_is_turned_away(
-    tmp_path: Path, server: socket.socket
+    served: Holder, server: socket.socket, changed: dict[str, Any], message: str
 ) -> None:
     """Else int8 would be read as fp32, and rounds would end at different steps."""
-    place = "{}:{}".format(*server.getsockname())
-    stated = SETTINGS.model_dump(mode="json")
-    events = str(tmp_path / "events.jsonl")
-    served = Served("run", stated, place, events, save_every=5, last=9, keep=2, expected=[])
-    holder = Holder(tmp_path, served)
-    thread = threading.Thread(target=lambda: holder.serve(server.accept()[0]), daemon=True)
-    thread.start()
-    other = SETTINGS.model_copy(update={"compress": "int8", "replica": 1, "holder": place})
-    link = HolderLink(place, "run", 1, other)
-    with pytest.raises(RunFailed, match="compress is int8, that of others none"):
-        link.join(1, 0, SHAPES)
+    batch = served._recipe.training.global_batch_size
+    other = served.settings.model_copy(update=changed).shared(batch)
+    stated = {"run": served._recipe.name, "replica": 1, "step": 0, "begun": 0}
+    link = HolderLink(place(server), SHAPES, "none")
+    with pytest.raises(RunFailed, match=message):
+        link.join({**stated, "settings": other}, {})
     link.close()
-    thread.join(60)
-    assert not holder.rounds.live
+    assert not served.rounds.live
 
 
-def test_a_port_that_is_taken_is_the_users_mistake(
-    server: socket.socket,
-) -> None:
+def test_a_port_that_is_taken_is_the_users_mistake(server: socket.socket) -> None:
     with pytest.raises(PlanError, match="in use"):
-        require_port("{}:{}".format(*server.getsockname()))
+        listening(place(server))

@@ -1,7 +1,6 @@
 """What a report says of a run in words."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run.comparison import differences
@@ -13,11 +12,10 @@ def rows(
     summary: Summary,
     pace: Sequence[str] = (),
     evaluations: Sequence[Recorded] = (),
-    replicas: Sequence[Path] = (),
+    replicas: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a label, empty where it continues, and what there is to say; `state` is that of
-    the run, and why (`record.state_of`); `replicas` those of its run directories that are runs
-    of their own."""
+    the run, and why (`record.state_of`); `replicas` a sentence on each, if it has some."""
     yield "ended", _ended(state, summary.ending)
     tokens = summary.tokens
     trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
@@ -42,9 +40,9 @@ def rows(
     yield "starts", starts
     for reason in summary.restarts:
         yield "", f"- {reason}"
-    yield "checkpoints", "those of its replicas" if replicas else _checkpoints(summary)
+    yield "checkpoints", _checkpoints(summary)
     for index, replica in enumerate(replicas):
-        yield "" if index else "replicas", f"{replica}, a run of its own"
+        yield "" if index else "replicas", replica
     if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
         waited = f"{share:.0%} of the step time was spent waiting for batches"
         yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"

@@ -80,6 +80,11 @@ class RunDirectory:
         """Run directories of `parallel.outer`'s replicas, which are runs of their own."""
         return sorted(found.parent for found in self.path.glob("replicas/*/events.jsonl"))
 
+    @property
+    def trained(self) -> "RunDirectory":
+        """Where steps are recorded: itself, or the directory of its first replica."""
+        return RunDirectory(self.replicas[0]) if self.replicas else self
+
     def engine_config(self, engine: str) -> Path:
         """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"

@@ -2,7 +2,8 @@
 exchange weights every few steps.
 
 A replica is a run with its own ranks and run directory. A *holder*, in the role of a parameter
-server, has the weights and the outer momentum. No engine, launcher or checkpoint knows of it.
+server, has the weights and the outer momentum: it is the `dmt launch` that starts replica 0. Of
+each replica, rank 0 alone is connected to it. No engine, launcher or checkpoint knows of it.
 """
 
 from typing import Annotated, Any, Literal
@@ -35,7 +36,10 @@ class OuterSection(Section):
 
     replicas: Annotated[int, Field(ge=2, le=1024)]
     """Number of replicas, each with the machines of `cluster`. Every one trains its own part,
-    of equal size, of each global batch (`training.global_batch_size` is that of all)."""
+    of equal size, of each global batch."""
+    batch: Literal["all", "each"] = "all"
+    """Whose samples `training.global_batch_size`, `training.tokens` and `evaluation.batches`
+    count: those of `all` replicas, or of `each`, as in recipes of their run directories."""
     every_steps: Positive = 100
     """Inner steps between two exchanges. `checkpoint.every_steps` must be a multiple."""
     optimizer: Literal["nesterov", "sgd", "average"] = "nesterov"
@@ -59,9 +63,6 @@ class OuterSection(Section):
     """HOST:PORT of the holder, which `dmt launch` of replica 0 starts and binds to it. null: a
     free port of this machine's loopback device."""
     link: LinkSection = LinkSection()
-    whole_batch: Positive | None = None
-    """Only DMT sets it, in recipes of run directories, where `training.global_batch_size` is
-    that of one replica: the global batch of all."""
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -71,10 +72,11 @@ class OuterSection(Section):
         rate = 0.7 if self.learning_rate is None else self.learning_rate
         return rate, 0.9 if self.momentum is None else self.momentum
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What is the same for all replicas of a run."""
-        return self.model_dump(exclude={"replica", "holder", "link"})
+    def shared(self, batch: int) -> dict[str, Any]:
+        """What is the same for all replicas of a run, which have this global batch each."""
+        own = self.model_dump(exclude={"replica", "holder", "link"})
+        found = {f"parallel.outer.{name}": value for name, value in own.items()}
+        return {**found, "training.global_batch_size": batch}
 
     @property
     def steps_ahead(self) -> int:

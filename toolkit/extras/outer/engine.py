@@ -1,26 +1,24 @@
 """A replica's part of the outer loop: an engine around its own, and the order of samples."""
 
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
 from toolkit.data.order import Order
 from toolkit.data.rows import Int64Array
-from toolkit.engines.base import Counters, Engine, EvalResult, StepResult
+from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import PlanError, Stopped
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.link import HolderLink
-from toolkit.extras.outer.rectangles import Rectangles, Values, by_key, in_order
-from toolkit.extras.outer.wire import Floats
+from toolkit.extras.outer.optimizer import Weights
+from toolkit.extras.outer.states import add_note, notes
+from toolkit.extras.outer.weights import WholeWeights
 from toolkit.text.terminal import tell
 from toolkit.train.dropout_seed import seed_dropout
 
@@ -33,33 +31,21 @@ _MARK_S = 2.0
 
 @dataclass(frozen=True)
 class OfReplica:
-    """The samples of one replica: of every global batch of all, its part."""
+    """The samples of one replica: every so many-th, so of each global batch its part."""
 
     whole: Order
-    batch: int
-    """Samples of a replica in each global batch."""
     replicas: int
     replica: int
 
     def indices(self, position: int, count: int) -> Int64Array:
         """See `Order.indices`."""
-        found, end = [np.zeros(0, np.int64)], position + count
-        while position < end:
-            number, within = divmod(position, self.batch)
-            size = min(self.batch - within, end - position)
-            first = (number * self.replicas + self.replica) * self.batch + within
-            found.append(self.whole.indices(first, size))
-            position += size
-        return np.concatenate(found)
+        of_all = self.whole.indices(position * self.replicas, count * self.replicas)
+        return of_all[self.replica :: self.replicas]
 
 
 def order(whole: Order, settings: OuterSection) -> Order:
     """The order of this replica's samples."""
-    replica, _ = _place(settings)
-    assert settings.whole_batch is not None, "the recipe is resolved"
-    return OfReplica(
-        whole, settings.whole_batch // settings.replicas, settings.replicas, replica
-    )
+    return OfReplica(whole, settings.replicas, _place(settings)[0])
 
 
 def _place(settings: OuterSection) -> tuple[int, str]:
@@ -75,30 +61,35 @@ def _place(settings: OuterSection) -> tuple[int, str]:
 
 def attach(engine: Engine, settings: OuterSection, start: "Start") -> Engine:
     """The engine of a replica, which has joined the others; collective."""
-    return OuterEngine(engine, settings, start)
+    return cast(Engine, OuterEngine(engine, settings, start))
 
 
-class OuterEngine(Engine):
-    """An engine that exchanges its weights with other replicas after every few steps."""
+class OuterEngine:
+    """An engine that exchanges its weights with other replicas after every few steps; all else
+    is that of the engine inside.
+
+    Weights of the holder, and those of all ranks together, are on rank 0; on the other ranks
+    they are empty.
+    """
 
     def __init__(self, engine: Engine, settings: OuterSection, start: "Start") -> None:
         self._engine, self._settings, self._start = engine, settings, start
-        replica, holder = _place(settings)
-        together = start.together
-        self._rectangles = Rectangles(engine, start.recipe, together.group)
+        self._replica, holder = _place(settings)
         self._last = start.recipe.total_steps()
-        self._link = HolderLink(holder, start.recipe.name, replica, settings)
-        self._pending: _HandIn | None = None
+        self._weights = WholeWeights(engine, start.recipe, start.together.group)
+        self._link = HolderLink(holder, self._weights.shapes, settings.compress)
+        self._sender = ThreadPoolExecutor(1)
+        self._pending: Future[Weights | None] | None = None
+        """The answer to what was handed in, on rank 0."""
+        self._anchor: Weights = {}
+        """The weights that the present round began with."""
+        step = self._step = start.progress.step
+        noted = start.together.rank_zero(lambda: notes(start.directory))
+        self._begun, self._tokens = noted.get(step, (step, 0.0))
+        """The step at which the present round began, and what was trained since then."""
         start.phases.begin("joining the other replicas")
-        step, shapes = start.progress.step, self._rectangles.shapes
-        joined: dict[str, Any] = together.rank_zero(
-            lambda: self._link.join(start.ranks.world, step, shapes)
-        )
-        together.run(lambda: self._link.agree(self._rectangles.sends, self._rectangles.takes))
-        self._step, self._tokens = int(joined["step"]), float(joined["tokens"])
-        self._anchor = self._joined(joined)
-        """The weights that the present round began with, of `takes`."""
-        if joined["owes"]:
+        self._join()
+        if self._step > self._begun and self._step % settings.every_steps == 0:
             self._exchange()
             if start.stop.agreed:
                 raise Stopped(
@@ -106,28 +97,38 @@ class OuterEngine(Engine):
                     fix="start the same command again; it continues with the exchange",
                 )
 
-    def _joined(self, joined: dict[str, Any]) -> Values:
-        """Give the holder its first weights, or take those of the present round."""
-        parts, start = self._rectangles, self._start
-        if joined["gives"]:
-            own = parts.read()
-            self._link.give(in_order(own, parts.sends))
-            return own
-        if not self._step:
-            return parts.read()
-        held = by_key(parts.takes, self._link.take())
-        if joined["takes"]:
-            parts.write(held)
-            self._skip_to(self._step)
-        if lost := joined["lost"]:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _join(self) -> None:
+        """Enter this replica; take the weights of the present round, unless it is inside."""
+        start, parts = self._start, self._weights
+        stated = {
+            "run": start.recipe.name,
+            "replica": self._replica,
+            "step": self._step,
+            "begun": self._begun,
+            "settings": self._settings.shared(self._batch),
+        }
+        first = parts.gather() if self._replica == self._step == 0 else {}
+        answer = start.together.rank_zero(lambda: self._link.join(stated, first))
+        self._anchor = self._link.held
+        if answer["takes"]:
+            parts.scatter(self._anchor)
+            self._skip_to(answer["step"])
+        if lost := answer["lost"]:
             message = (
-                f"replica {self._settings.replica} continues with the holder's weights: what "
+                f"replica {self._replica} continues with the holder's weights: what "
                 f"its last {lost} steps have changed had not arrived there, and is lost"
             )
             self._warn(message, lost=lost)
         if start.leads:
-            start.events.write("outer", step=self._step, joined=self._settings.replica)
-        return held
+            start.events.write("outer", step=self._step, joined=self._replica)
+
+    @property
+    def _batch(self) -> int:
+        """Samples of this replica in each step."""
+        return self._start.recipe.training.global_batch_size
 
     def _warn(self, message: str, **fields: int) -> None:
         if self._start.leads:
@@ -137,15 +138,15 @@ class OuterEngine(Engine):
             )
 
     def _skip_to(self, step: int) -> None:
-        """Continue at the holder's step: samples until then are not trained."""
-        progress, batch = self._start.progress, self._start.recipe.training.global_batch_size
+        """Begin a round at the holder's step: samples until then are not trained."""
+        progress, self._tokens = self._start.progress, 0.0
+        self._step = self._begun = step
         if skipped := step - progress.step:
             self._warn(
-                f"replica {self._settings.replica} joins at step {step} with the holder's "
-                f"weights: the {skipped * batch} samples of its last {skipped} steps are not "
-                "trained"
+                f"replica {self._replica} joins at step {step} with the holder's weights: the "
+                f"{skipped * self._batch} samples of its last {skipped} steps are not trained"
             )
-            progress.consumed_samples += skipped * batch
+            progress.consumed_samples += skipped * self._batch
             progress.step, progress.consumed_tokens = step, None
 
     def train_step(
@@ -155,7 +156,11 @@ class OuterEngine(Engine):
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        self._seed_dropout()
+        """See `Engine.train_step`."""
+        start = self._start
+        # Another stream on each replica than the loop's, which is a plain run's.
+        seed = start.recipe.training.seed + (self._replica << 64)
+        seed_dropout(seed, self._step, start.plan.layout.token_rank(start.ranks.rank))
         result = self._engine.train_step(micro_batches, count, learning_rate, max_loss)
         self._step += 1
         if result.skipped is None:
@@ -164,109 +169,63 @@ class OuterEngine(Engine):
             self._exchange()
         return result
 
-    def _seed_dropout(self) -> None:
-        """Another stream on each replica than the loop's, which is a plain run's."""
-        start, (replica, _) = self._start, _place(self._settings)
-        seed = start.recipe.training.seed + (replica << 64)
-        seed_dropout(seed, self._step, start.plan.layout.token_rank(start.ranks.rank))
-
     def _exchange(self) -> None:
         """End a round: hand in how the weights have changed, and get the new ones."""
-        began, parts = time.monotonic(), self._rectangles
-        now = parts.read()
-        change = {key: now[key] - self._anchor[key] for key in now}
+        began, start, ends = time.monotonic(), self._start, self._step == self._last
+        now = self._weights.gather()
+        change = {name: now[name] - self._anchor[name] for name in now}
         delayed = self._settings.overlap == "delayed"
-        if delayed and self._pending is not None:
-            held = self._answer(self._pending)
-            now = {key: held[key] + change[key] for key in held} if held else now
-        self._pending = _HandIn(
-            self._link, self._step, self._tokens, in_order(change, parts.sends)
-        )
-        if not delayed or self._step == self._last:
-            now = self._answer(self._pending) or now
-            self._pending = None
-        if not self._start.stop.agreed:
-            parts.write(now)
-            self._anchor, self._tokens = now, 0.0
-        elif self._step == self._last:
+        if delayed and (held := self._answer()) is not None:
+            now = {name: held[name] + change[name] for name in held}
+        if not start.stop.agreed and start.leads:
+            round_ = self._step, self._tokens, change
+            self._pending = self._sender.submit(self._link.hand_in, *round_)
+        if not start.stop.agreed and (ends or not delayed):
+            now = self._answer() or now
+        if not start.stop.agreed:
+            self._weights.scatter(now)
+            self._anchor, self._tokens, self._begun = now, 0.0, self._step
+        elif ends:
             raise Stopped(
                 "stopped before the last exchange with the other replicas",
                 fix="start the same command again; it continues from the last checkpoint",
             )
-        if self._start.leads:
+        if start.leads:
             seconds = round(time.monotonic() - began, 3)
-            self._start.events.write("outer", step=self._step, seconds=seconds)
+            start.events.write("outer", step=self._step, seconds=seconds)
 
-    def _answer(self, pending: "_HandIn") -> Values | None:
-        """The holder's weights. None if it stops, or this replica does while it waits: then the
-        run ends after this step."""
-        self._start.watchdog.hear("waiting for other replicas")
-        asked = False
-        while pending.waits(_MARK_S):
-            self._start.watchdog.hear("waiting for other replicas")
-            if not asked and self._start.stop.requested():
-                self._link.stop(pending.step)
-                asked = True
-        held = pending.result()
-        if held is None:
-            self._start.stop.agreed = True
+    def _answer(self) -> Weights | None:
+        """The holder's weights, once it has answered what is pending. None if nothing is; or if
+        the holder stops, or this replica does while it waits: the run ends after this step."""
+        start = self._start
+        while (state := start.together.rank_zero(self._poll)) == "waits":
+            start.watchdog.hear("waiting for other replicas")
+        pending, self._pending = self._pending, None
+        if state == "stops":
+            start.stop.agreed = True
+        if state != "answered":
             return None
-        return by_key(self._rectangles.takes, held)
+        return {} if pending is None else pending.result()
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        return self._engine.evaluate(micro_batches)
-
-    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return self._engine.sequence_log_probs(micro_batches)
-
-    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._engine.replicated_weights()
+    def _poll(self) -> Literal["nothing", "waits", "answered", "stops"]:
+        """The state of what is pending, on rank 0."""
+        if self._pending is None:
+            return "nothing"
+        with suppress(TimeoutError):
+            return "stops" if self._pending.result(_MARK_S) is None else "answered"
+        if self._link.waits and self._start.stop.requested():
+            self._link.close()
+            return "stops"
+        return "waits"
 
     def state(self) -> Iterator[StateShard]:
-        """Those of the engine. A save inside of a round also records its tokens."""
-        if self._start.leads and self._tokens and self._pending is None:
-            self._link.note(self._step, self._tokens)
+        """Those of the engine. Of a save inside of a round, or before its exchange, a note
+        says so."""
+        if self._start.leads and self._step > self._begun:
+            add_note(self._start.directory, self._step, self._begun, self._tokens)
         return self._engine.state()
 
-    def follow_state(self) -> None:
-        self._engine.follow_state()
-
-    def counters(self) -> Counters:
-        return self._engine.counters()
-
-    def set_counters(self, counters: Counters) -> None:
-        self._engine.set_counters(counters)
-
     def close(self) -> None:
+        """Leave the other replicas."""
         self._link.close()
         self._engine.close()
-
-
-class _HandIn(threading.Thread):
-    """Hands a round in while the rank does something else."""
-
-    def __init__(self, to: HolderLink, step: int, tokens: float, change: list[Floats]) -> None:
-        super().__init__(daemon=True)
-        self.step = step
-        self._hand_in = partial(to.hand_in, step, tokens, change)
-        self._held: list[Floats] | None = None
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._held = self._hand_in()
-        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-            self._error = error
-
-    def waits(self, seconds: float) -> bool:
-        """Whether there is no result after this time."""
-        self.join(seconds)
-        return self.is_alive()
-
-    def result(self) -> list[Floats] | None:
-        """What `HolderLink.hand_in` has returned, or raised."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._held

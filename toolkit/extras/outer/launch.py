@@ -1,10 +1,9 @@
-"""`dmt launch` of a recipe with `parallel.outer`: the holder, and a launch of its own for every
-replica that runs on this machine.
+"""`dmt launch` of a recipe with `parallel.outer`: the holder, in this process, and a launch of
+its own for every replica that runs on this machine.
 
-    RUN/holder/                 settings and states of the holder
+    RUN/holder/                 states of the holder
     RUN/replicas/N/             the run directory of replica N
     RUN/replicas/N/launch.log   what its launcher printed; the first one's is on the terminal
-    RUN/set-aside/              checkpoints behind the step from which all continue
 """
 
 import os
@@ -14,42 +13,47 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
-from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_RESUMABLE,
     CheckpointError,
     PlanError,
-    RunFailed,
 )
 from toolkit.extras.outer import OuterSection
-from toolkit.extras.outer.holder import Served, State, states
-from toolkit.extras.outer.link import leave_out
-from toolkit.extras.outer.wire import address
-from toolkit.extras.tune.trial import DeviceSlice, device_slices, wait_until_free
+from toolkit.extras.outer.holder import Holder, listening
+from toolkit.extras.outer.states import settle, states, steps
+from toolkit.extras.tune.trial import (
+    DeviceSlice,
+    device_slices,
+    end_launcher,
+    start_on,
+    wait_until_free,
+)
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, LOOPBACK, free_port
 from toolkit.launchers.launching import Origin
 from toolkit.launchers.outcome import USER_CODES
-from toolkit.launchers.process import POLL_S, STOPPING, StopSignals, die_with_parent
+from toolkit.launchers.process import POLL_S, STOPPING, Deadline, StopSignals
 from toolkit.recipe.dump import in_yaml
 from toolkit.run.assignment import Assignment, write
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
-from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 
 STARTED = "DMT_OUTER_REPLICA"
 """Set for the launches of replicas, which start ranks and no holder."""
+_GRACE_S = 60.0
+"""Time that replicas at other sites have to leave after a stop."""
+_EXIT_CODES = (*USER_CODES, EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE)
+"""Of all replicas: the first of these that one has."""
 
 
 @dataclass
@@ -63,88 +67,94 @@ class Replicas:
     """As `--cluster`."""
     changes: Sequence[str]
     numbers: Sequence[int]
-    """Of the replicas that are started."""
-    holder: str
-    """HOST:PORT."""
+    """Of the replicas that are started; the holder comes with the first of all."""
+    place: str
+    """HOST:PORT of the holder."""
     _running: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
-    _before: int = 0
-    """See `events_offset`."""
+    _stopping: bool = False
+    _grace: Deadline = field(default_factory=Deadline)
 
     @property
     def run(self) -> RunDirectory:
         """The directory of all."""
         return RunDirectory(self.assignment.run_dir)
 
-    @property
-    def holds(self) -> bool:
-        """Whether the holder runs here."""
-        return 0 in self.numbers
+    def directory(self, replica: int) -> RunDirectory:
+        """That of a replica."""
+        return RunDirectory(self.run.path / "replicas" / str(replica))
 
-    def folder(self, replica: int) -> Path:
-        """The run directory of a replica."""
-        return self.run.path / "replicas" / str(replica)
+    @property
+    def _folder(self) -> Path:
+        return self.run.path / "holder"
 
     def _log(self, replica: int) -> Path:
-        return self.folder(replica) / "launch.log"
+        return self.directory(replica).path / "launch.log"
 
     def command(self, replica: int) -> list[str]:
         """What starts a replica."""
-        stated = {"parallel.outer.replica": replica, "parallel.outer.holder": self.holder}
+        stated = {"parallel.outer.replica": replica, "parallel.outer.holder": self.place}
         words = [f"{key}={value}" for key, value in stated.items()]
         recipe = self.assignment.recipe
         changed = [f"{key}={in_yaml(attrgetter(key)(recipe))}" for key in self.changes]
         return [
             *(sys.executable, *DMT, "launch", str(self.run.recipe)),
-            *("--run-dir", str(self.folder(replica))),
+            *("--run-dir", str(self.directory(replica).path)),
             *(word for setting in words for word in ("--set", setting)),
             *(word for setting in changed for word in ("--change", setting)),
             *(("--cluster", self.cluster) if self.cluster else ()),
         ]
 
     def printable(self) -> str:
-        """The commands, for a shell."""
-        holder = [sys.executable, "-m", "toolkit.extras.outer.holder", str(self._holder_folder)]
-        commands = [holder] * self.holds + [self.command(number) for number in self.numbers]
-        return " &\n".join(map(shlex.join, commands))
-
-    @property
-    def _holder_folder(self) -> Path:
-        return self.run.path / "holder"
+        """The commands of the replicas, for a shell; the holder has none of its own."""
+        commands = {number: shlex.join(self.command(number)) for number in self.numbers}
+        return " &\n".join(f"{STARTED}={n} {command}" for n, command in commands.items())
 
     def start(self) -> int:
-        """Start all, wait, and return the exit code. Raises PlanError or DirectoryInUse before
-        anything is started."""
+        """Start all, wait, and return the exit code. Raises PlanError, CheckpointError or
+        DirectoryInUse before anything is started."""
         slices = self._slices()
-        with ExitStack() as stack:
-            if self.holds:
-                with suppress(OSError):  # which `claimed` explains
-                    self._holder_folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(claimed(RunDirectory(self._holder_folder)))
-                require_port(self.holder)
-            self._refuse_to_resume()
-            return self._start(slices)
-
-    def _start(self, slices: list[DeviceSlice]) -> int:
-        write(self.assignment, self.origin.command, self.origin.places())
-        for number in self.numbers:
-            self.folder(number).mkdir(parents=True, exist_ok=True)
-            wait_until_free(self.folder(number))
-        if self.holds:
-            self._settle_states()
-        self._before = events_offset(self.run.path)
-        EventLog(self.run.events).write("launch", time=self.origin.started)
-        tell(f"run: {self.run.path}, replicas {', '.join(map(str, self.numbers))}")
         with StopSignals() as signals, ExitStack() as stack:
-            holder = stack.enter_context(self._holder()) if self.holds else None
+            server = self._claim(stack) if 0 in self.numbers else None
+            write(self.assignment, self.origin.command, self.origin.places())
+            for number in self.numbers:
+                self.directory(number).path.mkdir(parents=True, exist_ok=True)
+                wait_until_free(self.directory(number).path)
+            holder = server and self._holder(server)
+            EventLog(self.run.events).write("launch", time=self.origin.started)
+            tell(f"run: {self.run.path}, replicas {', '.join(map(str, self.numbers))}")
             for number, devices in zip(self.numbers, slices, strict=True):
-                self._running[number] = stack.enter_context(self._replica(number, devices))
+                self._running[number] = self._start(number, devices)
+                stack.callback(end_launcher, self._running[number])
+            if holder is not None:
+                stack.enter_context(closing(holder))
+                holder.serve()  # threads come after the processes, which have forked
             code = self._wait(signals, holder)
         if code in (EXIT_DONE, EXIT_RESUMABLE):
             EventLog(self.run.events).write("end", exit_code=code, rank=0)
         else:
-            reason = f"a replica or the holder: see {self.folder(0).parent}"
+            reason = f"a replica: see {self.run.path / 'replicas'}"
             EventLog(self.run.events).write("failure", exit_code=code, reason=reason)
         return code
+
+    def _claim(self, stack: ExitStack) -> socket.socket:
+        """The holder's folder and place are this launch's, and its run may be continued."""
+        folder, checkpoint = self._folder, self.assignment.recipe.checkpoint
+        with suppress(OSError):  # which `claimed` explains
+            folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(claimed(RunDirectory(folder)))
+        there = states(folder) or any(steps(self.directory(one)) for one in self.numbers)
+        if there and checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{self.run.path} has checkpoints, and checkpoint.resume is never",
+                fix="--run-dir OTHER, or checkpoint.resume: auto to continue",
+            )
+        return stack.enter_context(listening(self.place))
+
+    def _holder(self, server: socket.socket) -> Holder:
+        """The holder, with the state that all continue from."""
+        replicas = map(self.directory, self.numbers)
+        state = settle(self._folder, replicas, delayed=self.settings.overlap == "delayed")
+        return Holder(self.assignment.recipe, self.run, server, state, self.numbers)
 
     def _slices(self) -> list[DeviceSlice]:
         cluster, count = self.assignment.recipe.cluster, len(self.numbers)
@@ -158,200 +168,64 @@ class Replicas:
                 "machine: --set parallel.outer.replica=N --set parallel.outer.holder=HOST:PORT",
             ) from error
 
-    def _refuse_to_resume(self) -> None:
-        """Before anything is moved: raises CheckpointError if there is a run that must not be
-        continued."""
-        there = states(self._holder_folder) or any(map(self._steps, self.numbers))
-        if there and self.assignment.recipe.checkpoint.resume == "never":
-            raise CheckpointError(
-                f"{self.run.path} has checkpoints, and checkpoint.resume is never",
-                fix="--run-dir OTHER, or checkpoint.resume: auto to continue",
-            )
-
-    def _settle_states(self) -> None:
-        """Write what the holder serves, from the newest step that it and all replicas here
-        have; move newer checkpoints and states aside."""
-        recipe, folder = self.assignment.recipe, self._holder_folder
-        found = states(folder)
-        state = next((one for one in found if self._all_have(one)), None)
-        if state is None and (found or any(map(self._steps, self.numbers))):
-            raise RunFailed(
-                f"{self.run.path}: no step is in the checkpoints of all replicas and in "
-                f"{folder}",
-                fix="start in another directory (--run-dir OTHER), with model.init: checkpoint "
-                "from one replica's",
-            )
-        if state is not None and self.settings.overlap == "none":
-            for number in self.numbers:
-                for step in self._steps(number):
-                    if not self._is_of_round(state, number, step) and step > state.step:
-                        self._set_aside(self._checkpoint(number, step), f"replica-{number}")
-            for one in found:
-                if one.step > state.step:
-                    self._set_aside(one.path, "holder")
-        expected = range(self.settings.replicas) if state is None else state.members
-        Served(
-            recipe.name,
-            self.settings.model_dump(),
-            self.holder,
-            str(self.run.events),
-            save_every=recipe.checkpoint.every_steps or recipe.total_steps() or 1,
-            last=recipe.total_steps() or 0,
-            keep=recipe.checkpoint.keep + 1,
-            expected=sorted({*expected, *self.numbers}),
-            step=None if state is None else state.step,
-        ).write(folder)
-
-    def _all_have(self, state: State) -> bool:
-        """Whether every replica that took part and is here has a checkpoint of its round."""
-        here = set(self.numbers) & set(state.members)
-        return self.settings.overlap == "delayed" or all(
-            any(self._is_of_round(state, number, step) for step in self._steps(number))
-            for number in here
-        )
-
-    def _is_of_round(self, state: State, number: int, step: int) -> bool:
-        """Whether a replica's checkpoint is of the round that began with the state."""
-        inside = state.step <= step < state.step + self.settings.every_steps
-        return inside or state.waiting.get(number) == step
-
-    def _checkpoint(self, number: int, step: int) -> Path:
-        store = CheckpointStore(RunDirectory(self.folder(number)).checkpoints, keep=1)
-        return store.of_step(step)
-
-    def _steps(self, number: int) -> list[int]:
-        store = CheckpointStore(RunDirectory(self.folder(number)).checkpoints, keep=1)
-        return [step_of(path) for path in store.finished()]
-
-    def _set_aside(self, path: Path, owner: str) -> None:
-        place = self.run.path / "set-aside" / str(int(time.time()))
-        place.mkdir(parents=True, exist_ok=True)
-        path.replace(place / f"{owner}-{path.name}")
-        tell(f"{owner}: {path.name} is behind the step that all have, and moved to {place}")
-
-    @contextmanager
-    def _holder(self) -> Iterator["subprocess.Popen[bytes]"]:
-        module = "toolkit.extras.outer.holder"
-        with (self._holder_folder / "holder.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self._holder_folder)],
-                env={**os.environ},
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGTERM),
-            )
-        with _ended(process):
-            yield process
-
-    @contextmanager
-    def _replica(
-        self, number: int, devices: DeviceSlice
-    ) -> Iterator["subprocess.Popen[bytes]"]:
-        die = die_with_parent(signal.SIGTERM)
-
-        def between_fork_and_exec() -> None:
-            die()
-            if devices.cores:
-                os.sched_setaffinity(0, devices.cores)
-
-        env = {**os.environ, **devices.env, STARTED: str(number)}
+    def _start(self, number: int, devices: DeviceSlice) -> "subprocess.Popen[bytes]":
+        """Start a replica's launch; one of them prints to the terminal."""
+        env = {STARTED: str(number)}
         if len(self.numbers) > 1 and not devices.cores:  # fewer cores than replicas
-            env.setdefault("OMP_NUM_THREADS", "1")
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         with self._log(number).open("ab") as log:
-            shown = number == self.numbers[0]  # the terminal is for one of them
-            process = subprocess.Popen(
-                self.command(number),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=None if shown else log,
-                stderr=None if shown else log,
-                start_new_session=True,
-                preexec_fn=between_fork_and_exec,
-            )
-        with _ended(process):
-            yield process
+            output = None if number == self.numbers[0] else log
+            command = self.command(number)
+            return start_on(devices, command, output, die=signal.SIGTERM, env=env)
 
-    def _wait(self, signals: StopSignals, holder: "subprocess.Popen[bytes] | None") -> int:
+    def _wait(self, signals: StopSignals, holder: Holder | None) -> int:
+        """Exit code of the replicas here, once they have ended, and those of other sites have
+        left the holder."""
         codes: dict[int, int] = {}
-        stopping = False
-        while len(codes) < len(self._running):
-            if signals.stop_requested and not stopping:
-                stopping = True
-                tell(STOPPING)
-                self._signal(signal.SIGTERM, holder)
+        while len(codes) < len(self._running) or self._serves(signals, holder):
+            if signals.stop_requested and not self._stopping:
+                self._stop(STOPPING, holder)
             if signals.kill_requested:
-                self._signal(signal.SIGKILL, holder)
-            if holder is not None and holder.poll() is not None and not stopping:
-                tell(f"error: the holder has ended; see {self._holder_folder / 'holder.log'}")
-                stopping = True
-                self._signal(signal.SIGTERM, None)
+                self._signal(signal.SIGKILL)
             for number, process in self._running.items():
-                code = process.poll()
-                if code is not None and number not in codes:
-                    codes[number] = code
-                    self._ended_replica(number, code)
-                    if code in USER_CODES and not stopping and not self._has_round():
-                        stopping = True
-                        tell("a mistake before the first exchange: the others are stopped")
-                        self._signal(signal.SIGTERM, holder)
+                if number not in codes and (code := process.poll()) is not None:
+                    codes[number] = code if code in _EXIT_CODES else EXIT_FAILED
+                    self._ended(number, code, holder)
             time.sleep(POLL_S)
-        own = [EXIT_FAILED] if holder and holder.poll() not in (None, EXIT_DONE) else []
-        return _exit_code([*codes.values(), *own])
+        return next(code for code in _EXIT_CODES if code in codes.values())
 
-    def _has_round(self) -> bool:
-        """Whether an exchange has been done since the start, as far as is known here."""
-        found = read_events(self.run.events, self._before)
-        return any(one["kind"] == "outer" and "tokens" in one for one in found)
+    def _serves(self, signals: StopSignals, holder: Holder | None) -> bool:
+        """Whether replicas of other sites take part; after a stop they have a while."""
+        others = {*holder.rounds.live} - {*self.numbers} if holder else set()
+        return bool(others) and not (self._grace.passed or signals.kill_requested)
 
-    def _signal(self, number: signal.Signals, holder: "subprocess.Popen[bytes] | None") -> None:
-        """To the holder first: then no round ends without the replicas that stop."""
-        for process in (*([holder] if holder else ()), *self._running.values()):
+    def _stop(self, why: str, holder: Holder | None) -> None:
+        """The holder first: then no round ends without the replicas that stop."""
+        self._stopping = True
+        self._grace.start(_GRACE_S)
+        tell(why)
+        if holder is not None:
+            holder.stop()
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._running.values():
             if process.poll() is None:
                 process.send_signal(number)
 
-    def _ended_replica(self, number: int, code: int) -> None:
-        if code not in (EXIT_DONE, EXIT_RESUMABLE):
-            shown = number == self.numbers[0]
-            place = "its message is above" if shown else f"see {self._log(number)}"
-            tell(f"replica {number} has failed with exit code {code}: {place}")
-            with suppress(RunFailed):
-                leave_out(self.holder, self.assignment.recipe.name, number)
-
-
-def require_port(holder: str) -> None:
-    """Raises PlanError if a holder cannot be bound to this HOST:PORT."""
-    try:
-        socket.create_server(address(holder)).close()
-    except OSError as error:
-        raise PlanError(
-            f"parallel.outer.holder: {holder}: {error.strerror or error}",
-            fix="state another port, and an address of this machine",
-        ) from error
-
-
-@contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Ends a process behind the block: politely, then by force."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(60.0)
-        if process.poll() is None:
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _exit_code(codes: Sequence[int]) -> int:
-    """Of all replicas: a mistake of the user's, a failure, a stop, or the end."""
-    for code in (*USER_CODES, EXIT_FAILED, EXIT_RESUMABLE):
-        if code in codes:
-            return code
-    return EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_FAILED
+    def _ended(self, number: int, code: int, holder: Holder | None) -> None:
+        """Report a replica that has failed; the others do not wait for it."""
+        if code in (EXIT_DONE, EXIT_RESUMABLE):
+            return
+        shown = number == self.numbers[0]
+        where = "its message is above" if shown else f"see {self._log(number)}"
+        tell(f"replica {number} has failed with exit code {code}: {where}")
+        if holder is None or self._stopping:
+            return
+        if code in USER_CODES and not holder.has_round:
+            self._stop("a mistake before the first exchange: the others are stopped", holder)
+        else:
+            holder.rounds.give_up(number)
 
 
 def instead(
@@ -363,17 +237,10 @@ def instead(
 ) -> Replicas | None:
     """What `dmt launch` starts; None for the launch of a replica itself.
 
-    Raises PlanError where its launcher would not wait, or for what only DMT sets.
+    Raises PlanError where its launcher would not wait.
     """
     if STARTED in os.environ:
         return None
-    stated = (origin.places() or {}).get("parallel.outer.whole_batch")
-    if stated is not None and not RunDirectory(Path(stated).parent).plan.exists():
-        raise PlanError(
-            f"parallel.outer.whole_batch is stated in {stated}: only DMT sets it, in the "
-            "recipes of run directories",
-            fix="remove it; training.global_batch_size is the batch of all replicas",
-        )
     name, nodes = assignment.recipe.launch.launcher, assignment.recipe.cluster.nodes
     if not (LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits):
         raise PlanError(

@@ -18,8 +18,11 @@ import numpy.typing as npt
 
 from toolkit.extras.outer import OuterSection
 
-Weights: TypeAlias = dict[str, npt.NDArray[np.float32]]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Weights: TypeAlias = dict[str, Floats]
 """Tensors of the checkpoint by name, [rows, columns] or [rows]."""
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""Theirs."""
 
 
 @dataclass
@@ -82,3 +85,8 @@ def mean_gradient(changes: list[tuple[float, Weights]]) -> Weights:
             part = share * values
             found[name] = found[name] + part if name in found else part
     return found
+
+
+def shapes_of(weights: Weights) -> Shapes:
+    """Their shapes."""
+    return {name: values.shape for name, values in weights.items()}

@@ -22,7 +22,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     outer = recipe.parallel.outer  # type: ignore[attr-defined]
     found = [*_own(outer), *_batch(recipe, outer), *_saving(recipe, outer), *_unable(recipe)]
     yield from found
-    if not found and outer.whole_batch is None:
+    if not found and outer.batch == "all":
         yield from broken_rules(of_replica(recipe, outer))
 
 
@@ -52,14 +52,11 @@ def _own(outer: OuterSection) -> Iterator[Problem]:
 
 def _batch(recipe: Recipe, outer: OuterSection) -> Iterator[Problem]:
     batch, key = recipe.training.global_batch_size, "training.global_batch_size"
-    if outer.whole_batch is None and batch % outer.replicas:
+    if outer.batch == "all" and batch % outer.replicas:
         below, above = (batch // outer.replicas + n for n in (0, 1))
         nearest = " or ".join(str(n * outer.replicas) for n in (below, above) if n)
         allowed = f"a multiple of {outer.replicas}, the replicas of parallel.outer"
         yield Problem(key, str(batch), allowed, f"set {key} to {nearest}")
-    if outer.whole_batch is not None and outer.whole_batch != batch * outer.replicas:
-        allowed = f"null, or {outer.replicas} times {key}"
-        yield Problem(f"{_KEY}.whole_batch", str(outer.whole_batch), allowed, "remove it")
 
 
 def _saving(recipe: Recipe, outer: OuterSection) -> Iterator[Problem]:
@@ -101,7 +98,7 @@ def _unable(recipe: Recipe) -> Iterator[Problem]:
 def of_replica(recipe: Recipe, outer: OuterSection) -> Recipe:
     """The recipe of one replica: its part of each batch, the same steps, and validation on as
     many samples as the whole run has."""
-    if outer.whole_batch is not None:
+    if outer.batch == "each":
         return recipe
     batch = recipe.training.global_batch_size
     return recipe.with_values(
@@ -110,7 +107,7 @@ def of_replica(recipe: Recipe, outer: OuterSection) -> Recipe:
             "training.steps": recipe.total_steps(),
             "training.tokens": None,
             "evaluation.batches": recipe.evaluation.batches * outer.replicas,
-            f"{_KEY}.whole_batch": batch,
+            f"{_KEY}.batch": "each",
         }
     )
 
@@ -150,6 +147,11 @@ def reasons(outer: OuterSection, spec: ModelSpec) -> Iterator[str]:
     weights in fp32, over the one link of that site. Synchronous data parallel over the same
     sites: a ring sends 2 (R-1) times the gradients in fp32 in every step, in 2 (R-1) messages
     one after the other, each of 1/R of them.
+
+    The holder has them, the outer momentum, and a change of every replica; asynchronously also
+    the sum of the gradients that arrived, and the copies that replicas are sent. A replica has
+    the weights that its round began with, those at its end, and their change; asynchronously
+    also the change that is on its way.
     """
     parameters = spec.trainable or spec.total
     others, link = outer.replicas - 1, outer.link
@@ -165,20 +167,14 @@ def reasons(outer: OuterSection, spec: ModelSpec) -> Iterator[str]:
         f"{seconds(round_s)} per {steps} steps at {link.gigabits_per_s:g} "
         f"Gbit/s{meanwhile}; synchronous: {byte_size(int(ring))} and {seconds(ring_s)} per step"
     )
-    held = _held_tensors(outer)
-    yield (
-        f"outer loop: the holder has about {byte_size(int(held * 4.0 * parameters))} of "
-        f"replica 0's host memory: {held} times the weights in fp32"
-    )
-
-
-def _held_tensors(outer: OuterSection) -> int:
-    """How often the holder has the weights: these, the outer momentum, and a change of every
-    replica; asynchronously also the sum of the gradients that arrived, and a copy that a
-    replica's ranks take."""
     delayed = outer.overlap == "delayed"
     momentum = outer.factors[1] > 0
-    return 1 + momentum + outer.replicas + delayed * (momentum + outer.replicas)
+    held = 1 + momentum + outer.replicas + delayed * (momentum + outer.replicas)
+    size = byte_size(int(4.0 * parameters))
+    yield (
+        f"outer loop: the weights in fp32, {size}, are about {held} times in the memory of the "
+        f"holder's host, and {3 + delayed} times in that of rank 0 of each replica"
+    )
 
 
 def _sent_bytes(outer: OuterSection) -> float:

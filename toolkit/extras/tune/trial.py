@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
 from toolkit.features.base import FEATURES, excluding
@@ -269,28 +269,41 @@ def _started(
     command: Sequence[str], folder: Path, devices: DeviceSlice
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """The launcher, which has ended together with its ranks when this is left."""
-    die = die_with_parent(signal.SIGKILL)
-
-    def between_fork_and_exec() -> None:
-        die()
-        if devices.cores:
-            os.sched_setaffinity(0, devices.cores)
-
     with (folder / "launch.log").open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **devices.env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C at the terminal is for this process, which passes it on.
-            start_new_session=True,
-            preexec_fn=between_fork_and_exec,
-        )
+        process = start_on(devices, command, log, die=signal.SIGKILL, env={})
     try:
         yield process
     finally:
-        _kill(process)
+        end_launcher(process)
+
+
+def start_on(
+    devices: DeviceSlice,
+    command: Sequence[str],
+    output: IO[bytes] | None,
+    *,
+    die: signal.Signals,
+    env: Mapping[str, str],
+) -> "subprocess.Popen[bytes]":
+    """Start a launcher on a part of this machine. It gets the signal `die` from the kernel when
+    the starting thread ends; without `output`, it prints to this process's."""
+    end_too = die_with_parent(die)
+
+    def between_fork_and_exec() -> None:
+        end_too()
+        if devices.cores:
+            os.sched_setaffinity(0, devices.cores)
+
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **devices.env, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        # Ctrl-C at the terminal is for this process, which passes it on.
+        start_new_session=True,
+        preexec_fn=between_fork_and_exec,
+    )
 
 
 def _follow(
@@ -352,7 +365,7 @@ def _kernel_kills() -> int:
     return 0
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
+def end_launcher(process: "subprocess.Popen[bytes]") -> None:
     """End a launcher with its ranks and their children: it kills them at the third interrupt,
     and the kernel does when it dies itself."""
     grace = Deadline()
