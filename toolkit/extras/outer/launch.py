@@ -119,7 +119,7 @@ class Replicas:
             for number in self.numbers:
                 self.directory(number).path.mkdir(parents=True, exist_ok=True)
                 wait_until_free(self.directory(number).path)
-            holder = server and self._holder(server)
+            holder = None if server is None else self._holder(server)
             EventLog(self.run.events).write("launch", time=self.origin.started)
             tell(f"run: {self.run.path}, replicas {', '.join(map(str, self.numbers))}")
             for number, devices in zip(self.numbers, slices, strict=True):

@@ -100,6 +100,7 @@ class Connection:
         """Close it, also under a thread that waits for a message."""
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
+        self._file.close()
         self._stream.close()
 
 
