@@ -76,6 +76,7 @@ class OuterEngine:
         self._engine, self._settings, self._start = engine, settings, start
         self._replica, holder = _place(settings)
         self._last = start.recipe.total_steps()
+        self._batch = start.recipe.training.global_batch_size
         self._weights = WholeWeights(engine, start.recipe, start.together.group)
         self._link = HolderLink(holder, self._weights.shapes, settings.compress)
         self._sender = ThreadPoolExecutor(1)
@@ -124,11 +125,6 @@ class OuterEngine:
             self._warn(message, lost=lost)
         if start.leads:
             start.events.write("outer", step=self._step, joined=self._replica)
-
-    @property
-    def _batch(self) -> int:
-        """Samples of this replica in each step."""
-        return self._start.recipe.training.global_batch_size
 
     def _warn(self, message: str, **fields: int) -> None:
         if self._start.leads:
@@ -227,5 +223,6 @@ class OuterEngine:
 
     def close(self) -> None:
         """Leave the other replicas."""
-        self._link.close()
+        if self._start.leads:
+            self._link.close()
         self._engine.close()

@@ -28,7 +28,7 @@ from toolkit.errors import (
 )
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Holder, listening
-from toolkit.extras.outer.states import settle, states, steps
+from toolkit.extras.outer.states import begun, settle, states
 from toolkit.extras.tune.trial import (
     DeviceSlice,
     device_slices,
@@ -142,7 +142,7 @@ class Replicas:
         with suppress(OSError):  # which `claimed` explains
             folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(claimed(RunDirectory(folder)))
-        there = states(folder) or any(steps(self.directory(one)) for one in self.numbers)
+        there = states(folder) or any(begun(self.directory(one)) for one in self.numbers)
         if there and checkpoint.resume == "never":
             raise CheckpointError(
                 f"{self.run.path} has checkpoints, and checkpoint.resume is never",

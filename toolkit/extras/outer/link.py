@@ -21,7 +21,7 @@ class HolderLink:
     def __init__(self, holder: str, shapes: Shapes, compression: Compression) -> None:
         """To HOST:PORT, with the shapes of the replica's trained weights."""
         self._name, self._shapes, self._compression = holder, shapes, compression
-        self._connection: Connection | None = None
+        self._connection: Connection
         self.waits = False
         """Whether a round is handed in, and its answer has not come."""
         self.held: Weights = {}
@@ -32,29 +32,23 @@ class HolderLink:
         self._connection = self._connect()
         with self._explained():
             hello = {**stated, "gives": bool(first), "shapes": self._shapes}
-            self._open.send(hello, first)
+            self._connection.send(hello, first)
             answer = self._answer()
-            self.held = self._open.weights(self._shapes)
+            self.held = self._connection.weights(self._shapes)
             return answer
 
     def hand_in(self, step: int, tokens: float, change: Weights) -> Weights | None:
         """Hand in a round and wait; the new weights, or None if the holder stops."""
         with self._explained():
-            self._open.send({"step": step, "tokens": tokens}, change, self._compression)
+            self._connection.send({"step": step, "tokens": tokens}, change, self._compression)
             self.waits = True
             done = self._answer()["done"]
             self.waits = False
-            return self._open.weights(self._shapes) if done else None
+            return self._connection.weights(self._shapes) if done else None
 
     def close(self) -> None:
         """Leave. What was handed in counts; `hand_in`, in another thread, then fails."""
-        if self._connection is not None:
-            self._connection.close()
-
-    @property
-    def _open(self) -> Connection:
-        assert self._connection is not None, "joined"
-        return self._connection
+        self._connection.close()
 
     def _connect(self) -> Connection:
         end = time.monotonic() + PATIENCE_S
@@ -69,7 +63,7 @@ class HolderLink:
             time.sleep(_RETRY_S)
 
     def _answer(self) -> dict[str, Any]:
-        answer = self._open.receive()
+        answer = self._connection.receive()
         if "error" in answer:
             raise RunFailed(
                 f"the holder of parallel.outer refuses this replica: {answer['error']}",

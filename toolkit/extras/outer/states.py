@@ -104,9 +104,10 @@ def add_note(run: RunDirectory, step: int, begun: int, tokens: float) -> None:
     jsonl.write_atomically(run.path / _NOTED, _NOTES.dump_json(found).decode())
 
 
-def steps(run: RunDirectory) -> list[int]:
-    """Steps of a replica's checkpoints."""
-    return [step_of(path) for path in _store(run).finished()]
+def begun(run: RunDirectory) -> dict[int, int]:
+    """By the step of a replica's checkpoint, the step at which its round began."""
+    noted, found = notes(run), map(step_of, _store(run).finished())
+    return {step: noted[step][0] if step in noted else step for step in found}
 
 
 def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> State | None:
@@ -117,14 +118,14 @@ def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> 
     With `delayed`, replicas continue with the weights of whatever state is the newest.
     """
     found, runs = states(holder), {int(run.path.name): run for run in replicas}
-    begun = {number: _begun(run) for number, run in runs.items()}
+    began = {number: begun(run) for number, run in runs.items()}
 
     def is_of_all(state: State) -> bool:
-        here = begun.keys() & set(state.members)
-        return delayed or all(state.step in begun[number].values() for number in here)
+        here = began.keys() & set(state.members)
+        return delayed or all(state.step in began[number].values() for number in here)
 
     state = next(filter(is_of_all, found), None)
-    if state is None and (found or any(begun.values())):
+    if state is None and (found or any(began.values())):
         raise RunFailed(
             f"{holder.parent}: no step is in the checkpoints of all replicas and in {holder}",
             fix="start in another directory (--run-dir OTHER), with model.init: checkpoint "
@@ -134,20 +135,14 @@ def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> 
         newer = [one.path for one in found if one.step > state.step]
         newer += [
             _store(runs[number]).of_step(step)
-            for number, of_replica in begun.items()
-            for step, began in of_replica.items()
-            if began > state.step
+            for number, of_replica in began.items()
+            for step, at in of_replica.items()
+            if at > state.step
         ]
         for path in newer:
             set_aside(path, "ahead")
             tell(f"{path} is behind the step that all have, and renamed to *.ahead")
     return state
-
-
-def _begun(run: RunDirectory) -> dict[int, int]:
-    """By the step of a replica's checkpoint, the step at which its round began."""
-    noted = notes(run)
-    return {step: noted[step][0] if step in noted else step for step in steps(run)}
 
 
 def _store(run: RunDirectory) -> CheckpointStore:
