@@ -388,7 +388,7 @@ def test_a_mean_after_every_step_of_sgd_is_synchronous(
     never = {**common, **outer, "checkpoint.resume": "never"}
     refused = with_toys(never, "launch", "--run-dir", "outer")
     assert refused.code == 2 and "resume is never" in refused.err
-    assert not (whole / "set-aside").exists()
+    assert not [*whole.rglob("*.ahead")]
 
 
 STEPS = 120
