@@ -114,6 +114,7 @@ def served(own_project: Project, server: socket.socket) -> Iterator[Holder]:
     stated = [f"{key}={value}" for key, value in changes.items()]
     recipe = resolved(load_recipe(own_project.recipe, stated))
     run = RunDirectory(own_project.folder)
+    (run.path / "holder").mkdir()
     with closing(Holder(recipe, run, server, None, [])) as holder:
         holder.serve()
         yield holder
@@ -139,8 +140,8 @@ def test_a_replica_that_waits_for_others_saves_when_it_is_stopped(
                 served.rounds.stop()
             assert "Traceback" not in replica.end(code=75).err
         wait_until(lambda: not served.rounds.live, "its end")
-        ((step, (begun, _)),) = notes(RunDirectory(run_dir)).items()
-        assert (step, begun) == (4, 0) and served.rounds.step == 0
+        begun, _ = notes(RunDirectory(run_dir))[4]
+        assert begun == 0 and served.rounds.step == 0
         assert steps_logged(run_dir) == 4 and checkpoints(run_dir) == [4]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from safetensors import SafetensorError
+
 from toolkit.errors import PlanError
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.optimizer import OuterOptimizer, shapes_of
@@ -90,7 +92,7 @@ class Holder:
             keep = self._recipe.checkpoint.keep + 1
             save(self._folder, self.rounds, sorted(members), keep)
             self._saved = self.rounds.step
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             tell(f"warning: the holder cannot save step {self.rounds.step}: {error}")
 
     def _report(self, **fields: Any) -> None:

@@ -66,7 +66,8 @@ def states(folder: Path) -> list[State]:
 
 
 def save(folder: Path, rounds: Rounds, members: Sequence[int], keep: int) -> None:
-    """Write a state in one step, and remove the oldest ones. Raises OSError."""
+    """Write a state in one step, and remove the oldest ones. Raises OSError or
+    SafetensorError."""
     stated = {
         "step": rounds.step,
         "members": list(members),
