@@ -214,12 +214,11 @@ class Replicas:
                 process.send_signal(number)
 
     def _ended(self, number: int, code: int, holder: Holder | None) -> None:
-        """Report a replica that has failed; the others do not wait for it."""
-        if code in (EXIT_DONE, EXIT_RESUMABLE):
-            return
-        shown = number == self.numbers[0]
-        where = "its message is above" if shown else f"see {self._log(number)}"
-        tell(f"replica {number} has failed with exit code {code}: {where}")
+        """Report a replica that has failed; the others do not wait for one that has ended."""
+        if code not in (EXIT_DONE, EXIT_RESUMABLE):
+            shown = number == self.numbers[0]
+            where = "its message is above" if shown else f"see {self._log(number)}"
+            tell(f"replica {number} has failed with exit code {code}: {where}")
         if holder is None or self._stopping:
             return
         if code in USER_CODES and not holder.has_round:
