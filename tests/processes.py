@@ -1,8 +1,11 @@
 """What tests that start processes share: where these run, and how long a test waits."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 HANG_S = 600.0
@@ -22,3 +25,14 @@ def wait_until(
         assert now < end, f"{what}: not within {HANG_S:g} s\n{said()}"
         time.sleep(max(0.01, 4 * (now - asked)))  # to ask may cost what is waited for
         asked = time.monotonic()
+
+
+@contextmanager
+def in_thread(action: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What it returns, once it has."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(action()), daemon=True)
+    thread.start()
+    yield found
+    thread.join(60)
+    assert not thread.is_alive()

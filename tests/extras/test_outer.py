@@ -4,11 +4,9 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ from tests.engines.cases import megatron
 from tests.engines.parity_worker import Case, each_case
 from tests.extras.outer_ranks import follow, plain_loss
 from tests.forked import call_ranks
-from tests.processes import wait_until
+from tests.processes import in_thread, wait_until
 from tests.toy.conftest import python_path, with_toys
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
@@ -126,17 +124,6 @@ def of_members(
     rounds.begin(ones(0.0))
     begun = step if begun is None else begun
     return [rounds.join(replica, step, begun, SHAPES)[0] for replica in replicas]
-
-
-@contextmanager
-def in_thread(action: Callable[[], Any]) -> Iterator[list[Any]]:
-    """What it returns, once it has."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(action()), daemon=True)
-    thread.start()
-    yield found
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def value(rounds: Rounds) -> float:

@@ -12,8 +12,7 @@ import pytest
 
 from tests.e2e.conftest import Project, own_project, write_project
 from tests.e2e.product import checkpoints, events, started, steps_logged
-from tests.extras.test_outer import in_thread
-from tests.processes import wait_until
+from tests.processes import in_thread, wait_until
 from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Holder, listening
