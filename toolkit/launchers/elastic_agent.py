@@ -53,7 +53,8 @@ class ElasticAgent(LocalElasticAgent):
         super().__init__(*arguments, **named)
         self._run = RunDirectory(Path(os.environ[ELASTIC]))
         self._newest = newest_step(self._run)
-        self._most = self._worker_group.spec.rdzv_handler.settings.max_nodes
+        handler: Any = self._worker_group.spec.rdzv_handler
+        self._most = handler.settings.max_nodes
         self._met: set[Any] = set()
         """The machines of the last meeting."""
         self._failed = False

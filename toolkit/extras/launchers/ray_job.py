@@ -168,16 +168,17 @@ def main(recipe_file: Path, run_dir: Path) -> int:
     """Run the job; return its exit code."""
     recipe = load_recipe(recipe_file)
     cluster, elastic = recipe.cluster, recipe.launch.elastic
-    ranks: int | tuple[int, int] = cluster.world_size
+    ranks: Any = cluster.world_size
     if elastic is not None:
         each = cluster.gpus_per_node
         ranks = elastic.min_nodes * each, elastic.max_nodes * each
-    scaling = ScalingConfig(num_workers=ranks, use_gpu=cluster.gpu != "cpu")
+    # Type checkers see the one of Ray Train 1, without a range of workers.
+    scaling: Any = ScalingConfig(num_workers=ranks, use_gpu=cluster.gpu != "cpu")
     if not _connected(recipe.launch.own(RaySection).address, scaling):
         return EXIT_UNAVAILABLE
     # On this machine: by itself, Ray would place it on any, which may be lost.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
+    mailbox: Any = ray.remote(num_cpus=0)(Mailbox).options(scheduling_strategy=here).remote()
     over = threading.Event()
     stop = RunDirectory(run_dir).stop
     courier = threading.Thread(target=_carry, args=(stop, mailbox, over), daemon=True)
@@ -212,7 +213,7 @@ def main(recipe_file: Path, run_dir: Path) -> int:
     return code
 
 
-def _connected(address: str | None, scaling: ScalingConfig) -> bool:
+def _connected(address: str | None, scaling: Any) -> bool:
     """Join or start Ray; report why it cannot run the ranks."""
     # Only rank 0's output is shown, of all that Ray's processes print.
     try:
