@@ -306,19 +306,19 @@ def test_what_no_run_needs_is_removed(tmp_path: Path) -> None:
 def test_a_slow_save_is_heard_on_every_rank(tmp_path: Path) -> None:
     """Rank 1 is stopped before it writes until rank 0, which has, reports that."""
     ranks = ForkedRanks(
-        _heard, [tmp_path], 2, tmp_path, {"DMT_FAILPOINTS": "checkpoint.write=stop@rank1"}
+        _heard, [tmp_path], 3, tmp_path, {"DMT_FAILPOINTS": "checkpoint.write=stop@rank1"}
     )
     wait_until((tmp_path / "heard").exists, "the progress of rank 0", ranks.printed)
     ranks.ranks()[1].resume()
-    assert ranks.end() == [0, 0]
+    assert ranks.end() == [0, 0, 0]
 
 
 def _heard(folder: Path) -> int:
-    """Of the ranks' files, rank 1's is much larger."""
+    """Rank 1's file is much larger than the others, and goes to rank 2."""
     rank = join(timedelta(seconds=HANG_S)).rank
     saver.LISTEN_S, transfer.PIECE = 0.01, 1 << 16
     memory = MemorySaver(folder, str(folder / f"machine-{rank}"), asynchronous=True)
-    memory.save(MANIFEST, [part_of_the_state(rank, 2, 20_000 if rank else 5)], {})
+    memory.save(MANIFEST, [part_of_the_state(rank, 3, 20_000 if rank == 1 else 5)], {})
     outcome = memory.finished(wait=True, tick=lambda _: (folder / "heard").touch())
     assert outcome is not None and outcome.problem is None
     sizes = [file.size for file in outcome.manifest.files.values()]
