@@ -25,7 +25,7 @@ from toolkit.data.formats.columns import Broken
 from toolkit.data.listing import list_files
 from toolkit.data.records import open_records
 from toolkit.data.sources import open_source
-from toolkit.data.streaming.ranges import texts as texts_of_range
+from toolkit.data.streaming.source import texts as texts_of_range
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import DataError
