@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -309,7 +310,9 @@ def test_a_slow_save_is_heard_on_every_rank(tmp_path: Path) -> None:
         _heard, [tmp_path], 3, tmp_path, {"DMT_FAILPOINTS": "checkpoint.write=stop@rank1"}
     )
     wait_until((tmp_path / "heard").exists, "the progress of rank 0", ranks.printed)
-    ranks.ranks()[1].resume()
+    stopped = ranks.ranks()[1]
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "rank 1 before its write")
+    stopped.resume()
     assert ranks.end() == [0, 0, 0]
 
 
