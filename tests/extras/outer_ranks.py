@@ -20,28 +20,31 @@ from toolkit.checkpoint.shards import whole_block
 from toolkit.engines.distributed import Ranks
 from toolkit.extras.outer.weights import WholeWeights
 from toolkit.models import huggingface as hf
+from toolkit.models.frozen import matching
 from toolkit.models.weights import WeightSource
 
 FACTOR = 3.0
 """Of the other weights, so that their loss is another one."""
 
 
-def other_weights(case: Case, world: int) -> tuple[WeightSource, Any]:
+def other_weights(case: Case, world: int, seed: int = SEED + 1) -> tuple[WeightSource, Any]:
     """Weights of another seed, and the model's config."""
     wanted = recipe(case, world)
     config = hf.build_config(wanted.model)
-    return hf.weight_source(wanted.model, config, SEED + 1), config
+    return hf.weight_source(wanted.model, config, seed), config
 
 
 def plain_loss(case: Case, world: int) -> float:
-    """The loss with the other weights, by transformers alone."""
+    """The loss with the other weights, but for the frozen ones, by transformers alone."""
     weights, config = other_weights(case, world)
+    first, _ = other_weights(case, world, SEED)
     config._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = weights.read(name, 0, parameter.numel())
-            parameter.copy_(FACTOR * values.view_as(parameter))
+            frozen = matching(case.freeze, [name])
+            values = (first if frozen else weights).read(name, 0, parameter.numel())
+            parameter.copy_((1 if frozen else FACTOR) * values.view_as(parameter))
     return loss_of(model, *next(global_batches(1)))
 
 

@@ -267,6 +267,7 @@ FOLLOWING = [
     Case("ddp", 2),
     Case("ddp", 2, precision="bf16"),
     Case("fsdp", 2, stage=3),
+    Case("fsdp", 2, stage=3, freeze=("*mlp*",)),
     Case("fsdp", 2, stage=1, precision="bf16"),
     *(Case("deepspeed", 2, stage=stage) for stage in range(4)),
     *(Case("deepspeed", 2, stage=stage, precision="bf16") for stage in range(4)),

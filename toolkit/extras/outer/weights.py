@@ -15,7 +15,7 @@ from toolkit.checkpoint.shards import (
 from toolkit.engines.base import Engine
 from toolkit.extras.outer.optimizer import Shapes, Weights
 from toolkit.models.families.tensors import Block
-from toolkit.models.frozen import frozen_names
+from toolkit.models.frozen import matching
 from toolkit.recipe.schema import Recipe
 
 
@@ -46,8 +46,8 @@ class WholeWeights:
         """Those whose weights train."""
         for shard in self._engine.state():
             tensors = {block.tensor for block in shard.blocks}
-            frozen = frozen_names(self._freeze, tensors) if self._freeze else ()
-            trains = shard.trains if self._adapted else not tensors <= set(frozen)
+            frozen = matching(self._freeze, tensors)
+            trains = shard.trains if self._adapted else not tensors <= frozen
             if tensors and trains and "weight" in shard.quantities:
                 yield shard
 
