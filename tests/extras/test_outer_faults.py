@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import Project, own_project, write_project
 from tests.e2e.product import checkpoints, events, started, steps_logged
 from tests.processes import in_thread, wait_until
-from toolkit.errors import PlanError, RunFailed
+from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Holder, listening
 from toolkit.extras.outer.launch import STARTED, Replicas
@@ -24,7 +24,7 @@ from toolkit.extras.outer.states import notes
 from toolkit.features.base import resolved
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import LOOPBACK, free_port
-from toolkit.launchers.launching import Origin
+from toolkit.launchers.launching import Origin, launch_recipe
 from toolkit.run.assignment import decide
 from toolkit.run.directory import RunDirectory
 
@@ -85,6 +85,21 @@ def test_a_users_mistake_before_the_first_round_stops_all(tmp_path: Path) -> Non
     assert replicas._running[0].returncode == -signal.SIGTERM
     (failure,) = events(tmp_path / "run", "failure")
     assert failure["exit_code"] == 2
+
+
+def test_a_change_continues_replicas_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their launch, which has written no end, has a recipe of its own."""
+    monkeypatch.setattr(Replicas, "command", EndsAtOnce.command)
+    recipe, key, run = write_project(tmp_path), "optimizer.learning_rate", tmp_path / "run"
+    stated = ["parallel.outer={replicas: 2}", "cluster.gpus_per_node=1"]
+    assert launch_recipe(load_recipe(recipe, stated), run, check=False).exit_code == 2
+    other = load_recipe(recipe, [*stated, f"{key}=0.0123"])
+    with pytest.raises(RecipeError, match=f"--change {key}"):
+        launch_recipe(other, run)
+    assert launch_recipe(other, run, check=False, changes=[key]).exit_code == 2
+    assert [event["key"] for event in events(run, "change")] == [key]
 
 
 @pytest.fixture

@@ -119,6 +119,7 @@ def launch_recipe(
     if instead := _instead_of_ranks(assignment, origin, cluster, changes):
         if not dry_run:
             origin.check(assignment.recipe)
+            _request(changes, assignment)
             code = instead.start()
     elif not dry_run:
         origin.check(assignment.recipe)
