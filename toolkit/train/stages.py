@@ -20,7 +20,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
-from toolkit.errors import RunFailed
+from toolkit.errors import RunFailed, Stopped
 from toolkit.features.base import changed, hooks
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
@@ -300,7 +300,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
             start.watchdog.mark(f"step {progress.step + 1}", progress.step)
             reduction = StepReduction(start.stop, start.together.group)
             train(job, progress, observer, reduction)
-        except (RunFailed, PeerFailed):
+        except (RunFailed, PeerFailed, Stopped):
             # Raised on every rank: the save in flight is good.
             observer.checkpoints.tell(wait=True)
             if observer.checkpoints.memory is not None:
