@@ -20,7 +20,7 @@ from toolkit.extras.outer.launch import STARTED, Replicas
 from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.optimizer import OuterOptimizer, Weights
 from toolkit.extras.outer.rounds import Rounds
-from toolkit.extras.outer.states import notes
+from toolkit.extras.outer.states import note, notes
 from toolkit.features.base import resolved
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import LOOPBACK, free_port
@@ -64,6 +64,15 @@ def test_all_wait_for_the_first_weights() -> None:
     assert found[0][1] == {"step": 0, "takes": False, "lost": 0}
     rounds.begin(values(7.0))
     assert rounds.take()["w"].tolist() == [2.0] * 4
+
+
+def test_a_step_that_is_saved_again_has_the_note_of_its_last_save(tmp_path: Path) -> None:
+    """The first save, by a stop before the exchange, was killed."""
+    run = RunDirectory(tmp_path)
+    for step, begun in ((6, 4), (8, 4)):
+        note(run, step, begun, 7.0)
+    note(run, 8, 8, 0.0)
+    assert notes(run) == {6: (4, 7.0)}
 
 
 class EndsAtOnce(Replicas):

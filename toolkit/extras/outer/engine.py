@@ -17,7 +17,7 @@ from toolkit.errors import PlanError, Stopped
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.optimizer import Weights
-from toolkit.extras.outer.states import add_note, notes
+from toolkit.extras.outer.states import note, notes
 from toolkit.extras.outer.weights import WholeWeights
 from toolkit.text.terminal import tell
 from toolkit.train.dropout_seed import seed_dropout
@@ -217,8 +217,8 @@ class OuterEngine:
     def state(self) -> Iterator[StateShard]:
         """Those of the engine. Of a save inside of a round, or before its exchange, a note
         says so."""
-        if self._start.leads and self._step > self._begun:
-            add_note(self._start.directory, self._step, self._begun, self._tokens)
+        if self._start.leads:
+            note(self._start.directory, self._step, self._begun, self._tokens)
         return self._engine.state()
 
     def close(self) -> None:

@@ -99,10 +99,15 @@ def notes(run: RunDirectory) -> dict[int, tuple[int, float]]:
     return _NOTES.validate_json(path.read_bytes()) if path.exists() else {}
 
 
-def add_note(run: RunDirectory, step: int, begun: int, tokens: float) -> None:
-    """Write one, before the checkpoint of its step is complete."""
-    found = {**notes(run), step: (begun, tokens)}
-    jsonl.write_atomically(run.path / _NOTED, _NOTES.dump_json(found).decode())
+def note(run: RunDirectory, step: int, begun: int, tokens: float) -> None:
+    """Write one, before the checkpoint of its step is complete; remove that of an earlier
+    checkpoint of the step if this one is between two rounds."""
+    before = notes(run)
+    found = {**before, step: (begun, tokens)}
+    if step == begun:
+        del found[step]
+    if found != before:
+        jsonl.write_atomically(run.path / _NOTED, _NOTES.dump_json(found).decode())
 
 
 def begun(run: RunDirectory) -> dict[int, int]:
