@@ -24,8 +24,14 @@ Compression = Literal["none", "int8"]
 BLOCK = 1024
 """Elements with one scale."""
 _LONGEST_LINE = 1 << 26
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
-"""Seconds, seconds and number: the other machine is lost after a minute and a half."""
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 6,
+    socket.TCP_USER_TIMEOUT: 90_000,
+}
+"""Seconds, seconds and number: the other machine is lost after a minute and a half; and
+milliseconds, the same for one that is lost while it is sent to, which is not asked then."""
 
 
 class Connection:
