@@ -74,7 +74,8 @@ class Holder:
         self._events = EventLog(run.events)
         self._connections: list[Connection] = []
         """All since the start, for their bytes."""
-        self._saved = 0 if state is None else state.step
+        # None: with `delayed`, the fastest replica saves before the slowest has a round.
+        self._saved = None if state is None else state.step
         self._began = time.monotonic()
         self._closed = False
 
