@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.conftest import Project, own_project, write_project
 from tests.e2e.product import checkpoints, events, started, steps_logged
 from tests.processes import in_thread, wait_until
+from toolkit.checkpoint.store import folder_name
 from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.holder import Holder, listening
@@ -20,7 +21,7 @@ from toolkit.extras.outer.launch import STARTED, Replicas
 from toolkit.extras.outer.link import HolderLink
 from toolkit.extras.outer.optimizer import OuterOptimizer, Weights
 from toolkit.extras.outer.rounds import Rounds
-from toolkit.extras.outer.states import note, notes
+from toolkit.extras.outer.states import note, notes, save, settle
 from toolkit.features.base import resolved
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import LOOPBACK, free_port
@@ -73,6 +74,20 @@ def test_a_step_that_is_saved_again_has_the_note_of_its_last_save(tmp_path: Path
         note(run, step, begun, 7.0)
     note(run, 8, 8, 0.0)
     assert notes(run) == {6: (4, 7.0)}
+
+
+def test_a_kill_inside_of_the_first_save_ends_no_run(tmp_path: Path) -> None:
+    """Of all saved states one is there, and replica 1 has no checkpoint."""
+    rounds = Rounds(SETTINGS, OuterOptimizer(SETTINGS, values(0.0)), step=5)
+    runs = [RunDirectory(tmp_path / str(number)) for number in (0, 1)]
+    (runs[0].checkpoints / folder_name(5)).mkdir(parents=True)
+    save(tmp_path, rounds, [0, 1], keep=3)
+    state = settle(tmp_path, runs, delayed=False)
+    assert state is not None and state.step == 5 and state.members == [0, 1]
+    (runs[1].checkpoints / folder_name(7)).mkdir(parents=True)
+    note(runs[1], 7, 6, 1.0)  # a checkpoint of another round is no excuse
+    with pytest.raises(RunFailed, match="no step is in the checkpoints of all"):
+        settle(tmp_path, runs, delayed=False)
 
 
 class EndsAtOnce(Replicas):

@@ -118,8 +118,9 @@ def begun(run: RunDirectory) -> dict[int, int]:
 
 def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> State | None:
     """The newest state that the holder has and of whose round all these replicas have a
-    checkpoint, if they took part; newer states and checkpoints are set aside. None where
-    nothing was saved; raises RunFailed where no state is of all.
+    checkpoint, if they took part; newer states and checkpoints are set aside. A replica that
+    has never saved does not count: it takes the holder's weights. None where nothing was
+    saved; raises RunFailed where no state is of all.
 
     With `delayed`, replicas continue with the weights of whatever state is the newest.
     """
@@ -127,8 +128,8 @@ def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> 
     began = {number: begun(run) for number, run in runs.items()}
 
     def is_of_all(state: State) -> bool:
-        here = began.keys() & set(state.members)
-        return delayed or all(state.step in began[number].values() for number in here)
+        here = (began[number] for number in began.keys() & set(state.members))
+        return delayed or all(state.step in one.values() for one in here if one)
 
     state = next(filter(is_of_all, found), None)
     if state is None and (found or any(began.values())):
