@@ -74,7 +74,7 @@ class OuterEngine:
 
     def __init__(self, engine: Engine, settings: OuterSection, start: "Start") -> None:
         self._engine, self._settings, self._start = engine, settings, start
-        self._replica, holder = _place(settings)
+        self._replica, holder = start.together.run(lambda: _place(settings))
         self._last = start.recipe.total_steps()
         self._batch = start.recipe.training.global_batch_size
         self._weights = WholeWeights(engine, start.recipe, start.together.group)
@@ -113,7 +113,7 @@ class OuterEngine:
         }
         first = parts.gather() if self._replica == self._step == 0 else {}
         answer = start.together.rank_zero(lambda: self._link.join(stated, first))
-        self._anchor = self._link.held
+        self._anchor, self._link.held = self._link.held, {}
         if answer["takes"]:
             parts.scatter(self._anchor)
             self._skip_to(answer["step"])
