@@ -30,8 +30,10 @@ _QUIET_S = 60.0
 
 def listening(place: str) -> socket.socket:
     """A socket that is bound to HOST:PORT. Raises PlanError."""
+    where = address(place)
+    family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     try:
-        server = socket.create_server(address(place))
+        server = socket.create_server(where, family=family)
     except OSError as error:
         raise PlanError(
             f"parallel.outer.holder: {place}: {error.strerror or error}",
