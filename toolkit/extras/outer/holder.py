@@ -121,7 +121,7 @@ class Holder:
 
     def talk(self, stream: socket.socket) -> None:
         """Serve one replica, until its connection ends."""
-        connection, replica, member = Connection(stream), -1, None
+        connection, member = Connection(stream), None
         self._connections.append(connection)
         try:
             hello = connection.receive()
@@ -139,9 +139,10 @@ class Holder:
         except Refused as error:
             with suppress(OSError):
                 connection.send({"error": str(error), "again": error.again}, {})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001 - anyone may connect; the others go on
             if not isinstance(error, OSError):
-                tell(f"holder: replica {replica} sent something else: {error!r}")
+                who = "a stranger" if member is None else f"replica {member.replica}"
+                tell(f"holder: {who} is turned away: {error!r}")
         finally:
             if member is not None:
                 self.rounds.leave(member)
