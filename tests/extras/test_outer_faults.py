@@ -188,14 +188,15 @@ def test_a_replica_that_waits_for_others_saves_when_it_is_stopped(
     [
         ({"compress": "int8"}, "compress is int8, that of others none"),
         ({"replicas": 3}, "replicas is 3, that of others 2"),
+        ({"training.seed": 5}, "training.seed is 5, that of others"),
     ],
 )
 def test_a_replica_with_other_settings_is_turned_away(
     served: Holder, server: socket.socket, changed: dict[str, Any], message: str
 ) -> None:
     """Else int8 would be read as fp32, and rounds would end at different steps."""
-    batch = served._recipe.training.global_batch_size
-    other = served.settings.model_copy(update=changed).shared(batch)
+    training = served._recipe.training
+    other = served.settings.model_copy(update=changed).shared(training) | changed
     stated = {"run": served._recipe.name, "replica": 1, "step": 0, "begun": 0}
     link = HolderLink(place(server), SHAPES, "none")
     with pytest.raises(RunFailed, match=message):

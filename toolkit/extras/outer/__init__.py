@@ -72,11 +72,13 @@ class OuterSection(Section):
         rate = 0.7 if self.learning_rate is None else self.learning_rate
         return rate, 0.9 if self.momentum is None else self.momentum
 
-    def shared(self, batch: int) -> dict[str, Any]:
-        """What is the same for all replicas of a run, which have this global batch each."""
+    def shared(self, training: Section) -> dict[str, Any]:
+        """What is the same for all replicas of a run, which have this `training`."""
         own = self.model_dump(exclude={"replica", "holder", "link"})
         found = {f"parallel.outer.{name}": value for name, value in own.items()}
-        return {**found, "training.global_batch_size": batch}
+        # Of another seed, the first weights and the order of samples would be others.
+        alike = ("global_batch_size", "seed")
+        return {**found, **{f"training.{name}": getattr(training, name) for name in alike}}
 
     @property
     def steps_ahead(self) -> int:

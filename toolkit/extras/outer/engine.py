@@ -109,7 +109,7 @@ class OuterEngine:
             "replica": self._replica,
             "step": self._step,
             "begun": self._begun,
-            "settings": self._settings.shared(self._batch),
+            "settings": self._settings.shared(start.recipe.training),
         }
         first = parts.gather() if self._replica == self._step == 0 else {}
         answer = start.together.rank_zero(lambda: self._link.join(stated, first))

@@ -153,8 +153,7 @@ class Holder:
             raise Refused(f"this is the holder of run {self._recipe.name}")
         if not 0 <= replica < self.settings.replicas:
             raise Refused(f"there are {self.settings.replicas} replicas, this is {replica}")
-        shared = self.settings.shared(self._recipe.training.global_batch_size)
-        for key, value in shared.items():
+        for key, value in self.settings.shared(self._recipe.training).items():
             if (other := hello["settings"][key]) != value:
                 raise Refused(f"its {key} is {other}, that of others {value}")
 
