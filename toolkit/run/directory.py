@@ -77,8 +77,10 @@ class RunDirectory:
 
     @property
     def replicas(self) -> list[Path]:
-        """Run directories of `parallel.outer`'s replicas, which are runs of their own."""
-        return sorted(found.parent for found in self.path.glob("replicas/*/events.jsonl"))
+        """Run directories of `parallel.outer`'s replicas, which are runs of their own, in the
+        order of their numbers."""
+        found = [one.parent for one in self.path.glob("replicas/*/events.jsonl")]
+        return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
     @property
     def trained(self) -> "RunDirectory":

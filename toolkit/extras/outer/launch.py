@@ -214,8 +214,9 @@ class Replicas:
                 process.send_signal(number)
 
     def _ended(self, number: int, code: int, holder: Holder | None) -> None:
-        """Report a replica that has failed; the others do not wait for one that has ended."""
-        if code not in (EXIT_DONE, EXIT_RESUMABLE):
+        """Report a replica that has failed, unless a stop has killed it before it handles
+        signals; the others do not wait for one that has ended."""
+        if code not in (EXIT_DONE, EXIT_RESUMABLE) and not (self._stopping and code < 0):
             shown = number == self.numbers[0]
             where = "its message is above" if shown else f"see {self._log(number)}"
             tell(f"replica {number} has failed with exit code {code}: {where}")
