@@ -142,7 +142,14 @@ class Replicas:
         with suppress(OSError):  # which `claimed` explains
             folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(claimed(RunDirectory(folder)))
-        there = states(folder) or any(begun(self.directory(one)) for one in self.numbers)
+        saved = states(folder)
+        if saved and saved[0].replicas != self.settings.replicas:
+            raise CheckpointError(
+                f"parallel.outer.replicas is {self.settings.replicas}, and the samples of "
+                f"{self.run.path} are divided among {saved[0].replicas}",
+                fix=f"set it to {saved[0].replicas}; a replica that is not started is left out",
+            )
+        there = saved or any(begun(self.directory(one)) for one in self.numbers)
         if there and checkpoint.resume == "never":
             raise CheckpointError(
                 f"{self.run.path} has checkpoints, and checkpoint.resume is never",

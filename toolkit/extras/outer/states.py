@@ -34,6 +34,8 @@ class State:
     path: Path
     step: int
     """Inner steps before its round."""
+    replicas: int
+    """Number of replicas of the run, by which samples are divided."""
     members: list[int]
     """Replicas of the round before it."""
     arrivals: int
@@ -70,6 +72,7 @@ def save(folder: Path, rounds: Rounds, members: Sequence[int], keep: int) -> Non
     SafetensorError."""
     stated = {
         "step": rounds.step,
+        "replicas": rounds.settings.replicas,
         "members": list(members),
         "arrivals": rounds.optimizer.arrivals,
         "counted": rounds.counted,
