@@ -79,7 +79,7 @@ class ElasticAgent(LocalElasticAgent):
         handler: Any = worker_group.spec.rdzv_handler
         if self._store is not None:
             self._store.add(_LEFT, 1)
-            self._wait_only_for_those_here(handler.settings)
+            self._wait_only_for_those_here(handler)
         if self._meeting.round or self._meeting.complete:
             last_call = timedelta(seconds=LAST_CALL_S)
             handler.settings.timeout._set_timeouts(last_call=last_call)
@@ -90,13 +90,18 @@ class ElasticAgent(LocalElasticAgent):
             end.unlink()  # of the ranks before
         os.environ[MEETING] = str(handler._state_holder.state.round)
 
-    def _wait_only_for_those_here(self, settings: Any) -> None:
+    def _wait_only_for_those_here(self, handler: Any) -> None:
         """Let the next meeting be complete as soon as all have come that are left or wait; if
-        one of them does not come, after LAST_CALL_S."""
+        one of them does not come, after LAST_CALL_S.
+
+        This machine counts, also where the others have given it up: it would become a spare of
+        the meeting that they have without it.
+        """
         now = self._meeting
-        here = len({*now.participants, *now.wait_list, *now.redundancy_list})
-        most = max(settings.min_nodes, min(here, self._most))
-        object.__setattr__(settings, "max_nodes", most)  # frozen, but read each time
+        those = {handler._this_node, *now.participants, *now.wait_list, *now.redundancy_list}
+        most = max(handler.settings.min_nodes, min(len(those), self._most))
+        # It is frozen, but read each time.
+        object.__setattr__(handler.settings, "max_nodes", most)
 
     def _lost_a_machine(self) -> bool:
         """Whether one of the meeting is gone, other than to meet again with a new one."""
