@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers import TORCHRUN
+from toolkit.launchers import TORCHRUN, SlurmSection
 from toolkit.launchers.base import Job
 from toolkit.launchers.deepspeed import DeepSpeedStarter
 from toolkit.launchers.process import StopSignals
@@ -56,7 +56,8 @@ def test_an_elastic_torchrun_meets_with_a_range_of_machines():
 
 def test_an_elastic_job_of_slurm_outlives_a_node():
     changing = ElasticSection(min_nodes=1, max_nodes=4)
-    spec = SlurmStarter().spec(job(elastic=changing, spares=1, max_restarts=3))
+    asked = SlurmSection(partition="gpus", time_limit="1:00:00")
+    spec = SlurmStarter().spec(job(elastic=changing, spares=1, max_restarts=3, slurm=asked))
     (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
     assert "#SBATCH --nodes=1-5\n" in script
     assert "#SBATCH --ntasks" not in script, "Slurm would take a single node"
@@ -65,6 +66,7 @@ def test_an_elastic_job_of_slurm_outlives_a_node():
     joins = '--launcher torchrun --set launch.rendezvous="$head:$port"'
     assert f"/runs/one \\\n  {joins} &\n" in script
     assert f"/runs/one {joins}; echo\n" in script
+    assert "printf ' %q' srun --nodes=1 --partition=gpus --time=1:00:00 " in script
 
 
 def test_torchrun_needs_a_meeting_point():

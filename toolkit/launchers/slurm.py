@@ -71,18 +71,14 @@ class SlurmStarter:
 
 def _directives(job: Job) -> Iterator[str]:
     """The `#SBATCH` lines, which Slurm reads and the shell does not."""
-    cluster, slurm = job.cluster, job.launch.own(SlurmSection)
+    slurm = job.launch.own(SlurmSection)
     yield "#!/bin/bash"
     options = {
         "job-name": job.name,
         "nodes": _nodes(job),
         # With a number of tasks, Slurm takes `min_nodes`; without, `srun` starts one a node.
         "ntasks-per-node": 1 if job.launch.elastic is None else None,
-        "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "time": slurm.time_limit,
+        **_resources(job),
         # Only to the script (B), which passes it on.
         "signal": f"B:USR1@{slurm.stop_before_s}",
         "cpus-per-task": slurm.cpus_per_node,
@@ -108,6 +104,18 @@ def _directives(job: Job) -> Iterator[str]:
                 hours = job.predicted_s / 3600
                 fix += f"; the plan predicts {hours:,.1f} hours for the whole run"
             yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
+
+
+def _resources(job: Job) -> dict[str, object]:
+    """What any job of the run asks for; None is left to Slurm."""
+    cluster, slurm = job.cluster, job.launch.own(SlurmSection)
+    return {
+        "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time_limit,
+    }
 
 
 def _nodes(job: Job) -> str:
@@ -152,7 +160,9 @@ def _script(job: Job) -> Iterator[str]:
         yield 'run="$! ${run-}"'
         yield "done"
         yield "printf 'another node joins by'  # Slurm adds none to a running job"
-        yield f"printf ' %q' srun --nodes=1 {command} {launcher}; echo"
+        asked = _resources(job).items()
+        options = shlex.join(f"--{name}={value}" for name, value in asked if value is not None)
+        yield f"printf ' %q' srun --nodes=1 {options}{cpus} {command} {launcher}; echo"
     yield "again=no"
     yield "trap 'again=yes; kill -USR1 $run' USR1"
     yield "# srun passes USR1 on; at TERM it would kill."
