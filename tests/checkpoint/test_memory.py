@@ -282,26 +282,24 @@ def test_folders_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_what_no_run_needs_is_removed(tmp_path: Path) -> None:
-    runs = [tmp_path / name for name in ("finished", "failed", "live", "removed", "away")]
-    folders = {run.name: folder_of(run, str(tmp_path / "memory")) for run in runs}
-    unmounted = tmp_path / "unmounted" / "run"
-    folders["unmounted"] = folder_of(unmounted, str(tmp_path / "memory"))
-    for run in [*runs, unmounted]:
-        folders[run.name if run in runs else "unmounted"].mkdir(parents=True)
-    for run in runs[:3]:
-        run.mkdir()
-    MemoryNote("0" * 12, None).write(tmp_path / "failed")
-    held = [
-        hold(folder, unmounted if name == "unmounted" else tmp_path / name)
-        for name, folder in folders.items()
-    ]
+    names = ("finished", "failed", "live", "removed", "away")
+    runs = {name: tmp_path / name for name in names}
+    runs["disk is away"] = tmp_path / "nowhere" / "run"
+    runs["not mounted"] = tmp_path / "empty" / "run"
+    runs["not mounted"].parent.mkdir()
+    folders = {name: folder_of(run, str(tmp_path / "memory")) for name, run in runs.items()}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    for name in names[:3]:
+        runs[name].mkdir()
+    MemoryNote("0" * 12, None).write(runs["failed"])
+    held = {name: hold(folder, runs[name]) for name, folder in folders.items()}
     away = folders["away"].rename(f"{folders['away']}-of-another-host")
-    for name, descriptor in zip(folders, held, strict=True):
-        if name != "live":
-            os.close(descriptor)
+    for name in runs.keys() - {"live"}:
+        os.close(held[name])
     remove_unneeded(tmp_path / "memory")
-    left = {folders[name] for name in ("failed", "live", "unmounted")} | {away}
-    assert {*(tmp_path / "memory").iterdir()} == left
+    left = {folders[name] for name in ("failed", "live", "disk is away", "not mounted")}
+    assert {*(tmp_path / "memory").iterdir()} == left | {away}
 
 
 def test_a_slow_save_is_heard_on_every_rank(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def remove_unneeded(base: Path) -> None:
         with suppress(OSError), ExitStack() as at_end:  # held, another user's, or gone
             at_end.callback(os.close, descriptor := _own(folder))
             run_dir = (folder / _RUN).readlink()
-            if run_dir.parent.is_dir() and not (run_dir / MemoryNote.FILE).exists():
+            mounted = any(run_dir.parent.iterdir())  # a place to mount a disk at is empty
+            if mounted and not (run_dir / MemoryNote.FILE).exists():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
 
