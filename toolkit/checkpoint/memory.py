@@ -79,12 +79,17 @@ def folder_of(run_dir: Path, base: str | None) -> Path:
 
 
 def hold(folder: Path, run_dir: Path) -> int:
-    """Name the run whose folder it is, and lock it as long as the result, a descriptor, is
-    open. Raises OSError."""
-    descriptor = _own(folder)
+    """Make a run's folder, which names the run, and lock it as long as the result, a
+    descriptor, is open. Raises OSError."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = _own(folder)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if _is_there(descriptor):
+            break
+        os.close(descriptor)  # `remove_unneeded` was faster
     with suppress(FileExistsError):
         (folder / _RUN).symlink_to(run_dir.absolute())
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
@@ -97,16 +102,22 @@ def _own(folder: Path) -> int:
     return descriptor
 
 
+def _is_there(descriptor: int) -> bool:
+    """Whether a folder was not removed before it was locked."""
+    return os.fstat(descriptor).st_nlink > 0
+
+
 def remove_unneeded(base: Path) -> None:
     """Remove this machine's folders that nobody holds and of which nothing counts: their runs
     ended on other machines, or their run directories were removed."""
     for folder in base.glob(f"dmt-*-{'[0-9a-f]' * 12}-{escape(socket.gethostname())}"):
         with suppress(OSError), ExitStack() as at_end:  # held, another user's, or gone
             at_end.callback(os.close, descriptor := _own(folder))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             run_dir = (folder / _RUN).readlink()
             mounted = any(run_dir.parent.iterdir())  # a place to mount a disk at is empty
-            if mounted and not (run_dir / MemoryNote.FILE).exists():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            counts = (run_dir / MemoryNote.FILE).exists()
+            if mounted and not counts and _is_there(descriptor):
                 shutil.rmtree(folder)
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,12 +64,7 @@ class MemorySaver(Saver):
         self.memory = MemoryStore(folder)
         super().__init__(self.memory, asynchronous=asynchronous)
         self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
-        problem, found = self._agree(lambda: (secrets.token_hex(6), _place(folder, run_dir)))
-        if problem is not None:
-            raise CheckpointError(
-                f"the state cannot be kept in memory: {problem}",
-                fix="name a folder on a tmpfs in checkpoint.memory.folder",
-            )
+        found = self._required(lambda: (secrets.token_hex(6), _place(folder, run_dir)))
         self._run_dir = run_dir
         self._note = MemoryNote(found[0][0], base)
         self._noted = False
@@ -82,13 +77,23 @@ class MemorySaver(Saver):
     def leads(self) -> bool:
         return dist.get_rank() == self._machine[0]
 
+    def _required(self, action: Callable[[], Any]) -> list[Any]:
+        """What all ranks returned. Raises CheckpointError, on every rank, if one failed."""
+        problem, found = self._agree(action)
+        if problem is not None:
+            raise CheckpointError(
+                f"the state cannot be kept in memory: {problem}",
+                fix="name a folder on a tmpfs in checkpoint.memory.folder",
+            )
+        return found
+
     # Saving
 
     def check_room(self, nbytes: int) -> None:
         """Raise CheckpointError, on every rank, if a machine has no room for its part, and for
         copies, of a state of so many bytes."""
         world, copies = dist.get_world_size(), min(2, len(self.machines))
-        _, free = self._agree(lambda: _room(self.memory.folder) if self.leads else None)
+        free = self._required(lambda: _room(self.memory.folder) if self.leads else None)
         for machine in self.machines:
             needed = STEPS_IN_MEMORY * copies * nbytes * len(machine) / world
             if needed > free[machine[0]]:
@@ -227,7 +232,6 @@ def _place(folder: Path, run_dir: Path) -> Any:
     for a folder that cannot be used."""
     if (system := file_system(folder.resolve())) != "tmpfs":
         raise OSError(f"{folder.parent} is not on a tmpfs, but on {system}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = os.fstat(hold(folder, run_dir))
     return _BOOT.read_text(), status.st_dev, status.st_ino
 
