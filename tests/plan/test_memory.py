@@ -24,6 +24,7 @@ from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import explore
+from toolkit.plan.remedies import remedies
 from toolkit.plan.search import search
 from toolkit.recipe.schema import MemorySection
 from toolkit.text.units import GIB
@@ -461,7 +462,9 @@ def test_checkpoints_in_memory_need_room_on_the_host(
     trained = 2 * 4 * (4 * 128 + 3 * 192) if adapter else found.job.spec.total
     saved = 12 * trained
     assert kept.best.host_gib * GIB == pytest.approx(2 * copies * saved / nodes)
-    assert search(kept.job, replace(kept.cluster, host_memory_gib=1e-6)).fits is False
+    without_room = search(kept.job, replace(kept.cluster, host_memory_gib=1e-6))
+    assert without_room.fits is False
+    assert remedies(without_room)[0].options == "--set checkpoint.memory=null"
 
 
 def parts(memory: Memory) -> float:
