@@ -15,6 +15,7 @@ torch's agent restarts its ranks if one fails, and if a machine waits to join. I
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,26 @@ _RESIZING = "dmt/resizing"
 """Key in the store of a meeting: its ranks are stopped because a machine waits."""
 _LEFT = "dmt/left"
 """Key in the store of a meeting: how many machines left it to meet again."""
+
+
+def wait_only_for_those_here(handler: Any, most: int) -> None:
+    """Let the next meeting, of `most` machines in all, be complete as soon as all have come
+    that are left or wait; if one of them does not come, after LAST_CALL_S.
+
+    This machine counts, also where the others have given it up. What they agree on without it
+    would make it a spare: it waits for a meeting after that when the limit is lifted again.
+    """
+    handler.num_nodes_waiting()  # reads the store
+    now, settings = handler._state_holder.state, handler.settings
+    those = {handler._this_node, *now.participants, *now.wait_list, *now.redundancy_list}
+
+    def limit(nodes: int) -> None:
+        object.__setattr__(settings, "max_nodes", nodes)  # frozen, but read each time
+
+    limit(max(settings.min_nodes, min(len(those), most)))
+    lifting = threading.Timer(2 * LAST_CALL_S, limit, (most,))
+    lifting.daemon = True
+    lifting.start()
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -79,7 +100,7 @@ class ElasticAgent(LocalElasticAgent):
         handler: Any = worker_group.spec.rdzv_handler
         if self._store is not None:
             self._store.add(_LEFT, 1)
-            self._wait_only_for_those_here(handler)
+            wait_only_for_those_here(handler, self._most)
         if self._meeting.round or self._meeting.complete:
             last_call = timedelta(seconds=LAST_CALL_S)
             handler.settings.timeout._set_timeouts(last_call=last_call)
@@ -89,19 +110,6 @@ class ElasticAgent(LocalElasticAgent):
         for end in Path(os.environ[ENDS]).iterdir():
             end.unlink()  # of the ranks before
         os.environ[MEETING] = str(handler._state_holder.state.round)
-
-    def _wait_only_for_those_here(self, handler: Any) -> None:
-        """Let the next meeting be complete as soon as all have come that are left or wait; if
-        one of them does not come, after LAST_CALL_S.
-
-        This machine counts, also where the others have given it up: it would become a spare of
-        the meeting that they have without it.
-        """
-        now = self._meeting
-        those = {handler._this_node, *now.participants, *now.wait_list, *now.redundancy_list}
-        most = max(handler.settings.min_nodes, min(len(those), self._most))
-        # It is frozen, but read each time.
-        object.__setattr__(handler.settings, "max_nodes", most)
 
     def _lost_a_machine(self) -> bool:
         """Whether one of the meeting is gone, other than to meet again with a new one."""

@@ -1,0 +1,55 @@
+"""Meetings of elastic agents, by torch's own handlers."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from tests.processes import wait_until
+from toolkit.launchers import elastic_agent
+from toolkit.launchers.elastic_agent import wait_only_for_those_here
+
+
+def together(*actions: Callable[[], object]) -> list[threading.Thread]:
+    """Start these; at the end of the run, each that still waits is told so."""
+
+    def act(action: Callable[[], object]) -> None:
+        with suppress(RendezvousError):
+            action()
+
+    threads = [threading.Thread(target=act, args=[one], daemon=True) for one in actions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["too early", "too late"])
+def test_a_machine_that_missed_a_meeting_is_no_spare(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saw the others before they met, or after that."""
+    monkeypatch.setattr(elastic_agent, "LAST_CALL_S", 0.5)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    store = HashStore()
+    first, second, third = (
+        DynamicRendezvousHandler.from_backend(
+            "run", store, C10dRendezvousBackend(store, "run"), 1, most, "127.0.0.1"
+        )
+        for most in (2, 2, 4)
+    )
+    if before:
+        wait_only_for_those_here(third, 4)
+        assert third.settings.max_nodes == 1
+    for thread in together(first.next_rendezvous, second.next_rendezvous):
+        thread.join()
+    if not before:
+        wait_only_for_those_here(third, 4)
+        assert third.settings.max_nodes == 3
+    together(third.next_rendezvous)
+    wait_until(lambda: first.num_nodes_waiting() == 1, "the third")
+    first.shutdown()
