@@ -373,6 +373,9 @@ def test_a_mean_after_every_step_of_sgd_is_synchronous(
     assert [(one.run, one.state) for one in report.replicas] == [
         (str(folder), "done") for folder in folders
     ]
+    more = {**common, **outer, "parallel.outer.replicas": 4}
+    refused = with_toys(more, "launch", "--run-dir", "outer")
+    assert refused.code == 2 and "are divided among 2" in refused.err
     (whole / "holder" / "step-00000012.safetensors").unlink()
     never = {**common, **outer, "checkpoint.resume": "never"}
     refused = with_toys(never, "launch", "--run-dir", "outer")
