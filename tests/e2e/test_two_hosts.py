@@ -70,7 +70,7 @@ STARTS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("start", [torchrun, deepspeed, *MPI], ids=lambda one: one.__name__)
+@STARTS
 def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
     run_dir = project.folder / f"two-{start.__name__}"
     commands = start(hosts, project, run_dir.name, {**TWO, "training.steps": 6})

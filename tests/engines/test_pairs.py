@@ -32,6 +32,8 @@ SHARED = {
     "cp2": ["ddp-cp2", "zero2-cp2", "zero3-cp2", "fsdp3-cp2"],
 }
 """Layouts that share the features."""
+SOAK = ("zero2-offload", "fsdp3-offload")
+"""Only among all layouts of `make soak`: they differ from others in where the optimizer is."""
 QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
 """In `make test`."""
 FOUR = {
@@ -77,7 +79,7 @@ def check(cases: Sequence[Case]) -> None:
     [
         pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one
         for one in [*TWO, *SHARED]
-        if not any(one in shared for shared in SHARED.values())
+        if not any(one in shared for shared in [*SHARED.values(), SOAK])
     ],
 )
 def test_two_processes(layout: str, request: pytest.FixtureRequest) -> None:
