@@ -9,7 +9,8 @@ written them since 1.6, and they are mapped: a file takes no more memory than it
 
 import pickletools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
     path, allowed = folder / name, (*COMMON_CLASSES, *classes)
     try:
         _check(regular_inside(folder, name), allowed)
-        with torch.serialization.safe_globals([(StandIn, one) for one in allowed]):
+        with _standing_in(allowed):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _check_strides(content)
         return content
@@ -79,6 +80,19 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
             f"{path} is refused: {why[:200]}",
             fix="it is damaged, or holds objects that no checkpoint of this format needs",
         ) from error
+
+
+@contextmanager
+def _standing_in(classes: Iterable[str]) -> Iterator[None]:
+    """torch's weights-only loader takes these classes as `StandIn`s, and no others: libraries
+    add some of their own, megatron-core `argparse.Namespace`."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals([(StandIn, one) for one in classes]):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
 def _check(path: Path, allowed: Collection[str]) -> None:
