@@ -50,6 +50,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy launch/*.py
 	$(BIN)/python -m toolkit.recipe.docs --check
 
 docs: setup

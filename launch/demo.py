@@ -183,7 +183,7 @@ def check_training(
         console.print(f"[red]FAILED: the loss is not clearly below: {comparison}")
     if not same:
         console.print("[red]FAILED: the export has another validation loss")
-    return learned and same
+    return bool(learned and same)
 
 
 def check_first_steps(console: Console, title: str, run: Path, megatron: Path) -> bool:
@@ -233,8 +233,7 @@ def validation_loss(run: Path, data: TrainingData, model: nn.Module) -> float:
         recipe.training.global_batch_size,
         recipe.evaluation.batches,
         dp_rank=0,
-        dp_size=1,
-        micro_batch_size=recipe.training.global_batch_size,
+        sizes=[recipe.training.global_batch_size],
     )
     total, tokens = 0.0, 0
     for batch in batches:
