@@ -102,12 +102,21 @@ class Slurm:
         """Nodes without a job."""
         return set(self._try("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
 
+    def _run(
+        self, command: tuple[str, ...], folder: Path | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            command,
+            env={**os.environ, **self.env},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+
     def _try(self, *command: str) -> str:
         """The output of a command, also of one that fails."""
-        env = {**os.environ, **self.env}
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=HANG_S
-        ).stdout
+        return self._run(command).stdout
 
     def end(self) -> None:
         """Leave no daemon behind."""
@@ -118,14 +127,7 @@ class Slurm:
 
     def ask(self, *command: str, folder: Path | None = None) -> str:
         """Run a command of a user of the cluster; its output."""
-        done = subprocess.run(
-            command,
-            env={**os.environ, **self.env},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
+        done = self._run(command, folder)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
