@@ -89,11 +89,13 @@ def stream(
 def prepare(folder: Path, settings: SamplesSection) -> None:
     """Raise DataError where the prompts cannot be completed."""
     if settings.chat:
-        require_template(
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
-            folder,
-            "evaluation.samples.chat",
-        )
+        require_template_in(folder, "evaluation.samples.chat")
+
+
+def require_template_in(folder: Path, setting: str) -> None:
+    """Raise DataError for a model whose tokenizer has no chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    require_template(tokenizer, folder, setting)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) -> None:

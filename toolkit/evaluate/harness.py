@@ -9,10 +9,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 import torch
-from transformers import AutoTokenizer
 
 from toolkit.errors import DataError
-from toolkit.evaluate.completions import require_template
+from toolkit.evaluate.completions import require_template_in
 from toolkit.evaluate.tasks import TasksSection
 from toolkit.system.install import optional
 from toolkit.text.suggest import did_you_mean
@@ -28,8 +27,7 @@ def evaluate(folder: Path, settings: TasksSection, device: str) -> dict[str, dic
     """
     manager, names = _tasks(settings)
     if settings.chat:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        require_template(tokenizer, folder, "evaluation.tasks.chat")
+        require_template_in(folder, "evaluation.tasks.chat")
     with _explained(settings):
         found = _lm_eval().simple_evaluate(
             model="hf",
@@ -59,8 +57,7 @@ def prepare(folder: Path, settings: TasksSection) -> None:
     Raises DataError for an unknown task, and for data that are neither here nor downloaded.
     """
     if settings.chat:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        require_template(tokenizer, folder, "evaluation.tasks.chat")
+        require_template_in(folder, "evaluation.tasks.chat")
     manager, names = _tasks(settings)
     with _explained(settings):
         manager.load(names)
