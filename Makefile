@@ -3,6 +3,7 @@
 #   make demo      train a small model on this machine and check the result
 #   make test      run the tests of each part, and the most telling ones of whole runs: a quarter of an hour
 #   make test-all  run all tests but the long ones: about an hour (CI does)
+#   make test-failed  run the tests that failed last time again, one at a time (CI does, if any did)
 #   make check     lint, format, types (CI does, too)
 #   make docs      the documentation as a site, in build/site; mistakes in links are errors
 #   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: setup demo test test-all check docs soak nightly nightly-newest nightly-floor resolve bump cuda-build
+.PHONY: setup demo test test-all test-failed check docs soak nightly nightly-newest nightly-floor resolve bump cuda-build
 
 setup: $(READY)
 
@@ -45,6 +46,9 @@ test: setup
 
 test-all: setup
 	$(PYTEST)
+
+test-failed: setup
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 check: setup
 	$(BIN)/ruff check .
