@@ -42,7 +42,7 @@ PROGRAMS = (
 """Started as processes of their own, imported by nobody."""
 
 LAYERS = (
-    ("toolkit.__init__", "toolkit.errors", "toolkit.text", "toolkit.system",
+    ("toolkit.__init__", "toolkit.errors", "toolkit.removed", "toolkit.text", "toolkit.system",
      "toolkit.registry", "toolkit.batch", "toolkit.layout"),
     ("toolkit.objectives",),
     ("toolkit.recipe.section",),
@@ -163,7 +163,7 @@ def test_verbs_are_loaded_only_when_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    expected = ["cli", "cli.main", "errors", "text", "text.redact", "text.terminal"]
+    expected = ["cli", "cli.main", "errors", "removed", "text", "text.redact", "text.terminal"]
     assert ast.literal_eval(done.stderr) == [f"toolkit.{name}" for name in expected]
 
 

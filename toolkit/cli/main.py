@@ -19,6 +19,7 @@ from toolkit.errors import (
     DmtError,
     RecipeError,
 )
+from toolkit.removed import removed_command
 from toolkit.text.terminal import tell
 
 
@@ -150,9 +151,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments`: the command line without the program's name; default `sys.argv[1:]`.
     A DmtError becomes a message on standard error; Ctrl-C becomes 130.
     """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _require_utf8()
-        app(args=None if arguments is None else list(arguments), prog_name="dmt")
+        if removed := removed_command(arguments):
+            raise DmtError(f"`dmt {removed[0]}` was removed", fix=removed[1])
+        app(args=arguments, prog_name="dmt")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
     except RecipeError as error:

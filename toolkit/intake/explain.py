@@ -32,6 +32,7 @@ from toolkit.recipe.describe import (
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
+from toolkit.removed import SETTINGS
 from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
@@ -246,8 +247,10 @@ def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> 
     key, name, section = dotted(path), str(path[-1]), dotted(path[:-1])
     here = fields_of(setting_of(path[:-1]), _kind(path[:-1], root))
     where = f"`{section}`" if section else "the top level"
-    fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
     place, accepted = place_of_key(path, root), f"in {where}: {', '.join(here)}"
+    if instead := SETTINGS.get(setting_of(path)):
+        return _explained(key, place, "a setting that was removed", accepted, instead)
+    fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
     return _explained(key, place, UNKNOWN_KEY, accepted, fix, (key, *meant))
 
 

@@ -50,6 +50,7 @@ from toolkit.recipe.section import (
     Wording,
 )
 from toolkit.registry import ENGINES
+from toolkit.removed import without_unset
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
@@ -1101,6 +1102,12 @@ class Recipe(Section):
     guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, stated: Any) -> Any:
+        """Recipes of old runs state every setting; null is what no setting is."""
+        return without_unset(stated)
 
     @property
     def features(self) -> dict[str, Section]:

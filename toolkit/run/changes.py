@@ -5,6 +5,7 @@ from typing import Any
 
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS
+from toolkit.removed import without_unset
 
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
@@ -56,8 +57,9 @@ def is_within(key: str, settings: Sequence[str]) -> bool:
 
 def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     """`differences` of two recipes, without what only a newer release can state: a release
-    that did not know a setting had its default. The model's config has no defaults of ours."""
-    for key, before, now in differences(old, new):
+    that did not know a setting had its default. Nor without removed settings that were null.
+    The model's config has no defaults of ours."""
+    for key, before, now in differences(without_unset(old), new):
         if is_stated(before) or key.startswith("model.config"):
             yield key, before, now
 

@@ -1,0 +1,57 @@
+"""Names of earlier releases: one error that says what to do instead; null is accepted."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit.cli.main import main
+from toolkit.errors import RecipeError
+from toolkit.intake.load import load_recipe
+from toolkit.removed import COMMANDS, SETTINGS
+from toolkit.run.changes import changes
+
+TINY = Path("recipes/tiny/llama-bytes.yaml")
+
+
+def with_setting(folder: Path, path: str, value: object) -> Path:
+    """The tiny recipe with one more setting, by its dotted path."""
+    file = folder / "recipe.yaml"
+    stated = yaml.safe_load(TINY.read_text())
+    inner = stated
+    *sections, name = path.split(".")
+    for section in sections:
+        inner[section] = inner.get(section) or {}
+        inner = inner[section]
+        inner = inner[0] if isinstance(inner, list) else inner
+    inner[name] = value
+    file.write_text(yaml.safe_dump(stated))
+    return file
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_a_removed_setting(path: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(with_setting(tmp_path, path, {"a": 1}))
+    problem = next(one for one in error.value.problems if one.key == path)
+    assert problem.found == "a setting that was removed" and problem.line
+    assert problem.fix == SETTINGS[path]
+    load_recipe(with_setting(tmp_path, path, None))
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_a_removed_setting_that_was_not_set_is_no_change(path: str) -> None:
+    *sections, name = path.split(".")
+    old: object = {name: None}
+    new: object = {}
+    for section in reversed(sections):
+        old, new = {section: old}, {section: new}
+    assert not [*changes(old, new)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_removed_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(name.split()) == 2
+    assert (
+        capsys.readouterr().err == f"dmt: `dmt {name}` was removed\n  fix: {COMMANDS[name]}\n"
+    )

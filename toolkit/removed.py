@@ -1,0 +1,43 @@
+"""Settings and commands of earlier releases that are gone, and what to do instead.
+
+Recipes and scripts outlive a release: a name that was removed ends in one error that names its
+replacement, and an old run whose stored recipe leaves the setting unset continues.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SETTINGS: dict[str, str] = {}
+"""What to do instead of a removed setting, by its dotted path without indices."""
+
+COMMANDS: dict[str, str] = {}
+"""What to do instead of a removed command (`data stats`) or option (`launch --option`)."""
+
+
+def without_unset(stated: Any, prefix: str = "") -> Any:
+    """A stated recipe without the removed settings that are null: that was their default.
+
+    Lists keep their order; what is neither a map nor a list is returned as it is.
+    """
+    if isinstance(stated, Mapping):
+        paths = {key: f"{prefix}.{key}" if prefix else str(key) for key in stated}
+        return {
+            key: without_unset(value, paths[key])
+            for key, value in stated.items()
+            if value is not None or paths[key] not in SETTINGS
+        }
+    if isinstance(stated, list):
+        return [without_unset(one, prefix) for one in stated]
+    return stated
+
+
+def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:
+    """The removed command or option in a command line (without `dmt`), and what to do instead;
+    None if there is none."""
+    options = {one.partition("=")[0] for one in arguments if one.startswith("-")}
+    for name, instead in COMMANDS.items():
+        *verb, last = name.split()
+        verb, option = (verb, last) if last.startswith("--") else ([*verb, last], "")
+        if [*arguments[: len(verb)]] == verb and (not option or option in options):
+            return name, instead
+    return None
