@@ -59,6 +59,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
         dp=1, cp=16, zero_stage=3, exchange="ulysses_ring")),
     "experts": ("megatron", Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped")),
 }  # fmt: skip
+OFFLOADED = ("cpu", "nvme", "inputs on the host", "some inputs of a chunk")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -76,7 +77,7 @@ def test_each_number_has_a_formula(name: str) -> None:
             )  # fmt: skip
             seen |= check(estimate(Setup(workload, layout, cluster)))
             seen |= check(estimate(Setup(workload, layout, parse_cluster("1x16xcpu"))))
-    assert {"pipeline bubble": layout.pp > 1, "offload": name in ("cpu", "nvme")}.items() <= {
+    assert {"pipeline bubble": layout.pp > 1, "offload": name in OFFLOADED}.items() <= {
         part: part in seen for part in ("pipeline bubble", "offload")
     }.items()
 

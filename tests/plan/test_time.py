@@ -16,6 +16,8 @@ from toolkit.plan.cost.efficiency import DEFAULT, TABLE
 from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.time import StepTime, step_time
+from toolkit.plan.cost.traffic import PlacedLayout
+from toolkit.plan.cost.update import host_copies
 from toolkit.plan.cost.workload import Workload
 
 
@@ -345,17 +347,52 @@ def test_bf16_states_costs_time_and_disks_more_than_memory() -> None:
     )
 
 
-def test_fsdp_sends_fp32_weights_to_the_device_and_none_after_the_update() -> None:
-    layout = Layout(dp=8, zero_stage=3, micro_batch=1, gradient_accumulation=2)
-    away = replace(layout, offload_optimizer="cpu", offload_parameters="cpu")
-    cluster = replace(parse_cluster("8xh100-80gb"), host_link_bytes_per_s=1e6)
-    fsdp = step_time(FSDP, away, cluster)
-    deepspeed = step_time(replace(MODERN, engine="deepspeed"), away, cluster)
-    # Per micro batch: weights twice and the gradient; DeepSpeed's weights are half as wide,
-    # and come back once a step.
-    assert fsdp.offload_s / deepspeed.offload_s == pytest.approx(
-        2 * (4 + 4 + 4) / (2 * (2 + 2 + 4) + 2), rel=0.01
-    )
+OFFLOADED: dict[str, Any] = {"offload_optimizer": "cpu", "dp": 8}
+ON_HOST = OFFLOADED | {"offload_parameters": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "layout", "copied"),
+    [
+        # A forward pass, a backward pass, the last one's, and after the update.
+        ("deepspeed", "bf16", Layout(zero_stage=1, **OFFLOADED), (0, 0, 4, 2)),
+        ("deepspeed", "bf16", Layout(zero_stage=2, **OFFLOADED), (0, 0, 4, 2)),
+        ("deepspeed", "fp32", Layout(zero_stage=2, **OFFLOADED), (0, 0, 4, 4)),
+        ("deepspeed", "bf16", Layout(zero_stage=3, **OFFLOADED), (0, 8, 4, 2)),
+        ("deepspeed", "bf16", Layout(zero_stage=3, **ON_HOST), (2, 2 + 8, 4, 0)),
+        ("fsdp", "bf16", Layout(zero_stage=3, **ON_HOST), (4, 4 + 4, 0, 0)),
+    ],
+)
+def test_bytes_that_offload_copies(
+    engine: Any, precision: Any, layout: Layout, copied: tuple[int, ...]
+) -> None:
+    """Per parameter of the shard: read from DeepSpeed 0.19.8 and FSDP2."""
+    workload = replace(MODERN, engine=engine, precision=precision)
+    cluster = parse_cluster("8xh100-80gb")
+    place = PlacedLayout(workload, layout, cluster, DEFAULT, network(cluster, DEFAULT))
+    share = workload.share(1, 1, 1, 1, (), 0)
+    *passes, updated = host_copies(place, share)
+    found = (*(sum(one.values()) for one in passes), updated)
+    assert found == pytest.approx(tuple(n * share.parameters / 8 for n in copied))
+    many = replace(place, layout=replace(layout, gradient_accumulation=4))
+    again = host_copies(many, share)
+    assert (again.backward, again.last) == (
+        ({"gradients": share.parameters}, {"gradients": 0.0})
+        if precision == "fp32"
+        else tuple(passes[1:])
+    ), "fp32 gradients are summed on the host"
+
+
+def test_offload_is_not_free_beside_long_passes() -> None:
+    layout = Layout(zero_stage=3, micro_batch=8, gradient_accumulation=2, **ON_HOST)
+    found = step_time(replace(MODERN, engine="deepspeed"), layout, parse_cluster("8xh100-80gb"))
+    cluster = parse_cluster("8xh100-80gb")
+    place = PlacedLayout(found.workload, layout, cluster, DEFAULT, network(cluster, DEFAULT))
+    copies = host_copies(place, found.workload.share(1, 1, 1, 1, (), 0))
+    rate = cluster.host_link_bytes_per_s * DEFAULT["link.host"]
+    nbytes = 2 * (copies.forward["weights"] + sum(copies.backward.values()))
+    nbytes += copies.last["gradients"]
+    assert found.offload_s == pytest.approx(DEFAULT["overlap.host"] * nbytes / rate)
 
 
 # What must never slow a run down

@@ -121,6 +121,14 @@ class DeepSpeedCost(EngineCost):
         """Without groups that it is given, DeepSpeed copies the one of all ranks."""
         return super().communicators(layout) + (layout.world > 1 and layout.tp == 1)
 
+    def gradient_copies(self, layout: Layout, width: int) -> tuple[int, int]:
+        """Stage 3 keeps its sums on the host, writes and reads them in every micro batch, and
+        then copies them for the optimizer. Stages 1 and 2 do so with fp32 gradients only; fp32
+        sums of 16-bit ones stay on the device."""
+        if layout.zero_stage == 3:
+            return 2, 1
+        return (0, 1) if width < FP32_BYTES or layout.gradient_accumulation == 1 else (2, 0)
+
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
         weights, and their second copy. Stage 1 keeps a micro batch's gradients until the next

@@ -118,6 +118,7 @@ TABLE: Mapping[str, Constant] = {
     "overlap.fsdp": Constant(0.9, "calibrated: llm_foundry, torchtitan", 0.5, 0.4),
     "overlap.deepspeed": Constant(0.9, "assumed: as FSDP"),
     "overlap.ddp": Constant(0.27, "assumed: as Megatron"),
+    "overlap.host": Constant(0.5, "assumed: copies take no multiprocessors, but units wait"),
     # Share of tensor parallel's collectives that chunked overlap does not hide.
     "overlap.tensor": Constant(0.73, "calibrated: dgxc_benchmarking, torchtitan", 0.5, 0.4),
     # Host and clock.

@@ -74,6 +74,11 @@ class EngineCost:
         its shard?"""
         return layout.zero_stage < 2
 
+    def gradient_copies(self, layout: Layout, width: int) -> tuple[int, int]:
+        """How often offload copies each fp32 gradient of a shard between device and host: in
+        every backward pass, and besides in a step's last one. `width`: as of `buffers`."""
+        return (1, 0) if layout.zero_stage >= 2 else (0, 1)
+
     def logit_bytes(self, width: int, tp: int) -> int:
         """Bytes of logits and loss at their peak, per logit: PyTorch's cross entropy keeps the
         fp32 log softmax and allocates its gradient and that of the logits in addition."""

@@ -71,7 +71,7 @@ class Overlapped(NamedTuple):
     @property
     def exposed_s(self) -> float:
         """Per step."""
-        return self.times * _exposed(self.sent_s, self.computed_s, self.slowed)
+        return self.times * exposed(self.sent_s, self.computed_s, self.slowed)
 
 
 class ContextTraffic(NamedTuple):
@@ -354,7 +354,7 @@ def tied_embedding_s(place: PlacedLayout) -> float:
     )
 
 
-def _exposed(sent: float, compute: float, slowed: float) -> float:
+def exposed(sent: float, compute: float, slowed: float) -> float:
     """Communication that computation does not hide, or the time by which it slows computation
     down."""
     return max(sent - compute, slowed * sent)
