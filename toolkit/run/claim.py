@@ -35,8 +35,10 @@ def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
     RecipeError when the lock file cannot be written.
     """
     descriptor = _lock(run, patience_s)
-    # Stays open. A forked child that outlives this process must not hold the lock.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    # Stays open. A forked child that outlives this process must not hold the lock; its own
+    # children run this hook, too, when the number may be another file's.
+    held = [descriptor]
+    os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
     _name_holder(descriptor)
 
 

@@ -1,7 +1,6 @@
 """`events.jsonl`: what happened to a run, one object per event."""
 
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -87,8 +86,6 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        with suppress(OSError):  # `write` reports a file that cannot be written.
-            jsonl.repair_tail(path)
         self.path = path
 
     def write(self, kind: EventKind, **fields: Any) -> None:

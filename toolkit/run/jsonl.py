@@ -54,39 +54,39 @@ def document(value: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line with a single write, so that writers do not cut each other's lines."""
+    """Append one line with a single write, so that writers do not cut each other's lines.
+
+    A last line that a kill cut is ended first, never removed: another process may write it.
+    Raises OSError when the disk is full; nothing of the line is left then.
+    """
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n"
     line = text.encode(errors="backslashreplace")  # names of files that are not UTF-8
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        if os.write(descriptor, line) < len(line):
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if (written := os.write(descriptor, line)) < len(line):
+            if os.fstat(descriptor).st_size == size + written:  # nobody wrote after it
+                os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, "line cut short, is the disk full?", str(path))
     finally:
         os.close(descriptor)
 
 
-_TAIL_BYTES = 1 << 16
-_failed: dict[Path, bool] = {}
-"""Files to which this process could not append: True while the last attempt failed."""
+_failed: set[Path] = set()
+"""Files to which this process could not append."""
 
 
 def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
-    """As `append`, but a full disk costs the line, not the run.
-
-    Rank 0 reports the first failure on a file on standard error. A partial line left by a
-    failure is removed before the next one is written.
-    """
+    """As `append`, but a full disk costs the line, not the run. Rank 0 reports the first
+    failure on a file on standard error."""
     try:
-        if _failed.get(path):
-            repair_tail(path)
         append(path, record)
     except OSError as error:
         if path not in _failed and os.environ.get("RANK", "0") == "0":
             tell(f"warning: {path} could not be written, lines will be missing there: {error}")
-        _failed[path] = True
-    else:
-        if path in _failed:
-            _failed[path] = False
+        _failed.add(path)
 
 
 def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
@@ -106,21 +106,6 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             yield record
-
-
-def repair_tail(path: Path) -> None:
-    """Remove a last line without its newline, which a kill in the middle of a write leaves."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        for start in (max(0, size - _TAIL_BYTES), 0):  # all of it only where a line is longer
-            file.seek(start)
-            data = file.read()
-            if complete := data.rfind(b"\n") + 1:
-                break
-    if complete < len(data):
-        os.truncate(path, start + complete)
 
 
 def drop_later_steps(path: Path, step: int) -> int:

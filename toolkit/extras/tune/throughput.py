@@ -160,7 +160,6 @@ class Tuning:
                 fix="--dir OTHER, or remove it",
             )
         jsonl.write_atomically(file, text)
-        jsonl.repair_tail(self.results)
 
     @property
     def started_locally(self) -> bool:
