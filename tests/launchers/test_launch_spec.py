@@ -68,7 +68,7 @@ def test_torchrun_command():
     spec = TorchrunStarter().spec(Job(RUN, CPU))
     assert spec.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node=2", *WORKER),
+        *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", *WORKER),
     )
     assert len(spec.rank_env) == 1
     assert "RANK" not in spec.process_env(0)

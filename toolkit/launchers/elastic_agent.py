@@ -1,4 +1,4 @@
-"""torchrun's agent, for a run whose machines are lost, return and are added.
+"""torchrun's agent for several machines, also for those that are lost, return or are added.
 
     python -m toolkit.launchers.elastic_agent ARGUMENTS
 

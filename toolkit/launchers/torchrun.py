@@ -38,12 +38,15 @@ class TorchrunStarter:
         agent = (sys.executable, "-m", "torch.distributed.run")
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
         if TORCHRUN.supervises(job.launch.most_nodes(job.cluster.nodes)):
-            return spec_of(job, (*agent, "--standalone", processes, *job.train))
+            here = (
+                "--standalone",
+                "--local-addr=127.0.0.1",
+            )  # the machine's name may not resolve
+            return spec_of(job, (*agent, *here, processes, *job.train))
         planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         words = (*agent, *_meeting(job), processes, *planning)
         # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
-        elastic = {ELASTIC: str(job.run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        env = {} if job.launch.elastic is None else elastic
+        env = {ELASTIC: str(job.run_dir), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return spec_of(job, words, files={job.recipe_file: job.recipe}, env=env)
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
