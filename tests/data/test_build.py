@@ -97,10 +97,14 @@ def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
         build(base, {"validation_fraction": 0.25}),
         build(base, {"validation_fraction": 0.25}, seed=2),
         build(base, {"validation_fraction": 0.3}),
-        build(base, validation),
     ]
     assert len({data.fingerprint for data in variants}) == len(variants)
-    assert build(base).fingerprint == variants[0].fingerprint
+    # A source of validation is not part of it; earlier checkpoints identify it.
+    same, other = build(base), build(base, validation)
+    assert variants[0].fingerprint == same.fingerprint == other.fingerprint
+    assert other.is_cursor(other.fingerprint, 3)
+    assert other.is_cursor(other.whole_fingerprint, 3)
+    assert not same.is_cursor(other.whole_fingerprint, 3)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,23 @@ def test_memory_does_not_grow_with_the_longest_row(
     assert last == "x" * 2**25
 
 
+def test_a_zstandard_file_that_is_cut_ends_the_run(tmp_path: Path) -> None:
+    """Wherever it is cut, whatever `malformed` says; between two frames, it is whole."""
+    import zstandard
+
+    frames = [zstandard.compress((GOOD * n).encode()) for n in (3, 200)]
+    whole, settings = b"".join(frames), {"kind": "chat", "path": "a.jsonl.zst"}
+    source = ChatSource.model_validate(settings | {"malformed": "drop"})
+    for length in range(len(whole) + 1):
+        (tmp_path / "a.jsonl.zst").write_bytes(whole[:length])
+        records = open_records(source, base=tmp_path, cache=tmp_path / "cache")
+        if length in (0, len(frames[0]), len(whole)):
+            assert len(list(records)) == {0: 0, len(whole): 203}.get(length, 3)
+        else:
+            with pytest.raises(DataError, match=r"cannot read .*a.jsonl.zst"):
+                list(records)
+
+
 def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     lines({"text": "a", "id": 1}, {"text": "b", "id": "x"}, {"text": "c"})(tmp_path / "d.jsonl")
     source = HfSource(kind="hf", path="d.jsonl")

@@ -168,7 +168,7 @@ def test_only_stages_to_come_may_change(case: Case) -> None:
     case.launch("changed", {"training.steps": 4})
     first = {"from_step": 3, "sequence_length": 32}
     refused = case.launch("changed", {"data.stages": [first | {"from_step": 2}]}, None)
-    assert refused.code != 0 and "was trained on other data" in refused.err
+    assert refused.code != 0 and "was trained on different data" in refused.err
     shorter = case.launch("changed", {"data.stages": []}, None)
     assert shorter.code != 0 and "keep 32 as the longest sequence_length" in shorter.err
     later = [first, {"from_step": 6, "sequence_length": 16}]

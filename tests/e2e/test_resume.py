@@ -146,7 +146,7 @@ def test_changed_data_are_refused(project: Project, ddp_run):
         )
     finally:
         document.write_text(text)
-    assert ended.err.count("was trained on other data") == 1, ended.err
+    assert ended.err.count("was trained on different data") == 1, ended.err
     assert "fix: restore the data files" in ended.err
     assert "Traceback" not in ended.err
     assert steps_logged(run_dir) == 20

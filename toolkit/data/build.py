@@ -93,17 +93,30 @@ class TrainingData:
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
     isolated, i.e. with the content of sample *i*."""
+    whole_fingerprint: str
+    """The same, with the sources of validation."""
+
+    def is_cursor(self, fingerprint: str, samples: int) -> bool:
+        """Whether a checkpoint's cursor of this many samples is one in this data. Earlier
+        checkpoints identify the sources of validation, too."""
+        return fingerprint in (
+            self.fingerprint_at(samples),
+            self._at(self.whole_fingerprint, samples),
+        )
 
     def fingerprint_at(self, samples: int) -> str:
         """Identifies the data for a checkpoint's cursor of this many samples: `fingerprint`,
         the lengths of stages until then, and the weights of a blend. Later stages may still
         change."""
-        found: list[object] = [self.fingerprint]
+        return self._at(self.fingerprint, samples)
+
+    def _at(self, fingerprint: str, samples: int) -> str:
+        found: list[object] = [fingerprint]
         if isinstance(self.order, Blended):
             found.append(self.order.begun(self.lengths.blocks(samples)))
         if begun := self.lengths.begun(samples):
             found.append(begun)
-        return fingerprint_of(found) if len(found) > 1 else self.fingerprint
+        return fingerprint_of(found) if len(found) > 1 else fingerprint
 
     def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
         """Position of each streamed source after this many samples, for a checkpoint."""
@@ -203,9 +216,13 @@ def build_data(
         for number, source in enumerate(data.sources)
     ]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
-    fingerprint = fingerprint_of([part for one in (*sources, *others) for part in one.identity])
-    if data.isolate_documents:
-        fingerprint = fingerprint_of([fingerprint, "isolated documents"])
+
+    def identity(parts: Sequence[SourceData]) -> str:
+        fingerprint = fingerprint_of([part for one in parts for part in one.identity])
+        if data.isolate_documents:
+            fingerprint = fingerprint_of([fingerprint, "isolated documents"])
+        return fingerprint_of([fingerprint, lengths.longest])
+
     train, order, epoch = _ordered(data, sources, seed, lengths)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
     validation = held_out | {one.title: tokenised(one.train) for one in others}
@@ -228,7 +245,8 @@ def build_data(
         validation,
         tokenizer,
         _streams(data, sources, order),
-        fingerprint_of([fingerprint, lengths.longest]),
+        identity(sources),
+        identity([*sources, *others]),
     )
 
 

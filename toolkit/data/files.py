@@ -18,6 +18,7 @@ import xxhash
 from toolkit.data.progress import Track
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
+from toolkit.system.atomic import write_atomically
 from toolkit.text.redact import redact
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def content_fingerprint(
     fingerprint = fingerprint_of([(hash_file or _hash_file)(path) for path in files])
     last_change_ns = max(max(modified, changed) for _, _, modified, changed, _ in listing)
     if time.time() - last_change_ns / 1e9 > _UNSETTLED_S:
-        write_atomically(memo, fingerprint)
+        write_cached(memo, fingerprint)
     return fingerprint
 
 
@@ -130,16 +131,14 @@ def fingerprint_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers see all of it or nothing.
+def write_cached(path: Path, content: str | bytes) -> None:
+    """Write a file of the data cache atomically.
 
     Raises DataError when the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-        unfinished.replace(path)
+        write_atomically(path, content)
     except OSError as error:
         raise cache_not_writable(path.parent, error) from error
 

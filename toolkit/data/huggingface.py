@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.formats.arrow import ROWS_AT_ONCE, rows_of
+from toolkit.data.formats.arrow import ROWS_AT_ONCE, rows_of, without_added_nulls
 from toolkit.data.formats.columns import arrow_kinds, check_column
 from toolkit.data.formats.saved import of_split
 from toolkit.errors import BackendUnavailable, DataError
@@ -41,7 +41,7 @@ def rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[object, 
     """The rows that `load_rows` gives, each with its place."""
     if not isinstance(source, HfSource):
         for number, row in enumerate(dataset, start=1):
-            yield f"{source.path}, row {number}", row
+            yield f"{source.path}, row {number}", without_added_nulls(row, dataset.features)
         return
     check_column(source, arrow_kinds(dataset.features.arrow_schema))
     tables = dataset.select_columns([source.text_field]).with_format("arrow")

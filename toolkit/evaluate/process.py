@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.errors import EXIT_FAILED, DmtError
 from toolkit.evaluator import EVALUATORS
 from toolkit.registry import load
-from toolkit.run.jsonl import write_atomically
+from toolkit.system.atomic import write_atomically
 from toolkit.system.parent import end_with_parent
 
 

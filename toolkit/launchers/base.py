@@ -20,8 +20,8 @@ from toolkit.launcher import LAUNCHERS, listed
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.registry import load
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory, not_writable
+from toolkit.system.atomic import write_atomically
 from toolkit.system.interpreter import safe_path
 from toolkit.text.redact import redact, secret_variable
 
@@ -132,7 +132,7 @@ class LaunchSpec:
                 )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                jsonl.write_atomically(path, text)
+                write_atomically(path, text)
             except OSError as error:
                 raise not_writable(path, error) from error
 

@@ -36,6 +36,7 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import PLAN, checked
+from toolkit.system.atomic import write_atomically
 from toolkit.system.compilers import missing_for_torch_compile
 from toolkit.system.untrusted import read_json
 from toolkit.targets import preflight
@@ -158,7 +159,7 @@ def write(
         assignment.engine_config,
     )
     if places is not None:
-        jsonl.write_atomically(run.stated_in, jsonl.document(places))
+        write_atomically(run.stated_in, jsonl.document(places))
     return run
 
 

@@ -12,6 +12,7 @@ MAY_CHANGE = (
     "training.micro_batch_size",
     "data.cache",
     "data.stages",
+    "data.validation",
     "evaluation",
     "logging",
     "checkpoint",

@@ -17,6 +17,7 @@ from toolkit.run.changes import ON_REQUEST, changes, is_within, may_change, show
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
@@ -131,7 +132,7 @@ class RunDirectory:
         files[run.recipe] = redact(dump_recipe(recipe))
         for path, text in files.items():
             try:
-                jsonl.write_atomically(path, text)
+                write_atomically(path, text)
             except OSError as error:  # e.g. a full disk
                 raise not_writable(path, error) from error
         return run

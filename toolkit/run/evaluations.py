@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_json
 
 TASKS, SAMPLES = "tasks", "samples"
@@ -61,7 +62,7 @@ def record(run: RunDirectory, event: str, recorded: Recorded, **fields: Any) -> 
         "findings": recorded.findings,
     }
     path = run.evaluations / f"step-{step:08d}.{name}.json"
-    jsonl.write_atomically(path, jsonl.document(content))
+    write_atomically(path, jsonl.document(content))
     numbers = dict(numbers_of(recorded.findings, name))
     shown = numbers or {name: recorded.findings}
     EventLog(run.events).write(event, **{**shown, "step": step}, **fields)  # type: ignore[arg-type]

@@ -9,11 +9,11 @@ import errno
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import parse_json, read_bytes
 from toolkit.text.redact import redactor
 from toolkit.text.terminal import tell
@@ -130,16 +130,3 @@ def _step(record: Mapping[str, Any]) -> float:
     """Infinite, which is dropped, for one that is not a number."""
     found = record.get("step", 0)
     return found if isinstance(found, int | float) and found == found else math.inf
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file atomically: a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

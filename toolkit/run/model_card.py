@@ -25,6 +25,7 @@ from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import Score, recorded, scores
 from toolkit.run.recorded import read_events
+from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
@@ -44,7 +45,7 @@ def write_card(folder: Path, checkpoint: Path) -> None:
     path = folder / CARD
     try:
         if not path.exists() or is_generated(path.read_bytes()):
-            jsonl.write_atomically(path, _signed(_text(folder, checkpoint)))
+            write_atomically(path, _signed(_text(folder, checkpoint)))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -28,6 +28,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.evaluations import TASKS
 from toolkit.run.events import VALIDATION
 from toolkit.run.recorded import EVENT, METRICS, parse_recipe, read_events, valid
+from toolkit.system.atomic import write_atomically
 from toolkit.system.install import install
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.redact import copy_to_log, redact
@@ -77,7 +78,7 @@ class PostedState:
             return cls(run_id=secrets.token_hex(8))
 
     def save(self, path: Path) -> None:
-        jsonl.write_atomically(path, json.dumps(asdict(self)) + "\n")
+        write_atomically(path, json.dumps(asdict(self)) + "\n")
 
 
 class Poster:

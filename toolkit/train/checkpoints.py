@@ -149,7 +149,7 @@ class RunCheckpoints:
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
         manifest = found.manifest
-        if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
+        if not self.data.is_cursor(manifest.data_fingerprint, manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
                 fix += "; its release read text as data.special_tokens: parse does"
@@ -159,7 +159,8 @@ class RunCheckpoints:
             if self.data.lengths.longest != longest:
                 fix += f"; keep {longest} as the longest sequence_length: the data is cut by it"
             raise CheckpointError(
-                f"{found.folder} was trained on other data: its cursor means nothing here",
+                f"{found.folder} was trained on different data, so its position in the data "
+                "cannot be used",
                 fix=fix,
             )
         problems = [

@@ -32,7 +32,7 @@ from toolkit.data.files import (
     cache_folder,
     content_fingerprint,
     fingerprint_of,
-    write_atomically,
+    write_cached,
 )
 from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.engines.base import Engine
@@ -170,7 +170,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Values:
 def _write(path: Path, values: Values) -> None:
     file = BytesIO()
     np.save(file, values)
-    write_atomically(path, file.getvalue())
+    write_cached(path, file.getvalue())
 
 
 def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
@@ -222,7 +222,7 @@ class RunReference:
         noted = together.rank_zero(lambda: _noted(note) if resumed else None)
         weights = noted or together.rank_zero(self._note_weights)
         computes = {k: str(v) for k, v in config.to_dict().items() if k not in _NO_WEIGHTS}
-        key = [_FORMAT, weights, computes, data.fingerprint, recipe.training.precision]
+        key = [_FORMAT, weights, computes, data.whole_fingerprint, recipe.training.precision]
 
         def table(side: str, samples: Samples, needed: Int64Array) -> ReferenceTable:
             path = self._cache / "reference" / f"{fingerprint_of([*key, side])}.npy"
@@ -241,7 +241,7 @@ class RunReference:
 
     def _note_weights(self) -> str:
         weights = weights_fingerprint(self._recipe, self._cache)
-        write_atomically(self._note, json.dumps({"weights": weights}))
+        write_cached(self._note, json.dumps({"weights": weights}))
         return weights
 
     @property

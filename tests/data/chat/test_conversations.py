@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from datasets import Dataset, Features
 
 from toolkit.data.chat.conversations import (
     Conversation,
@@ -13,6 +15,7 @@ from toolkit.data.chat.conversations import (
     conversation_of,
     preference_of,
 )
+from toolkit.data.formats.arrow import rows_of
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatSource, PreferenceSource
 
@@ -116,6 +119,28 @@ def test_sharegpt_calls() -> None:
     assert found.tools == ({},)
     assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
     assert found.messages[1]["tool_calls"][0]["function"] == CALL["function"]
+
+
+def test_explicit_nulls_of_arguments_and_tools_are_kept() -> None:
+    """What the model is to write. Those that Arrow adds to make rows uniform are dropped."""
+    arguments = {"city": "Rome", "unit": None, "days": [{"n": None}]}
+    schema = {"type": "object", "properties": {"unit": {"default": None}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    call = {"id": None, "function": {"name": "add", "arguments": arguments}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"messages": turns, "tools": tools}
+    for stated in (row, row | {"tools": json.dumps(tools)}):
+        found = parse(stated)
+        assert found.tools == tuple(tools)
+        (called,) = found.messages[1]["tool_calls"]
+        assert called == {"type": "function", "function": call["function"]}
+    table = pa.Table.from_pylist([row, {"messages": [USER | {"name": "x"}], "tools": []}])
+    json_table = Dataset.from_list([row], on_mixed_types="use_json").data.table
+    for found, kept in ((table, {"city": "Rome", "days": [{}]}), (json_table, arguments)):
+        types = Features.from_arrow_schema(found.schema)
+        (_, read), *_ = rows_of(found.to_batches(), "x", types=types)
+        (called,) = parse(read).messages[1]["tool_calls"]
+        assert called["function"]["arguments"] == kept
 
 
 def messages(*turns: object) -> dict[str, object]:

@@ -308,8 +308,9 @@ def test_what_a_template_refuses_is_malformed() -> None:
         tokens_of(ChatTemplate("\n{% for %}", gemma.tokenizer()), messages, "assistant")
 
 
-def test_todays_date_is_the_same_tomorrow() -> None:
-    text = "{{- strftime_now('%d %b %Y') -}}" + CHATML.template
-    template = ChatTemplate(text, CHATML.tokenizer())
+@pytest.mark.parametrize("argument", ["'%d %b %Y'", "form"])
+def test_todays_date_is_the_same_tomorrow(argument: str) -> None:
+    text = "{%- set form = '%d %b %Y' -%}{{- strftime_now(" + argument + ") -}}"
+    template = ChatTemplate(text + CHATML.template, CHATML.tokenizer())
     marked = template.mark(Conversation((CALLED[0], CALLED[3])), "assistant")
     assert marked.text.startswith("26 Jul 2024<|im_start|>")

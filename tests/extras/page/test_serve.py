@@ -21,7 +21,7 @@ from toolkit.errors import DataError
 from toolkit.extras.page import serve
 from toolkit.extras.page.serve import LivePage, PageServer
 from toolkit.report.record import Logs, RunRecord, read_record
-from toolkit.run import jsonl
+from toolkit.system.atomic import write_atomically
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
     assert grown.metrics is first and len(first) == 21
     assert first[-1] == {"step": 21, "loss": 1.0}
     assert "metrics.jsonl: its last line is cut short, or is being written" in grown.missing
-    jsonl.write_atomically(run / "metrics.jsonl", text)  # as a resume does
+    write_atomically(run / "metrics.jsonl", text)  # as a resume does
     again = read_record(run, logs)
     assert again.metrics == read_record(run).metrics and len(again.metrics) == 20
 

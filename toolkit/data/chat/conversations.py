@@ -276,7 +276,7 @@ def _messages(turns: object) -> tuple[Message, ...]:
 def _message(turn: object, name: str) -> Message:
     if not isinstance(turn, dict):
         raise MalformedRow(f"{name} is not a map of role and content")
-    message = _without_nulls(turn)
+    message = _stated(turn)
     if "from" in message:  # ShareGPT's names
         stated = message.pop("from")
         message = {"role": _SHAREGPT_ROLES.get(str(stated), stated), **message}
@@ -321,11 +321,12 @@ def _text(content: object, name: str) -> str:
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
     """A call in OpenAI's form, its arguments as a map: templates write those as JSON."""
-    call = _json(call, name)
+    call = _stated(_json(call, name))
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedRow(f"a tool call of {name} names no function")
-    arguments = _json(function.get("arguments", {}), f"the arguments of a tool call of {name}")
+    arguments = _stated(function).get("arguments", {})
+    arguments = _json(arguments, f"the arguments of a tool call of {name}")
     called = {"name": function["name"], "arguments": arguments}
     return {
         "type": "function",
@@ -348,11 +349,11 @@ def _tools(tools: object) -> tuple[dict[str, Any], ...]:
 
 def _tool(tool: object, name: str) -> dict[str, Any]:
     """The description of a tool, in OpenAI's form or only the function of it."""
-    described: dict[str, Any] = _without_nulls(_json(tool, f"`tools`: {name}"))
+    described = _stated(_json(tool, f"`tools`: {name}"))
     function = described.get("function", described)
     if not isinstance(function, dict):
         raise MalformedRow(f"`tools`: {name} is not described by a map")
-    if not isinstance(function.get("name", ""), str):
+    if not isinstance(function.get("name") or "", str):
         raise MalformedRow(f"`tools`: the name of {name} is not text")
     return described
 
@@ -370,12 +371,17 @@ def _json(value: object, name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _without_nulls(value: Any) -> Any:
-    """The value without null keys, which Arrow adds to make all rows uniform."""
+def _stated(value: dict[str, Any]) -> dict[str, Any]:
+    """The map without its null keys. Nulls deeper inside, as in arguments, are kept."""
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without any null key; rows used to be read so, arguments and tools too."""
     if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value
 
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 Span: TypeAlias = tuple[int, int]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_NOW_OF_VARIABLE = re.compile(r"strftime_now\s*\(")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "four"
 _EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
 """What shows how a template ends a turn."""
@@ -74,6 +75,8 @@ class ChatTemplate:
         self._missing = text is None
         text = text or ""
         self._text = _NOW.sub(lambda match: repr(_TODAY.strftime(match[2])), text)
+        if _NOW_OF_VARIABLE.search(self._text):
+            self._text = _today_macro() + self._text
         self._marked = bool(_GENERATION.search(text))
         self._variables = dict(tokenizer.special_tokens_map)
         self._eos = str(tokenizer.eos_token)
@@ -275,6 +278,14 @@ class ChatTemplate:
         except UnicodeEncodeError as error:
             raise MalformedRow("a text holds half of a surrogate pair") from error
         return MarkedText(text, tuple(spans))
+
+
+def _today_macro() -> str:
+    """A macro `strftime_now` that gives `_TODAY`: transformers passes no functions."""
+    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFgGhHIjmMnpSuUVwWxXyYzZ", "%")]
+    formatted = "".join(f"|replace({code!r}, {_TODAY.strftime(code)!r})" for code in codes)
+    macro = "{% macro strftime_now(format) %}{{ format" + formatted + " }}{% endmacro %}"
+    return macro + "{{ '' }}"  # keeps a line feed that begins the template
 
 
 def _without(span: Span, holes: Sequence[Span]) -> list[Span]:

@@ -25,6 +25,7 @@ from toolkit.data.chat.conversations import (
     conversation_of,
     preference_of,
     texts_of,
+    without_nulls,
 )
 from toolkit.data.chat.limits import TooCostly
 from toolkit.data.chat.template import (
@@ -34,7 +35,7 @@ from toolkit.data.chat.template import (
     RewrittenHistory,
 )
 from toolkit.data.dropped import DroppedRows
-from toolkit.data.files import fingerprint_of, write_atomically
+from toolkit.data.files import fingerprint_of, write_cached
 from toolkit.data.formats.indexed import IndexedTokens, write_indexed
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _CACHE_VERSION = 3
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
+_READING = 1
+"""Increment it, instead, where only some rows would: `ChatReport.newly_read` counts them."""
 _ROWS_AT_ONCE = 512
 """Rows that are tokenised together, in parallel."""
 
@@ -72,6 +75,8 @@ class ChatReport:
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    newly_read: int = 0
+    """Rows that are read differently from `_READING` 0. A run without any continues."""
 
     def summary(self, too_long: str) -> str:
         """What was dropped or changed; empty if nothing was."""
@@ -140,8 +145,8 @@ def prepare_chats(
             [settings, sequence_length],
         ]
     )
-    prefix = cache / "tokens" / key
-    report_file = prefix.with_name(f"{key}.json")
+    prefix = cache / "tokens" / fingerprint_of([key, _READING])
+    report_file = prefix.with_name(f"{prefix.name}.json")
 
     def make() -> None:
         template = ChatTemplate(text, tokenizer)
@@ -151,7 +156,7 @@ def prepare_chats(
         def rows() -> Iterator[Int64Array]:
             yield from maker.samples(track(records, "tokenising", len(records)))
             _check_enough(maker.report, source, sequence_length)
-            write_atomically(report_file, json.dumps(asdict(maker.report)))
+            write_cached(report_file, json.dumps(asdict(maker.report)))
 
         write_indexed(prefix, np.int32, rows())
 
@@ -159,7 +164,7 @@ def prepare_chats(
     report = ChatReport(**json.loads(report_file.read_text()))
     if said := report.summary(source.too_long):
         logger.warning("%s: %s", source.path, said)
-    return StoredChats(indexed, report, key)
+    return StoredChats(indexed, report, prefix.name if report.newly_read else key)
 
 
 def _fingerprint(records: Records) -> str:
@@ -248,9 +253,11 @@ class _Maker:
     def _texts(self, row: object) -> list[tuple[MarkedText, ...]]:
         if isinstance(self._source, PreferenceSource):
             pair = preference_of(row, self._source)
+            self._note_reading(row, *pair)
             self._check_text(*pair)
             return [tuple(self._template.mark(one, "completion") for one in pair)]
         example = conversation_of(row, self._source)
+        self._note_reading(row, example)
         self._check_text(example)
         loss_on = self._source.loss_on
         try:
@@ -262,6 +269,21 @@ class _Maker:
         self._count(rewritten=1)
         turns = [example.until(turn) for turn in example.trained_turns(loss_on)]
         return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
+
+    def _note_reading(self, row: object, *examples: Example) -> None:
+        """Count a row whose nulls inside arguments or tools were dropped once."""
+        assert isinstance(row, dict), "it was read"
+        before = {column: without_nulls(value) for column, value in row.items()}
+        if before == row:
+            return
+        chats = (one for one in examples if isinstance(one, Conversation))
+        tools = [tool for chat in chats for tool in chat.tools]
+        source = self._source
+        if isinstance(source, PreferenceSource):
+            same = preference_of(before, source) == examples
+        else:
+            same = (conversation_of(before, source),) == examples
+        self._count(newly_read=not same or without_nulls(tools) != tools)
 
     def _check_text(self, *examples: Example) -> None:
         if self._special is None:

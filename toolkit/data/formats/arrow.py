@@ -1,7 +1,7 @@
 """Arrow files, of streams or of random access, as `datasets` writes them."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,9 +105,27 @@ def rows_of(
         except UnicodeDecodeError:
             rows = [_row(batch, number) for number in range(len(batch))]
         for number, row in enumerate(rows, before + 1):
-            decoded = types is not None and isinstance(row, dict)
-            yield f"{name}, row {number:,}", types.decode_example(row) if decoded else row
+            if types is not None and isinstance(row, dict):
+                row = without_added_nulls(types.decode_example(row), types)
+            yield f"{name}, row {number:,}", row
         before += len(rows)
+
+
+def without_added_nulls(row: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the null keys that Arrow adds inside its columns to make all rows
+    uniform. `types` are those of its columns; values of the type Json are as they were
+    stated."""
+    return {name: _without_added(value, types.get(name)) for name, value in row.items()}
+
+
+def _without_added(value: Any, kind: Any) -> Any:
+    if isinstance(value, list):
+        inner = kind[0] if isinstance(kind, list) else getattr(kind, "feature", None)
+        return [_without_added(item, inner) for item in value]
+    if isinstance(value, dict) and isinstance(kind, dict):
+        pairs = ((key, item) for key, item in value.items() if item is not None)
+        return {key: _without_added(item, kind.get(key)) for key, item in pairs}
+    return value
 
 
 def _row(batch: Any, number: int) -> object:

@@ -6,7 +6,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ _OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
 }  # fmt: skip
 _ENDINGS = (*_OPENERS, ".zst")
+_LEAST_BYTES, _MOST_BYTES = 2**8, 2**12
+"""Of a zstandard file that are decompressed at once: a byte may stand for 32 KiB."""
+_DENSE_BYTES = 2**20
+"""Of content, after which fewer are."""
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -56,7 +60,42 @@ def opener_of(ending: str, what: object) -> Callable[..., Any] | None:
         raise BackendUnavailable(
             f"{what} needs the package `zstandard`", fix="pip install zstandard"
         ) from error
-    return zstandard.open
+    decompressor = zstandard.ZstdDecompressor()
+    return lambda stream, _: _Zstandard(stream, decompressor)
+
+
+class _Zstandard(RawIOBase):
+    """The content of all frames. Unlike `zstandard.open`, it raises EOFError where a file ends
+    inside a frame."""
+
+    def __init__(self, stream: Any, decompressor: Any) -> None:
+        self._stream, self._decompressor = stream, decompressor
+        self._frame: Any = None
+        self._size = _LEAST_BYTES
+        self._input, self._output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        """As every stream that is read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        while not self._output:
+            self._input = self._input or self._stream.read(self._size)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstandard frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            output, self._input = self._frame.decompress(self._input), b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+            dense = len(output) > _DENSE_BYTES
+            self._size = _LEAST_BYTES if dense else min(2 * self._size, _MOST_BYTES)
+            self._output = memoryview(output)
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
 
 
 def undecodable() -> tuple[type[Exception], ...]:

@@ -16,7 +16,6 @@ what it reads, and none is bounded in size.
 
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +28,7 @@ import numpy.typing as npt
 
 from toolkit.data.files import damage_hash
 from toolkit.data.remote.store import RemoteFile, read_range
+from toolkit.system.atomic import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +131,9 @@ class BlockCache:
 
     def _keep(self, file: RemoteFile, number: int, block: bytes) -> None:
         path = self._path(file, number)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(damage_hash(block).digest() + block)
-            unfinished.replace(path)
+            write_atomically(path, damage_hash(block).digest() + block)
         except OSError as error:  # training continues without it
             if not self._complained:
                 logger.warning(
@@ -145,8 +143,6 @@ class BlockCache:
                     error.strerror or error,
                 )
             self._complained = True
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
         self._written += len(block)
         if self._written > self._limit_bytes // _LOOK_SHARE:
             self._written = 0

@@ -22,7 +22,7 @@ from toolkit.data.files import (
     damage_hash,
     fingerprint_of,
     held_lock,
-    write_atomically,
+    write_cached,
 )
 from toolkit.data.progress import Track
 from toolkit.data.remote.store import RemoteFile, list_files, listed_url, read_range, shown
@@ -160,7 +160,7 @@ def _copy(file: RemoteFile, path: Path, pool: ThreadPoolExecutor) -> Iterator[No
             hashed.update(piece)
             _sync(stream)
             yield
-        write_atomically(hash_path(path), hashed.hexdigest())
+        write_cached(hash_path(path), hashed.hexdigest())
     unfinished.replace(path)
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.data.files import cache_not_writable, write_atomically
+from toolkit.data.files import cache_not_writable, write_cached
 from toolkit.data.formats.indexed import idx_path
 from toolkit.data.rows import Int64Array
 from toolkit.data.streaming.place import StreamPlace
@@ -82,7 +82,7 @@ class Streams:
     def all_chunks(self) -> list[tuple[int, int]]:
         """Source and number of every chunk. They are kept from now on: see `advance`."""
         for source in filter(None, self.sources):
-            write_atomically(source.folder / PREPARED, "")
+            write_cached(source.folder / PREPARED, "")
         return [
             (number, chunk)
             for number, source in enumerate(self.sources)

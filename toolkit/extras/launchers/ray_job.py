@@ -30,9 +30,9 @@ from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
-from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
+from toolkit.system.atomic import write_atomically
 from toolkit.text.redact import copy_to_log, redact
 from toolkit.text.terminal import tell
 
@@ -105,7 +105,7 @@ def rank(config: dict[str, Any]) -> None:
         }
     recipe = Path(config["recipe_file"])
     recipe.parent.mkdir(parents=True, exist_ok=True)
-    jsonl.write_atomically(recipe, config["recipe"])
+    write_atomically(recipe, config["recipe"])
     places = {
         "RANK": context.get_world_rank(),
         "WORLD_SIZE": context.get_world_size(),

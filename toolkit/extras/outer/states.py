@@ -19,8 +19,8 @@ from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
 from toolkit.errors import RunFailed
 from toolkit.extras.outer.optimizer import OuterOptimizer, Weights
 from toolkit.extras.outer.rounds import Rounds
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.system.atomic import write_atomically
 from toolkit.text.terminal import tell
 
 _GROUPS = ("weights", "momentum", "arrived")
@@ -110,7 +110,7 @@ def note(run: RunDirectory, step: int, begun: int, tokens: float) -> None:
     if step == begun:
         del found[step]
     if found != before:
-        jsonl.write_atomically(run.path / _NOTED, _NOTES.dump_json(found).decode())
+        write_atomically(run.path / _NOTED, _NOTES.dump_json(found).decode())
 
 
 def begun(run: RunDirectory) -> dict[int, int]:

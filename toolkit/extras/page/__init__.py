@@ -27,6 +27,7 @@ from toolkit.report.compare import (
 from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
 from toolkit.run.changes import shown
+from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.terminal import printable
 
@@ -129,7 +130,7 @@ def write(data: Mapping[str, Any], path: Path) -> None:
     text = page(data)
     require_page(path)
     with _writing(path):
-        jsonl.write_atomically(path, text)
+        write_atomically(path, text)
 
 
 def require_page(path: Path) -> None:

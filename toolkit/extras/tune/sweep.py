@@ -16,8 +16,8 @@ from toolkit.extras.tune.space import Choices, Number, Parameter, Range
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.launching import Origin, launch_recipe
 from toolkit.recipe.dump import dump
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.system.atomic import write_atomically
 from toolkit.track.follower import PostedState
 
 ONLINE = "logging.wandb.mode=online"
@@ -45,7 +45,7 @@ def write_sweep(request: SearchRequest, path: Path) -> None:
         data["early_terminate"] = {
             "type": "hyperband", "min_iter": rung // section.every_steps, "eta": REDUCTION,
         }  # fmt: skip
-    jsonl.write_atomically(path, dump(data, flow=False))
+    write_atomically(path, dump(data, flow=False))
 
 
 def _distribution(one: Parameter) -> dict[str, Any]:

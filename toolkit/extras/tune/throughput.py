@@ -39,6 +39,7 @@ from toolkit.recipe.dump import dump_recipe, in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.system.atomic import write_atomically
 from toolkit.text.redact import redact
 from toolkit.text.units import seconds
 
@@ -159,7 +160,7 @@ class Tuning:
                 f"{self.folder} has the results of another recipe or of other settings",
                 fix="--dir OTHER, or remove it",
             )
-        jsonl.write_atomically(file, text)
+        write_atomically(file, text)
 
     @property
     def started_locally(self) -> bool:

@@ -28,10 +28,10 @@ from toolkit.extras.tune.tuned import (
 )
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.run import jsonl
 from toolkit.run.assignment import check_local_files
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.system.atomic import write_atomically
 from toolkit.text.terminal import tell
 from toolkit.text.units import seconds
 
@@ -114,12 +114,12 @@ def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
     results = tuning.read()
     best, factor, cluster = fastest(results), calibration(tuning, results), None
     if best is not None:
-        jsonl.write_atomically(file, tuned_recipe(tuning, best, file))
+        write_atomically(file, tuned_recipe(tuning, best, file))
     if speeds is not None and factor is not None:
         cluster = tuning.folder / "cluster.yaml"
         if not cluster.exists() or not cluster.samefile(speeds):  # else it was scaled before
             text = rescaled(speeds.read_text(encoding="utf-8"), factor, tuning.recipe.name)
-            jsonl.write_atomically(cluster, text)
+            write_atomically(cluster, text)
     tuned = Tuned(tuning, results, file, factor, cluster)
     write_page(tuned)
     return tuned

@@ -19,7 +19,7 @@ from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
-from toolkit.run import jsonl
+from toolkit.system.atomic import write_atomically
 from toolkit.text.dotted import get, nested
 from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
@@ -56,7 +56,7 @@ def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str
     """Write the recipe with these `KEY=VALUE` settings."""
     settings = yaml_nodes.to_data(read_layers(recipe, overrides).trees[-1])
     text = _extending(recipe, file, settings, f"{HEADER} --search`: {note}")
-    jsonl.write_atomically(file, text)
+    write_atomically(file, text)
 
 
 def _extending(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -> str:
@@ -103,7 +103,7 @@ def calibrated_cluster(folder: Path, recipe: Recipe, stated: str | None) -> Path
     if stated is None or not Path(stated).is_file():
         return file
     named = folder / "named.yaml"
-    jsonl.write_atomically(named, _with_speeds(Path(stated), file))
+    write_atomically(named, _with_speeds(Path(stated), file))
     return named
 
 
@@ -131,7 +131,7 @@ def _write_machine(file: Path, section: ClusterSection) -> bool:
     except (PlanError, BackendUnavailable, RunFailed) as error:
         tell(f"predictions are not calibrated: {error.message}")
         return False
-    jsonl.write_atomically(file, text)
+    write_atomically(file, text)
     return True
 
 
