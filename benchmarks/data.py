@@ -58,7 +58,7 @@ WAYS = ("bare", "jsonl", "documents", "documents, no transformers")
 
 def make_corpus(folder: Path, megabytes: float) -> None:
     """Write corpus.jsonl and the BPE."""
-    from toolkit.data.tokenizers import train_bpe
+    from tests.data.building import train_bpe
 
     sources = sorted(Path(json.__file__).parents[1].rglob("*.py"))
     sources += sorted(Path(np.__file__).parents[1].rglob("*.py"))

@@ -10,7 +10,11 @@ from typing import Any
 SETTINGS: dict[str, str] = {}
 """What to do instead of a removed setting, by its dotted path without indices."""
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
+    "data verify": "start the run, which makes damaged entries of the cache again",
+    "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
+}
 """What to do instead of a removed command (`data stats`) or option (`launch --option`)."""
 
 

@@ -1,9 +1,14 @@
-"""The data section of a recipe, built."""
+"""The data section of a recipe, built, and a tokenizer."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from toolkit.data.build import TrainingData, build_data
+from toolkit.data.tokenizers import END_OF_TEXT
 from toolkit.recipe.schema import DataSection
 
 
@@ -24,3 +29,24 @@ def built(
         vocab_size=vocab_size,
         base=base,
     )
+
+
+def train_bpe(
+    documents: Iterable[str], vocab_size: int, folder: Path
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on `documents`, saved to `folder`."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.corpus import bytes_per_token, open_training_corpus
 from toolkit.data.packing import PackedDataset
 from toolkit.data.rows import Samples
 from toolkit.errors import DataError
@@ -75,14 +74,6 @@ def test_no_document_is_on_both_sides(base: Path) -> None:
     assert len({frozenset(letters(*one.values())) for one in seeds}) > 1
 
 
-def test_tokenizer_corpus_leaves_out_the_same_documents(base: Path) -> None:
-    section = {"train": {"kind": "text", "files": ["*.txt"]}, "validation_fraction": 0.25}
-    data = build(base, section)
-    corpus = open_training_corpus(DataSection.model_validate(section), seed=1, base=base)
-    assert {text[0] for text in corpus} == letters(data.train)
-    assert bytes_per_token(data.tokenizer, corpus) == 1
-
-
 def test_own_validation_source(base: Path) -> None:
     data = build(base, {"validation": {"kind": "text", "files": ["validation.md"]}})
     assert letters(data.validation["validation.md"]) == {"#"}
@@ -129,12 +120,6 @@ def test_mistakes(base: Path, data: Any, settings: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as raised:
         build(base, data, **settings)
     assert raised.value.fix
-
-
-def test_a_tokenised_source_has_no_text(base: Path) -> None:
-    section = DataSection.model_validate({"train": {"kind": "megatron", "prefix": "x"}})
-    with pytest.raises(DataError, match="tokenised already"):
-        open_training_corpus(section, seed=1, base=base)
 
 
 WARM = """

@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from tests.data.building import train_bpe
 from tests.recipe.good import GOOD
 from toolkit.cli.check import judge
 from toolkit.cli.main import main
 from toolkit.data.build import build_data
-from toolkit.data.tokenizers import byte_tokenizer, train_bpe
+from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import DataError
 from toolkit.intake.load import load_recipe
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.building import train_bpe
 from toolkit.data import tokenized
 from toolkit.data.formats import indexed
 from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path, write_indexed
@@ -25,7 +26,6 @@ from toolkit.data.tokenizers import (
     encoder,
     load_tokenizer,
     tokens_before_text,
-    train_bpe,
 )
 from toolkit.errors import DataError
 from toolkit.recipe.schema import MegatronSource, TextSource

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
+from tests.data.building import train_bpe
 from tests.models.small import filled, section
 from tests.recipe.good import GOOD
 from toolkit.data.chat.template import ChatTemplate
@@ -26,7 +27,6 @@ from toolkit.data.tokenizers import (
     encoder,
     load_tokenizer,
     tokenizer_fingerprint,
-    train_bpe,
 )
 from toolkit.errors import DataError, PlanError
 from toolkit.intake.checks import broken_rules
@@ -77,11 +77,6 @@ def test_trained_bpe_loads_back_and_compresses(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(loaded) != tokenizer_fingerprint(BYTES)
 
 
-def test_training_is_deterministic(tmp_path: Path) -> None:
-    first, second = (train_bpe(TEXTS, 300, tmp_path / name) for name in "ab")
-    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(second)
-
-
 def test_encoder_does_not_truncate(tmp_path: Path) -> None:
     """A tokenizer.json may carry a truncation; training data must not be cut by it."""
     tokenizer = byte_tokenizer()
@@ -89,11 +84,6 @@ def test_encoder_does_not_truncate(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert len(encoder(loaded, parse_special=True).encode("a" * 100).ids) == 100
-
-
-def test_vocabulary_too_small(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="257 tokens"):
-        train_bpe(TEXTS, 256, tmp_path / "bpe")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])  # tied, untied, tied
@@ -141,15 +131,6 @@ def test_no_rows_are_added_that_would_not_train_or_not_be_there(tmp_path: Path) 
         model_config(model.with_values({"resize_embeddings": 200}))
     adapted = good.with_values({"adapter": AdapterSection(rank=4, alpha=8)})
     assert [one.key for one in broken_rules(adapted)] == ["model.resize_embeddings"]
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    BYTES.save_pretrained(tmp_path / "there")
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="already holds a tokenizer"):
-        train_bpe(TEXTS, 300, tmp_path / "there")
-    with pytest.raises(DataError, match="is a file"):
-        train_bpe(TEXTS, 300, tmp_path / "file")
 
 
 def without_eos(folder: Path) -> None:

@@ -12,13 +12,6 @@ pytestmark = pytest.mark.slow
 
 WORKER = ROOT / "launch" / "train.py"
 
-TOO_LITTLE = (
-    {"training.global_batch_size": 4096},
-    "4096, with training data of",
-    "use more data",
-)
-OF_AN_EPOCH = {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999}
-
 
 def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> None:
     assert ended.code == code, ended.err
@@ -33,8 +26,6 @@ def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> N
     [
         ({"training.step": 3}, "training.step\n      found", "did you mean `steps`?"),
         ({"model.config.vocab_size": 200}, "has 257 tokens", "`model.config.vocab_size`"),
-        TOO_LITTLE,
-        (OF_AN_EPOCH, "found    9999 of", "set schedule.warmup_steps to"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -64,7 +55,7 @@ def test_a_run_for_gpus_without_one(project: Project):
 @pytest.mark.parametrize(
     ("change", "message", "fix"),
     [
-        TOO_LITTLE,
+        ({"training.global_batch_size": 4096}, "which make", "use more data"),
         ({"data.train.files": '["none/*.txt"]'}, "no file matches", "correct the path"),
     ],
     ids=["too little", "missing"],

@@ -20,7 +20,6 @@ from toolkit.cli.conflict_tables import lines, record
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
-from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
@@ -114,8 +113,6 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
         key, _, reason = error.message.partition(": ")
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
     found += local_problems(recipe)
-    if not found and not examined.problems:
-        found += amount_problems(recipe)
     if examined.problems:
         certain = (one for one in found if _independent(one, examined))
         later = tuple(placed(problem, path, overrides) for problem in certain)

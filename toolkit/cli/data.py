@@ -1,6 +1,6 @@
-"""`dmt data`: tokenise ahead of a run, look at samples, train a tokenizer on the data."""
+"""`dmt data`: tokenise ahead of a run, look at samples."""
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -8,19 +8,16 @@ import typer
 
 from toolkit.cli.options import AsJson, Overrides, RecipePath
 from toolkit.cli.output import output
-from toolkit.errors import DataError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from toolkit.data.build import SourceData, TokenisedSamples, TrainingData
-    from toolkit.data.statistics import SourceStatistics
     from toolkit.data.streaming.streams import Streams
 
-app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
+app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
 
 @app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")
@@ -188,109 +185,3 @@ def show(
     }
     printed = shown if len(shown) > 1 else next(iter(shown.values()))
     output(as_json, printed, previews(shown), wrap=False)
-
-
-@app.command(epilog="Example: dmt data stats recipes/tiny/llama-bytes.yaml")
-def stats(
-    recipe: RecipePath,
-    overrides: Overrides = [],  # noqa: B006 - typer only reads it
-    as_json: AsJson = False,
-) -> None:
-    """Print statistics of each source: documents, tokens, lengths, duplicates, share."""
-    from toolkit.data.build import tokenised
-    from toolkit.data.statistics import source_statistics
-
-    loaded = load_recipe(recipe, overrides)
-    if loaded.data.streaming is not None:
-        fix = "add --set data.streaming=null, which tokenises all of it first"
-        raise DataError("`dmt data stats` needs all data, which the recipe streams", fix=fix)
-    data = _build(loaded)
-    sides = (_Side.of(_parts(source)) for source in data.sources)
-    shares = {source.title: source.share for source in _sources(loaded, data, sides)}
-    parts = {source.title: tokenised(source.train) for source in data.sources}
-    found = {title: source_statistics(part) for title, part in parts.items()}
-    rows = {
-        title: {**asdict(one), "share": shares.get(title, 1.0)} for title, one in found.items()
-    }
-    output(as_json, rows, _statistics(found, shares), wrap=False)
-
-
-def _statistics(
-    found: "Mapping[str, SourceStatistics]", shares: "Mapping[str, float]"
-) -> "Iterator[str]":
-    for title, one in found.items():
-        lengths = ", ".join(
-            f"{length:,} at {float(share):.0%}"
-            for share, length in one.length_quantiles.items()
-        )
-        share = shares.get(title, 1.0)
-        yield (
-            f"{title}: {one.documents:,} documents, {one.tokens:,} tokens, "
-            f"{share:.2%} of the samples"
-        )
-        yield f"  tokens of a document: {lengths}"
-        yield (
-            f"  duplicates: {one.duplicates:,} of {one.compared:,} documents "
-            f"({one.duplicates / max(one.compared, 1):.2%})"
-        )
-
-
-@app.command(epilog="Example: dmt data verify recipes/tiny/llama-bytes.yaml")
-def verify(
-    recipe: RecipePath,
-    overrides: Overrides = [],  # noqa: B006 - typer only reads it
-    as_json: AsJson = False,
-) -> None:
-    """Read the recipe's whole data cache, and compare it with the stored hashes."""
-    from toolkit.data.files import cache_folder
-    from toolkit.data.progress import with_bar
-    from toolkit.data.verify import verify_cache
-
-    cache = cache_folder(load_recipe(recipe, overrides).data.cache, Path.cwd())
-    found = verify_cache(cache, with_bar)
-    old = "  not checked, an earlier release wrote it without a hash: "
-    lines = [
-        f"{cache}: {found.checked:,} entries are undamaged",
-        *(f"{old}{path}" for path in found.unknown),
-        *(f"  damaged: {path}" for path in found.damaged),
-    ]
-    data = {"cache": str(cache), **asdict(found)}
-    output(as_json, data, lines, wrap=False)
-    if found.damaged:
-        raise DataError(
-            f"{len(found.damaged):,} files in the data cache are damaged",
-            fix="delete these files, and run `dmt data prepare` to make them again",
-        )
-
-
-@app.command(
-    epilog="Example: dmt data tokenizer recipes/tiny/llama-bytes.yaml "
-    "--vocab-size 4096 --out bpe"
-)
-def tokenizer(
-    recipe: RecipePath,
-    vocab_size: Annotated[
-        int, typer.Option(help="Tokens, with 256 bytes and the end of text.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write, new or without a tokenizer.")],
-    overrides: Overrides = [],  # noqa: B006 - typer only reads it
-    as_json: AsJson = False,
-) -> None:
-    """Train a byte-level BPE on the recipe's training documents (without those held out)."""
-    from toolkit.data.corpus import bytes_per_token, open_training_corpus
-    from toolkit.data.tokenizers import check_bpe_output, train_bpe
-
-    loaded = load_recipe(recipe, overrides)
-    check_bpe_output(vocab_size, out)
-    corpus = open_training_corpus(loaded.data, seed=loaded.training.seed, base=Path.cwd())
-    trained = train_bpe(corpus, vocab_size, out, progress=True)
-    n_tokens, ratio = len(trained), bytes_per_token(trained, corpus)
-    if n_tokens < vocab_size and not as_json:
-        tell(f"the data fills only {n_tokens:,} of {vocab_size:,} tokens")
-    lines = [
-        f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token",
-        "In the recipe (and `vocab_size` in `model.config` at least as large):",
-        f"  data:\n    tokenizer: {out.resolve()}",
-    ]
-    data = {"path": str(out), "vocab_size": n_tokens, "bytes_per_token": ratio}
-    output(as_json, data, lines, wrap=False)

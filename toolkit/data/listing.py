@@ -142,7 +142,7 @@ def split_files(
             return only_format(listed, source.path, KNOWN), listed
         except DataError:  # `datasets` reads it, or says what is wrong
             return None
-    form = only_format(listed, source.path, f"{KNOWN}; MDS shards by their folder")
+    form = only_format(listed, source.path, KNOWN)
     if not (form.in_folders or form.index):
         _check_neutral(source, "split", "name", of=form)
     return form, listed

@@ -1,7 +1,6 @@
 """Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 """Name of the shipped tokenizer in a recipe."""
 END_OF_TEXT = "<|endoftext|>"
-"""End-of-document token of the shipped tokenizer and of those that `train_bpe` makes."""
+"""End-of-document token of the shipped tokenizer."""
 BYTES_VOCAB_SIZE = 257
 """256 bytes and `END_OF_TEXT`; also the smallest vocabulary of a byte-level BPE."""
 _NAME_ONE = f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`"
@@ -158,53 +157,6 @@ def _with_end_of_text(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-
-
-def train_bpe(
-    documents: Iterable[str], vocab_size: int, folder: Path, *, progress: bool = False
-) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE on `documents` and save it to `folder` for AutoTokenizer.
-
-    `vocab_size` counts the 256 bytes and `<|endoftext|>`; the result has fewer tokens when
-    the documents do not hold that many different words. `progress` shows a bar on a terminal.
-
-    Raises DataError when `vocab_size` is too small or `folder` already holds a tokenizer.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    check_bpe_output(vocab_size, folder)
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT],
-        show_progress=progress and sys.stderr.isatty(),
-    )
-    backend.train_from_iterator(documents, trainer)
-    tokenizer = _with_end_of_text(backend)
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the tokenizer to {folder}: {error.strerror or error}",
-            fix="choose another folder with --out",
-        ) from error
-    return tokenizer
-
-
-def check_bpe_output(vocab_size: int, folder: Path) -> None:
-    """Refuse what `train_bpe` cannot do, before any document is read."""
-    if vocab_size < BYTES_VOCAB_SIZE:
-        raise DataError(
-            f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} are "
-            f"{BYTES_VOCAB_SIZE} tokens",
-            fix=f"use --vocab-size {BYTES_VOCAB_SIZE} or more",
-        )
-    if folder.is_file() or (folder / "tokenizer.json").exists():
-        found = "is a file" if folder.is_file() else "already holds a tokenizer"
-        raise DataError(f"{folder} {found}", fix="choose another folder with --out")
 
 
 def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "Tokenizer":

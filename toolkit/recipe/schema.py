@@ -244,7 +244,7 @@ class RowsSource(SourceSection):
     path: NonEmpty
     """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl,
     .parquet, .arrow or .txt, relative to the recipe's file; or a folder that
-    `save_to_disk` wrote, or (`kind: hf`) of MDS shards."""
+    `save_to_disk` wrote."""
     name: NonEmpty | None = None
     """Dataset configuration name, e.g. `en`."""
     revision: NonEmpty | None = None

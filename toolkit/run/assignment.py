@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.checkpoint.locate import locate
-from toolkit.data.amount import amount_problems
 from toolkit.data.local import local_problems, with_embedding_rows
 from toolkit.errors import (
     BackendUnavailable,
@@ -223,7 +222,7 @@ def check_local_files(
 ) -> None:
     """Raises RecipeError for files that the recipe names and that are missing here or cannot be
     used; with the recipe's `path` and `overrides`, at the lines that name them."""
-    problems = [*local_problems(recipe)] or [*amount_problems(recipe)]
+    problems = [*local_problems(recipe)]
     if path is not None:
         problems = [placed(one, path, overrides) for one in problems]
     if problems:

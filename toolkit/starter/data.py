@@ -1,19 +1,22 @@
 """`dmt init --data`: the data section of a file, and a batch and a length that it allows."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from toolkit.data.amount import count_samples
 from toolkit.data.formats.base import format_of
 from toolkit.data.formats.columns import MESSAGES, TEXT
 from toolkit.data.formats.files import ListedFile
 from toolkit.data.local import columns_of_file
+from toolkit.data.tokenizers import BYTES, count_tokens
 from toolkit.errors import DataError, PlanError
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.starter.draft import Task, as_recipe
 
 BYTES_PER_TOKEN = 4
 """Of English text, for a tokenizer that is not here."""
+COUNTED_BYTES = 8 * 2**20
+"""A larger file is not tokenised for this."""
 UPDATES = 20
 """An epoch has at least so many steps, where the data allows it."""
 WARMUP = 0.1
@@ -97,14 +100,30 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
     return {"kind": kind, **rows}
 
 
+def count_samples(recipe: Recipe, data: Path) -> int | None:
+    """Samples of the file, tokenised for it and forgotten; None if it is large or its tokenizer
+    is not here."""
+    name = recipe.data.tokenizer
+    if data.stat().st_size > COUNTED_BYTES:
+        return None
+    if name != BYTES and count_tokens(name, Path.cwd()) is None:
+        return None
+    from toolkit.data.build import recipe_data  # numpy and tokenizers
+
+    one = {"training.global_batch_size": 1, "training.batch_ramp": None}
+    with TemporaryDirectory() as cache:
+        recipe = recipe.with_values({"data.cache": cache, **one})
+        try:
+            return recipe_data(recipe, recipe.model.stated_vocabulary).samples_per_epoch
+        except DataError as error:
+            raise PlanError(f"--data: {error.message}", fix=error.fix) from error
+
+
 def _samples(recipe: Recipe, data: Path) -> int:
     """Of the file: counted, or estimated by its size if it is large or its tokenizer is not
     here."""
-    try:
-        if (counted := count_samples(recipe)) is not None:
-            return counted
-    except DataError as error:
-        raise PlanError(f"--data: {error.message}", fix=error.fix) from error
+    if (counted := count_samples(recipe, data)) is not None:
+        return counted
     train = recipe.data.train
     packed = recipe.data.packing != "none"
     form = format_of(data)

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
+from toolkit.data.chat import tokens
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.errors import DataError
 
@@ -203,29 +203,19 @@ def test_malformed_rows_are_an_error_or_dropped(
         build(tmp_path, {"malformed": "drop"})
 
 
-@pytest.mark.parametrize(
-    ("costly", "says"),
-    [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "more than 2 s of CPU time",
-        ),
-        ("{% set x = 'a' * 6000000000 %}", "more than 4 GiB of memory"),
-        ("{{ '%6000000000d' % 1 }}", "more than 4 GiB of memory"),
-    ],
-)
-def test_a_template_that_takes_too_much_is_an_error_with_its_row(
-    costly: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_never_ends_is_an_error_with_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where rows are dropped: which ones must not depend on the machine."""
-    monkeypatch.setattr("toolkit.data.chat.limits._MOST_CPU_S", 2.0)
+    monkeypatch.setattr(tokens, "LIMIT_S", 0.5)
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
+    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(DataError, match=rf"rows\.jsonl:2: the chat template takes {says}"):
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template takes more"):
         build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
-    after = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
-    assert after == before and signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:

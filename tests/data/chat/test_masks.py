@@ -222,9 +222,7 @@ CALLED = (
     {"role": "tool", "content": "4"},
     {"role": "assistant", "content": "It's four."},
 )
-ADD = {"role": "user", "content": "Can you add?"}
-SYSTEM = {"role": "system", "content": "two plus"}
-OLD_CALL = {"role": "assistant", "content": "ok", "function_call": {"name": "add"}}
+SYSTEM = {"role": "system", "content": "Be kind."}
 
 
 def test_tool_calls_are_trained_and_their_results_are_not() -> None:
@@ -241,30 +239,22 @@ def test_tool_calls_are_trained_and_their_results_are_not() -> None:
 WITHOUT_SYSTEM = CHATML.template.replace(
     "messages -%}", "messages if m.role != 'system' -%}", 1
 )
-WITHOUT_ARGUMENTS = QWEN3.replace("call.function | tojson", "call.function.name")
-WITHOUT_ANSWERS = QWEN3.replace(r"~ m.content ~ '\n</tool_response", r"~ '\n</tool_response")
 
 
 @pytest.mark.parametrize(
     ("text", "messages", "tools", "says"),
     [
         (CHATML.template, CALLED[:2], (), "the tool call of message 1"),
-        (CHATML.template, (ADD, *CALLED[1:2]), (), "the tool call of message 1"),
         (CHATML.template, (CALLED[0], CALLED[3]), TOOLS, "the descriptions of tools"),
-        (CHATML.template, (ADD, CALLED[3]), TOOLS, "the descriptions of tools"),
-        (WITHOUT_ARGUMENTS, CALLED, TOOLS, "the arguments of the tool call of message 1"),
-        (WITHOUT_ANSWERS, CALLED, TOOLS, r"message 2 \(tool\)"),
-        (WITHOUT_SYSTEM, (SYSTEM, *THOUGHT[:1], CALLED[3]), (), r"message 0 \(system\)"),
-        (CHATML.template, THOUGHT, (), "`reasoning_content` of message 1"),
-        (CHATML.template, (ADD, OLD_CALL), (), "`function_call` of message 1 .*: write it as"),
+        (WITHOUT_SYSTEM, (SYSTEM, CALLED[0], CALLED[3]), (), r"message 0 \(system\)"),
     ],
 )
 def test_what_a_template_does_not_render_is_not_lost_silently(
     text: str, messages: Sequence[Message], tools: Any, says: str
 ) -> None:
-    """Also what another message happens to say. slime#1008: tool calls never rendered."""
+    """slime#1008: tool calls never rendered."""
     template = ChatTemplate(text, make_tokenizer(QWEN3_SPECIAL))
-    with pytest.raises(MalformedRow, match=f"the chat template leaves out {says}"):
+    with pytest.raises(MalformedRow, match=f"the chat template leaves out or changes {says}"):
         template.mark(Conversation(tuple(map(dict, messages)), tools), "last_assistant")
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
     Example,
@@ -23,7 +22,6 @@ from toolkit.data.chat.conversations import (
     PlainText,
     n_shared,
 )
-from toolkit.data.chat.limits import TooCostly, bounded
 from toolkit.data.rows import Int64Array
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
@@ -96,13 +94,9 @@ class ChatTemplate:
         """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
 
         Raises MalformedRow if the template refuses the conversation or omits a part of it,
-        RewrittenHistory if trained turns look different in the history, TooCostly, and
-        DataError if the template cannot be used for training.
+        RewrittenHistory if trained turns look different in the history, and DataError if the
+        template cannot be used for training.
         """
-        with bounded():
-            return self._mark(example, loss_on)
-
-    def _mark(self, example: Example, loss_on: str) -> MarkedText:
         if isinstance(example, PlainText):
             before = self._before_plain
             prompt = example.prompt.removeprefix(before)
@@ -116,7 +110,7 @@ class ChatTemplate:
                 "the tokenizer of an instruct model",
             )
         text, generated = self._render(example)
-        check_complete(example, text, lambda changed: self._render(changed)[0])
+        _check_complete(example, text)
         if loss_on in ("all", "completion"):
             whole = loss_on == "all"
             start = 0 if whole else self._completion_start(example, text)
@@ -149,7 +143,7 @@ class ChatTemplate:
         for messages in (_EXCHANGE, _EXCHANGE * 2):
             try:
                 marked = self.mark(Conversation(messages), "assistant")
-            except (MalformedRow, RewrittenHistory, TooCostly, DataError):
+            except (MalformedRow, RewrittenHistory, DataError):
                 continue  # the data has other conversations, or the run ends with this error
             for start, end in marked.spans:
                 said = marked.text.find(_ANSWER, start, end)
@@ -182,7 +176,7 @@ class ChatTemplate:
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}",
                 fix="correct it, or name another one in `data.chat_template`",
             ) from error
-        except (TooCostly, MemoryError):
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # a template may do anything with what it is given
             raise MalformedRow(f"the chat template refuses it: {error}") from error
@@ -278,6 +272,23 @@ class ChatTemplate:
         except UnicodeEncodeError as error:
             raise MalformedRow("a text holds half of a surrogate pair") from error
         return MarkedText(text, tuple(spans))
+
+
+def _check_complete(conversation: Conversation, text: str) -> None:
+    """Raise MalformedRow if `text`, the rendered conversation, lacks the content of a message,
+    or the name of a tool or of its call."""
+    needed: list[tuple[str, Any]] = []
+    for i, message in enumerate(conversation.messages):
+        what = f"message {i} ({message['role']})"
+        if message["role"] != "tool":
+            needed.append((what, message["content"].rpartition("</think>")[2].strip()))
+        for call in message.get("tool_calls", ()):
+            needed.append((f"the tool call of message {i}", call["function"]["name"]))
+    for tool in conversation.tools:
+        needed.append(("the descriptions of tools", tool.get("function", tool).get("name")))
+    for what, said in needed:
+        if (said or "") not in text:
+            raise MalformedRow(f"the chat template leaves out or changes {what}")
 
 
 def _today_macro() -> str:

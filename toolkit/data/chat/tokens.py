@@ -8,7 +8,10 @@ is trained as its bitwise complement, which is negative. A preference is two doc
 import json
 import logging
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +30,6 @@ from toolkit.data.chat.conversations import (
     texts_of,
     without_nulls,
 )
-from toolkit.data.chat.limits import TooCostly
 from toolkit.data.chat.template import (
     ChatTemplate,
     MarkedText,
@@ -54,6 +56,8 @@ _CACHE_VERSION = 3
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
 _READING = 1
 """Increment it, instead, where only some rows would: `ChatReport.newly_read` counts them."""
+LIMIT_S = 30.0
+"""Of CPU time, for a row: a chat template is a program of others, which may never end."""
 _ROWS_AT_ONCE = 512
 """Rows that are tokenised together, in parallel."""
 
@@ -158,7 +162,8 @@ def prepare_chats(
             _check_enough(maker.report, source, sequence_length)
             write_cached(report_file, json.dumps(asdict(maker.report)))
 
-        write_indexed(prefix, np.int32, rows())
+        with maker.limited():
+            write_indexed(prefix, np.int32, rows())
 
     indexed = cached_tokens(prefix, make, report_file)
     report = ChatReport(**json.loads(report_file.read_text()))
@@ -190,7 +195,35 @@ class _Maker:
         """Special tokens that no row may spell out; None: anything is allowed."""
         self._length = sequence_length
         self._dropped = DroppedRows(source)
+        self._rendered: object = None
+        """Place of the row that the template is rendering."""
+        self._stuck: object = None
+        """The same at the last look."""
         self.report = ChatReport()
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """In the main thread: raise DataError while the template renders one row for more than
+        `LIMIT_S` seconds of CPU time, up to twice as many."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handler = signal.signal(signal.SIGVTALRM, self._look)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler)
+
+    def _look(self, *_: object) -> None:
+        if self._rendered is not None and self._rendered is self._stuck:
+            raise DataError(
+                f"{self._rendered}: the chat template takes more than {LIMIT_S:g} s of CPU "
+                "time for this row",
+                fix="correct the row, or name another template in `data.chat_template`",
+            )
+        self._stuck = self._rendered
 
     def _count(self, **more: int) -> None:
         counts = {name: getattr(self.report, name) + number for name, number in more.items()}
@@ -211,6 +244,7 @@ class _Maker:
                 for number, (place, row) in batch
                 for marked in self._marked(place, row)
             ]
+            self._rendered = None
             tokens = iter(self._template.encode([text for _, texts in made for text in texts]))
             for number, texts in made:
                 for sample in self._fitted([next(tokens) for _ in texts]):
@@ -225,6 +259,7 @@ class _Maker:
 
     def _marked(self, place: object, row: object) -> list[tuple[MarkedText, ...]]:
         """The texts of a row: of each sample, one, or the two of a preference."""
+        self._rendered = place
         try:
             return self._texts(row)
         except MalformedRow as error:
@@ -235,11 +270,6 @@ class _Maker:
                 first_malformed=self._dropped.first,
             )
             return []
-        except TooCostly as error:
-            raise DataError(
-                f"{place}: the chat template takes {error} for this row, the limit",
-                fix="correct the row, or name another template in `data.chat_template`",
-            ) from error
         except RewrittenHistory as error:
             fix = "set `rewritten_history: split` for one sample per assistant turn"
             if isinstance(self._source, PreferenceSource):

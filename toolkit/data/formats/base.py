@@ -69,7 +69,6 @@ FORMATS: Registry[Format] = Registry(
         "arrow": "toolkit.data.formats.arrow:ARROW",
         "text": "toolkit.data.formats.lines:LINES",
         "saved": "toolkit.data.formats.saved:SAVED_FOLDER",
-        "mds": "toolkit.extras.formats.mds:MDS",
     },
 )
 """Those of rows, the first that knows a file's ending or folder reads it."""

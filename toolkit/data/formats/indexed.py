@@ -12,7 +12,7 @@ The index file, little endian, without padding:
     int64     [D + 1]  first sequence of each document, ending with S
 
 DMT writes one sequence per document, and behind the index, where Megatron's readers do not
-look, `_SEAL` and the hash of both files, by which `dmt data verify` finds damage. Files made
+look, `_SEAL` and the hash of both files, by which a start finds damage. Files made
 by Megatron's own tools, with several sequences per document, are read as well; both ways are
 tested against megatron-core.
 """
@@ -345,8 +345,8 @@ def _set_same_time(*files: Path) -> None:
 def is_as_written(prefix: Path) -> bool:
     """Whether a pair of files is what DMT wrote, as far as a start can afford to know.
 
-    Only files that were modified, or copied without their times, are read and hashed; so does
-    `dmt data verify` with all of them. Files without a hash count as unchanged.
+    Only files that were modified, or copied without their times, are read and hashed; Files
+    without a hash count as unchanged.
     """
     pair = bin_path(prefix), idx_path(prefix)
     try:
