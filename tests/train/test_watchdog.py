@@ -125,6 +125,21 @@ def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
         assert last.trained_s == pytest.approx(0.5)
 
 
+def test_a_rank_that_hangs_before_the_first_step_is_named(tmp_path):
+    with Ranks(tmp_path, "begin@1") as ranks:
+        assert ranks.codes(0, 1, 2) == [4, 4, 4]
+        assert "misbehave" in ranks.event("hang")["where"]["1"]
+
+
+def test_a_hang_is_told_although_heartbeats_are_read_slowly(tmp_path):
+    """As those of a thousand ranks are."""
+    with Ranks(tmp_path, "reading@1") as ranks:
+        assert ranks.codes(0, 1, 2) == [4, 4, 4]
+        assert ranks.event("hang")["ranks"] == []
+        assert ranks.event("end")["error"].startswith("hang: nothing done for 5 s; ")
+        assert "misbehave" in ranks.log(1)
+
+
 @pytest.mark.parametrize("damaged", ["[]", "5", '{"rank": 0}', '"x"'])
 def test_a_damaged_heartbeat_is_none(tmp_path, damaged):
     Heartbeat(0, 1, "host", step=5, first_step=0).write(tmp_path)
@@ -176,10 +191,7 @@ def test_no_heartbeat_at_all():
     assert diagnosis({}, {0: BEAT})["ranks"] == []
 
 
-def test_what_is_done_again_after_a_death(tmp_path):
-    assert replayed(tmp_path, 5) is None, "no heartbeat"
-    BEAT.write(tmp_path)
-    assert replayed(tmp_path, 6) == {"from_step": 6, "to_step": 7, "seconds": 1.5}
-    assert replayed(tmp_path, 7) is None, "nothing lost"
-    (tmp_path / "rank-0.json").write_text('{"step": 9')
-    assert replayed(tmp_path, 6) is None, "torn"
+def test_what_is_done_again_after_a_death():
+    assert replayed(None, 5) is None, "no heartbeat"
+    assert replayed(BEAT, 6) == {"from_step": 6, "to_step": 7, "seconds": 1.5}
+    assert replayed(BEAT, 7) is None, "nothing lost"

@@ -6,7 +6,8 @@ the others, and hangs before their step begins), `signal` (gets SIGTERM and neve
 `slow` (takes a third of the limit, twice), `lock` (sleeps in C and keeps the interpreter's
 lock), `disk` (hangs, and so does what it writes heartbeats to), `broken` (hangs, and finding
 out why fails). `wait`: all wait for 1.3 times the limit, and say so. `compile`: its first step
-takes 1.5 times the limit.
+takes 1.5 times the limit. `begin`: it hangs before the first step. `reading`:
+it hangs, and heartbeats are read slowly.
 """
 
 import ctypes
@@ -25,6 +26,7 @@ from toolkit.train.watchdog import Heartbeat, Watchdog
 
 run, limit_s, grace_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
 behaviour, _, chosen = sys.argv[4].partition("@")
+start_s = limit_s if behaviour == "begin" else 7200.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run.logs.mkdir(parents=True, exist_ok=True)
 
@@ -67,9 +69,15 @@ meet("start")  # a rank that waits for slow imports of another one would hang, f
 with (
     StopRequest() as stop,
     Watchdog(
-        run, rank, world, stop, limit_s, grace_s or None, events_offset(run.path)
+        run, rank, world, stop, limit_s, start_s, grace_s or None, events_offset(run.path)
     ) as watchdog,
 ):
+    if behaviour == "reading":
+        Heartbeat.read = lambda *_: time.sleep(2.5)
+    if behaviour == "begin" and rank == int(chosen):
+        misbehave()
+    meet("begin")
+    watchdog.at_step(0)
     for step in range(10):
         if step == 4 and behaviour == "wait":
             watchdog.hear(WAITING)
@@ -85,7 +93,11 @@ with (
         watchdog.mark(f"step {step + 1}", step)
         if step == 0 and behaviour == "compile" and rank == int(chosen):
             time.sleep(1.5 * limit_s)
-        if step == 4 and behaviour not in ("behind", "wait", "compile") and rank == int(chosen):
+        if (
+            step == 4
+            and behaviour not in ("begin", "behind", "wait", "compile")
+            and rank == int(chosen)
+        ):
             misbehave()
         meet(step)
         time.sleep(0.05)

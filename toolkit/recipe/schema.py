@@ -984,6 +984,9 @@ class _EveryLaunch(Section):
     """Seconds that one step, save or validation may take, the first step three times as long.
     When one takes longer, each rank logs the stacks of its threads, and the run fails (and is
     restarted, see `max_restarts`)."""
+    start_timeout_s: PositiveFloat = 7200.0
+    """The same before the first step: seconds without progress while ranks read the data,
+    download, compile, build the model or load a checkpoint."""
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and exit after a signal to stop; the
     remaining ranks are then killed. null: no limit."""

@@ -49,6 +49,8 @@ from toolkit.train.watchdog import collective_limit, replayed
 
 def work(start: Start) -> None:
     """Train from the newest checkpoint, or from the start, to the export."""
+    start.watching.enter_context(start.watchdog)
+    start.phases.heard = start.watchdog.hear
     config, data, steps = _read_data(start)
     checkpoints = _checkpoints(start, config, data)
     found = start.together.run(lambda: checkpoints.find(config, start.phases))
@@ -194,14 +196,13 @@ def _resume(start: Start, checkpoints: RunCheckpoints, engine: Engine, found: Fo
 
 
 def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | None:
-    """From here on signals save before they stop the run, and a rank that hangs is noticed.
+    """From here on signals save before they stop the run, and steps have a time limit.
     Rank 0's outputs; None on the other ranks."""
     start.at_end.enter_context(start.stop)
     reporter = _reporter(start, steps, checkpoints) if start.leads else None
-    start.watching.enter_context(start.watchdog.at_step(start.progress.step))
+    start.watchdog.at_step(start.progress.step)
     limit = collective_limit(start.recipe.launch.hang_timeout_s)
     limit_collectives(limit, but=start.together.group)
-    start.phases.heard = start.watchdog.hear
     return reporter
 
 
@@ -231,7 +232,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
     if checkpoints.load_s is not None:
         source = "memory" if checkpoints.in_memory else "storage"
         events.write("load", step=step, source=source, seconds=round(checkpoints.load_s, 3))
-    if lost := replayed(start.directory.heartbeats, step):
+    if lost := replayed(start.watchdog.before, step):
         events.write("replay", **lost)
     bar = ProgressReport(steps, step, phases.console)
     reporter = Reporter(start.directory, start.recipe, events, step, bar)

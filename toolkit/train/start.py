@@ -46,9 +46,8 @@ class Start:
         run, launch = RunDirectory(assignment.run_dir), assignment.recipe.launch
         stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
-        watchdog = Watchdog(
-            run, ranks.rank, ranks.world, stop, launch.hang_timeout_s, launch.grace_s, offset
-        )
+        limits = launch.hang_timeout_s, launch.start_timeout_s, launch.grace_s
+        watchdog = Watchdog(run, ranks.rank, ranks.world, stop, *limits, offset)
         split = BatchSplit(assignment.plan.layout)
         return cls(assignment, ranks, together, phases, stop, watchdog, offset, split)
 

@@ -13,6 +13,7 @@ Files are compared by their changes, never by a clock, because machines' clocks 
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import socket
@@ -50,6 +51,11 @@ _PAUSE_S = 1.0
 """How much later than the rank with the message the others exit: the first message is shown."""
 _TELLING_S = 10.0
 """Time that an exiting rank may take to record the reason: the disk may hang."""
+_READING_S = 5.0
+"""Time that a look at all heartbeats may take; of more ranks than can be read within it, the
+last ones are not included."""
+START_LIMIT_S = 7200.0
+"""Seconds that a process may take until it knows `launch.start_timeout_s`."""
 _STUCK_LIMITS = 2.0
 """Time limits after which a rank that cannot even count is killed. More than one, because a job
 that was paused as a whole looks the same when it continues."""
@@ -108,13 +114,12 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def replayed(folder: Path, step: int) -> dict[str, Any] | None:
+def replayed(last: Heartbeat | None, step: int) -> dict[str, Any] | None:
     """The steps that a run resumed at `step` has to repeat: fields of a `replay` event.
 
-    None if nothing was lost. `seconds` is their average duration, including the first one's
-    warm-up; at most one beat's steps are missing.
+    `last`: rank 0's heartbeat before. None if nothing was lost. `seconds` is their average
+    duration, including the first one's warm-up; at most one beat's steps are missing.
     """
-    last = Heartbeat.read(folder, 0)
     if last is None or last.step <= step:
         return None
     mean_s = last.trained_s / max(1, last.step - last.first_step)
@@ -125,8 +130,9 @@ def replayed(folder: Path, step: int) -> dict[str, Any] | None:
 class Watchdog:
     """Watches the main thread of this rank while entered; ends the process if it hangs.
 
-    Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log, and ends a
-    rank that was asked to stop and has not exited `grace_s` later.
+    Until `at_step`, the limit is that of the start. Also answers STACKS_SIGNAL with the stacks
+    of all threads, in the rank's log, and ends a rank that was asked to stop and has not exited
+    `grace_s` later.
     """
 
     def __init__(
@@ -136,35 +142,44 @@ class Watchdog:
         world: int,
         stop: StopRequest,
         limit_s: float,
+        start_limit_s: float,
         grace_s: float | None,
         offset: int,
     ) -> None:
-        """`limit_s`: seconds without a mark; `offset`: see `events_offset`."""
+        """`limit_s`: seconds without a mark, `start_limit_s`: the same before `at_step`;
+        `offset`: see `events_offset`."""
         self._run = run
         self._world = world
         self._stop = stop
-        self._step_limit_s = limit_s
+        self._step_limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._starting = True
         self._grace_s = grace_s
         self._offset = offset
-        self._slow_beat_s = min(limit_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
+        least_s = min(limit_s, start_limit_s)
+        self._slow_beat_s = min(least_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
         self._beat_s = min(self._slow_beat_s, LONGEST_BEAT_S if rank else RANK_ZERO_BEAT_S)
         self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), 0, 0)
         self._idle_s = self._stopping_s = 0.0
         """Counted in beats: a process that was frozen has not used up its time."""
         self._waiting = False
+        self.before: Heartbeat | None = None
+        """Rank 0's last heartbeat of the start before this one."""
         self._main = threading.get_ident()
         self._left = threading.Event()
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._watch, self._write)
         ]
 
-    def at_step(self, step: int) -> "Watchdog":
-        """This watchdog, of a start that continues from `step`."""
+    def at_step(self, step: int) -> None:
+        """The start has ended, and the run continues from `step`."""
         self._mine.step = self._mine.first_step = step
-        return self
+        self._starting = False
+        self.mark("starting", step)
+        self._count_on()
 
     def __enter__(self) -> "Watchdog":
         self._run.heartbeats.mkdir(parents=True, exist_ok=True)
+        self.before = Heartbeat.read(self._run.heartbeats, 0)
         if self._mine.rank == 0:
             self._claim.unlink(missing_ok=True)
         self._log = self._run.rank_log(self._mine.rank).open("a", encoding="utf-8")
@@ -214,6 +229,8 @@ class Watchdog:
     @property
     def _limit_s(self) -> float:
         """Of what the main thread does now."""
+        if self._starting:
+            return self._start_limit_s
         first = self._mine.step == self._mine.first_step
         return self._step_limit_s * (_FIRST_STEP_LIMITS if first else 1)
 
@@ -238,7 +255,7 @@ class Watchdog:
                 self._idle_s += self._beat_s
             if self._idle_s >= self._limit_s:
                 self._end_hung()
-            if self._grace_s is not None and self._stop.reason:
+            if self._grace_s is not None and not self._starting and self._stop.reason:
                 self._stopping_s += self._beat_s
                 if self._stopping_s >= self._grace_s + _LAUNCHER_GRACE_S:
                     self._end(*grace_over(self._grace_s, self._run.path, self._offset))
@@ -251,32 +268,46 @@ class Watchdog:
     def _end_hung(self) -> None:
         looking_s = _BEATS_TO_LOOK * self._slow_beat_s
         try:
-            self._end_within(looking_s + _PAUSE_S + _TELLING_S)
-            self._tell_of_hang(looking_s)
+            self._end_within(looking_s + 2 * _READING_S + _PAUSE_S + _TELLING_S)
+            self._mine.where = _innermost(self._main)
+            first = self._is_first()
+            self._dump()
+            if first:
+                self._tell_of_hang(looking_s)
+            while not self._is_told():
+                time.sleep(self._beat_s)
+            time.sleep(_PAUSE_S)
         finally:
             os._exit(EXIT_FAILED)
 
     def _end_within(self, seconds: float) -> None:
         """Exit at that time in any case."""
+        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=self._log)
         last_resort = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
         last_resort.daemon = True
         last_resort.start()
 
     def _tell_of_hang(self, looking_s: float) -> None:
+        """Report what all ranks are doing, and exit."""
         idle_s = self._idle_s
-        self._mine.where = _innermost(self._main)
         before = self._all()
         time.sleep(looking_s)  # Heartbeats continue in their own thread.
         fields = diagnosis(before, self._all())
-        if self._is_first():
-            message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
-            EventLog(self._run.events).write("hang", idle_s=round(idle_s, 3), **fields)
-            self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
-        self._dump()
-        time.sleep(_PAUSE_S)
+        message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
+        EventLog(self._run.events).write("hang", idle_s=round(idle_s, 3), **fields)
+        self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
 
     def _all(self) -> dict[int, Heartbeat | None]:
-        return {r: Heartbeat.read(self._run.heartbeats, r) for r in range(self._world)}
+        until = time.monotonic() + _READING_S
+        ranks = itertools.takewhile(lambda _: time.monotonic() < until, range(self._world))
+        return {rank: Heartbeat.read(self._run.heartbeats, rank) for rank in ranks}
+
+    def _is_told(self) -> bool:
+        """Whether the rank that reports the hang has done so; true where nobody can know."""
+        try:
+            return self._claim.stat().st_size > 0
+        except OSError:
+            return True
 
     def _is_first(self) -> bool:
         try:
@@ -292,6 +323,8 @@ class Watchdog:
         try:
             self._end_within(_TELLING_S)
             self._tell(message, code)
+            with suppress(OSError):
+                self._claim.write_text("told")
         finally:
             os._exit(code)
 

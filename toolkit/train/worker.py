@@ -6,6 +6,7 @@ broadcasts recipe and plan, so that no shared disk is needed. Their work is `sta
 is what surrounds it: the assignment, and what every outcome becomes.
 """
 
+import faulthandler
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from toolkit.train.gpu_memory import out_of_memory
 from toolkit.train.phases import WAITING, Phases
 from toolkit.train.stages import work
 from toolkit.train.start import Start
+from toolkit.train.watchdog import START_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def train_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path | None) -
 def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     """Run one rank and turn every outcome into an exit code, a log line and an event."""
     survive_lost_output()
+    faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)  # the watchdog continues it
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.captureWarnings(True)
