@@ -38,7 +38,7 @@ def optimizer_s(place: PlacedLayout, share: StageShare, device: Device) -> float
     return place.workload.cost.cpu_update_bytes * parameters / memory
 
 
-class HostCopies(NamedTuple):
+class OffloadCopies(NamedTuple):
     """Bytes that offload copies between a rank's device and its host, by what is copied."""
 
     forward: dict[str, float]
@@ -51,7 +51,7 @@ class HostCopies(NamedTuple):
     """After the update."""
 
 
-def host_copies(place: PlacedLayout, share: StageShare) -> HostCopies:
+def host_copies(place: PlacedLayout, share: StageShare) -> OffloadCopies:
     """What offload copies.
 
     Weights are loaded for every pass: in 16 bits, while FSDP sends only its fp32 weights. A
@@ -80,7 +80,7 @@ def host_copies(place: PlacedLayout, share: StageShare) -> HostCopies:
         layers = recomputed_of_stages(*ways)[share.stage]
         forward["inputs"] = width * place.slice.stream * workload.spec.hidden * layers
         backward["inputs"] = forward["inputs"]
-    return HostCopies(forward, backward, last, updated)
+    return OffloadCopies(forward, backward, last, updated)
 
 
 def offload_parts_s(
