@@ -7,7 +7,9 @@ replacement, and an old run whose stored recipe leaves the setting unset continu
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {
+    "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
+}
 """What to do instead of a removed setting, by its dotted path without indices."""
 
 COMMANDS: dict[str, str] = {

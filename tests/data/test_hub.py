@@ -27,7 +27,7 @@ configs:
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from toolkit.data.build import build_data, tokenised
+from toolkit.data.build import build_data
 from toolkit.data.remote import store
 from toolkit.errors import DmtError
 from toolkit.recipe.schema import DataSection
@@ -39,16 +39,13 @@ try:
         data, sequence_length=8, global_batch_size=1, seed=0, vocab_size=257, base=Path()
     )
     train = built.sources[0].train
-    parts = train.every_chunk() if data.streaming is not None else [train]
-    streams = [part.stream.read(0, len(part.stream))[0] for part in parts if part.stream]
-    tokens = [token for stream in streams for token in stream.tolist()]
+    tokens = train.stream.read(0, len(train.stream))[0].tolist()
     found = bytes(0 if token == 256 else token for token in tokens).decode()
     print(json.dumps([found.split("\\0")[:-1], store.RETRIES.count, built.fingerprint]))
 except DmtError as error:
     print(json.dumps(str(error)))
 """
 pytestmark = pytest.mark.slow
-STREAMED = {"streaming": {"chunk_mib": 0.002, "workers": 0}}
 
 
 @pytest.fixture
@@ -80,42 +77,14 @@ def built(folder: Path, found: Hub, train: dict[str, str], **data: object) -> ob
     return json.loads(ended.stdout)
 
 
-def test_a_hub_id_is_streamed(tmp_path: Path, repository: Hub) -> None:
-    """Only the rows of its split and only their ranges are read, at the commit that was
-    listed; downloads that fail are tried again."""
-    repository.failures.extend(["cut", "", "cut", "cut"])
-    train = {"path": NAME, "name": "all"}
-    texts, retries, before = built(tmp_path, repository, train, **STREAMED)  # type: ignore[misc]
-    assert texts == TEXTS[:300]
-    assert retries == 3
-    assert {name for name, _ in repository.ranges} == set(FILES[:2])
-    texts, _, fingerprint = built(  # type: ignore[misc]
-        tmp_path, repository, {**train, "split": "test"}, **STREAMED
-    )
-    assert texts == TEXTS[300:] and fingerprint != before
-    error = built(tmp_path, repository, {**train, "split": "dev"}, **STREAMED)
-    assert isinstance(error, str) and "train, test" in error
-    error = built(tmp_path, repository, {"path": "org/none"}, **STREAMED)
-    assert isinstance(error, str) and "cannot load `org/none`" in error
-
-
 def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
-    """By URL: streamed, and copied; what a branch becomes later is other data."""
+    """By URL; what a branch becomes later is other data."""
     for name in FILES[:2]:
         repository.files[f"deep/{name}"] = repository.files[name]
     url = f"hf://datasets/{NAME}/data"
     repository.failures.extend(["error", "cut"])
-    texts, retries, streamed = built(  # type: ignore[misc]
-        tmp_path, repository, {"path": f"{url}/*.parquet"}, **STREAMED
-    )
-    assert (texts, retries) == (TEXTS[:300], 2)
-    repository.failures.extend(["error", "cut"])
-    texts, retries, copied = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    texts, retries, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
     assert (texts, retries) == (TEXTS[:300], 2)
     repository.files["data/1.parquet"] = repository.files["held-out.parquet"]
-    later = [
-        built(tmp_path, repository, {"path": f"{url}/*.parquet"}, **STREAMED),
-        built(tmp_path, repository, {"path": url}),
-    ]
-    for before, (texts, _, after) in zip((streamed, copied), later, strict=True):  # type: ignore[misc]
-        assert texts == TEXTS[:150] + TEXTS[300:] and after != before
+    texts, _, after = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    assert texts == TEXTS[:150] + TEXTS[300:] and after != before

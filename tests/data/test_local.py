@@ -60,9 +60,6 @@ def hf(path: str, field: str = "text") -> str:
 
 SMALL = "model.config.vocab_size=257"
 TEXT_FIELD, TRAIN_PATH = "data.train.text_field", "data.train.path"
-STREAMED = (
-    "data.streaming={}", "data.validation_fraction=0", "evaluation.every_steps=null"
-)  # fmt: skip
 SFT = "training.objective=sft"
 MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.tokenizer=./missing",), "data.tokenizer", "there is no folder"),
@@ -115,10 +112,6 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
              "cannot read"),
         )
     ),
-    *(
-        ((f"data.train={{kind: hf, path: {path}}}", *STREAMED), TRAIN_PATH, says)
-        for path, says in (("./saved", "`save_to_disk` writes"), ("./*.*", "unknown kinds"))
-    ),
 ]  # fmt: skip
 
 
@@ -143,9 +136,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
 
 
 def test_a_later_file_without_the_column(recipe: Path) -> None:
-    """Streamed, ranks would meet it after many steps."""
     several = 'data.train={kind: hf, path: "./[bt]*.jsonl"}'
-    (problem,) = judge(recipe, (several, *STREAMED)).problems
+    (problem,) = judge(recipe, (several,)).problems
     assert problem.key == TRAIN_PATH
     assert "body.jsonl has no column `text`, as other files have" in problem.found
 

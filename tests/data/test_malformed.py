@@ -22,10 +22,8 @@ from tests.data.malformed import (
     zipped,
 )
 from toolkit.data.formats.columns import Broken
-from toolkit.data.listing import list_files
 from toolkit.data.records import open_records
 from toolkit.data.sources import open_source
-from toolkit.data.streaming.source import texts as texts_of_range
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import DataError
@@ -153,18 +151,15 @@ def test_memory_does_not_grow_with_the_longest_row(
     file.write_bytes(packed.compress(content.encode()) if packed else content.encode())
     settings: Any = {"kind": "hf", "path": f"folder/{name}", "row_limit_mib": 1}
     source = HfSource(**settings)
-    (listed,) = list_files(source, tmp_path)
 
     def read(kind: str) -> object:
         if kind == "chat":
             chats = ChatSource(**settings | {"kind": kind})
             return list(open_records(chats, base=tmp_path, cache=tmp_path))
-        if kind == "streamed":
-            return [*map(list, texts_of_range(source, listed.whole))]
         where = source.model_copy(update={"path": "folder"}) if kind == "folder" else source
         return list(open_source(where, base=tmp_path, cache=tmp_path))
 
-    for kind in ("hf", "folder", "streamed", *([] if ".txt" in name else ["chat"])):
+    for kind in ("hf", "folder", *([] if ".txt" in name else ["chat"])):
         tracemalloc.start()
         with pytest.raises(DataError, match=r"longer than 1 MiB, the limit") as raised:
             read(kind)

@@ -18,15 +18,13 @@ import xxhash
 from tests.data import s3
 from tests.data.building import built
 from tests.data.s3 import Store
-from tests.processes import wait_until
 from toolkit.data import packing
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData
-from toolkit.data.formats.indexed import idx_path, write_indexed
+from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.remote import blocks, copies
 from toolkit.data.remote import store as remote
 from toolkit.data.remote.store import RETRIES, list_files, read_range
-from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.errors import DataError
 
 LENGTH = 1024
@@ -303,23 +301,3 @@ def test_a_killed_copy_continues(tmp_path: Path, put: Any, store: Store) -> None
     assert store.sent < len(content) - done + 10 * 2**18 + 10_000
     digest = xxhash.xxh3_128(content).hexdigest()
     assert copies.hash_path(Path(line)).read_text() == digest
-
-
-def test_retries_of_processes_that_tokenise_ahead_are_counted(
-    tmp_path: Path, store: Store, put: Callable[[bytes, str], None]
-) -> None:
-    """As those of the run: nobody asks these processes when it ends."""
-    rows = [json.dumps({"text": f"document {number}"}) for number in range(200)]
-    put("\n".join(rows).encode(), "web/a.jsonl")
-    train = {"kind": "hf", "path": "s3://data/web/*.jsonl"}
-    streaming = {"chunk_mib": 0.002, "shuffled_chunks": 1, "workers": 1}
-    data = build(tmp_path, train, streaming=streaming)
-    assert data.streams is not None
-    (source,), chunks = data.streams.sources, data.streams.all_chunks()
-    assert source is not None and len(chunks) > 1
-    before = RETRIES.count
-    store.failures.extend(["error", "cut", "error"])
-    with AheadWorkers([source], 1, lambda: chunks):
-        done = [idx_path(source.prefix(chunk)) for _, chunk in chunks]
-        wait_until(lambda: all(path.exists() for path in done), "the chunks")
-        wait_until(lambda: RETRIES.count == before + 3, "the counts")

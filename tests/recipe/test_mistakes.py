@@ -28,8 +28,6 @@ class Mistake:
 
 M = Mistake
 _ONE_SOURCE = GOOD[GOOD.index("  train:") : GOOD.index("  tokenizer:")]
-VALIDATED = "  validation: {kind: text, files: [v.txt]}\n  streaming: {}\n"
-ONE_STREAM = f"  train: {{kind: text, files: [a.txt]}}\n{VALIDATED}"
 
 
 def blend(
@@ -762,48 +760,6 @@ MISTAKES = {
         "training.epochs",
         "training.steps",
         at="epochs: 2",
-    ),
-    "an epoch of a stream": M(
-        f"{_ONE_SOURCE}  tokenizer: bytes\ntraining:\n  steps: 100",
-        f"{ONE_STREAM}  tokenizer: bytes\ntraining:\n  epochs: 2",
-        "training.epochs",
-        "training.steps",
-        at="epochs: 2",
-    ),
-    "validation held out of a stream": M(
-        _ONE_SOURCE,
-        "  train: {kind: text, files: [a.txt]}\n  streaming: {}\n  validation_fraction: 0.1\n",
-        "data.validation_fraction",
-        "in data.validation",
-        at="validation_fraction",
-    ),
-    "a stream that stops": M(
-        *blend("weight: 1", "weight: 1, at_end: stop", fraction=f"0\n{VALIDATED[:-1]}"),
-        "data.train[1].at_end",
-        "repeated",
-        at="at_end: stop",
-    ),
-    "a limit of dropped rows in a stream": M(
-        _ONE_SOURCE,
-        "  train: {kind: hf, path: a.jsonl, malformed: drop, malformed_limit: 9}\n"
-        + VALIDATED,
-        "data.train.malformed_limit",
-        "malformed: drop",
-        at="malformed_limit",
-    ),
-    "a stream of tokens": M(
-        _ONE_SOURCE,
-        "  train: {kind: megatron, prefix: tokens/all}\n" + VALIDATED,
-        "data.streaming",
-        "remove it",
-        at="streaming",
-    ),
-    "a chunk of nothing": M(
-        _ONE_SOURCE,
-        f"{ONE_STREAM[:-3]}{{chunk_mib: 0}}\n",
-        "data.streaming.chunk_mib",
-        "more than 0",
-        at="chunk_mib",
     ),
     "a stage that forgets a source": M(
         *blend("weight: 1", "weight: 1", stages="[{from_step: 5, weights: {a.txt: 1}}]"),

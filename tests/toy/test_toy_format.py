@@ -31,18 +31,10 @@ def verb(with_toys: Callable[..., Ended], tmp_path: Path) -> Verb:
     return start
 
 
-STREAMED = {
-    "data.streaming": "{}",
-    "data.validation_fraction": 0,
-    "evaluation.every_steps": "null",
-}
-
-
 @pytest.mark.quick
 def test_its_columns_are_checked(verb: Verb) -> None:
     succeeded(verb("check"))
     succeeded(verb("plan"))
-    succeeded(verb("check", **STREAMED))
     wrong = verb("check", train="{kind: hf, path: rows.csv}")
     assert wrong.code == 2
     assert "no column `text`; its columns are id, body" in wrong.err
@@ -60,12 +52,10 @@ def test_the_data_commands_know_it(verb: Verb) -> None:
 
 
 def test_it_trains(verb: Verb, tmp_path: Path) -> None:
-    """As texts do, and streamed: the rows of a small file are one chunk in another order."""
+    """As texts do."""
     succeeded(verb("launch", "--run-dir", "rows"))
     succeeded(verb("launch", "--run-dir", "texts", train="{kind: text, files: ['data/*.txt']}"))
     assert curve(tmp_path / "rows") == curve(tmp_path / "texts")
-    succeeded(verb("launch", "--run-dir", "streamed", **STREAMED))
-    assert len(curve(tmp_path / "streamed")) == 3
 
 
 def test_a_recipe_with_it_is_rehearsed(verb: Verb) -> None:

@@ -40,11 +40,6 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 "pairs of preferences need DMT's own training loop",
                 fix="use data of `kind: chat`, or `dmt launch`",
             )
-        if recipe.data.streaming is not None:
-            raise DataError(
-                "the recipe streams its data, whose samples must be read one after the other",
-                fix="set data.streaming to null, or train with `dmt launch`",
-            )
         if len(recipe.lengths.all) > 1:
             raise DataError(
                 "the recipe's data.stages change the length of sequences, which a loop outside "

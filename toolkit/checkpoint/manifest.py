@@ -17,7 +17,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from toolkit.checkpoint.validation import ValidationHistory
-from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
@@ -105,8 +104,6 @@ class Manifest:
     """Unmasked tokens of these sequences; None if an earlier release did not count them."""
     base: str | None = None
     """For a run with adapters, the `fingerprint` of the base weights."""
-    streams: tuple[StreamPlace | None, ...] = ()
-    """Positions of the streamed sources, in the order of the recipe."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     """Of the validations up to this step; a recipe that follows them has this step's, too."""
     wandb_id: str | None = None

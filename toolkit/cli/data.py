@@ -14,8 +14,7 @@ from toolkit.recipe.schema import Recipe
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from toolkit.data.build import SourceData, TokenisedSamples, TrainingData
-    from toolkit.data.streaming.streams import Streams
+    from toolkit.data.build import TrainingData, TrainingSamples
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
@@ -42,7 +41,7 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, parts: "Iterable[TokenisedSamples]") -> Self:
+    def of(cls, parts: "Iterable[TrainingSamples]") -> Self:
         """Size of the tokenised data of all sources together."""
         documents = tokens = samples = fed = 0
         for part in parts:
@@ -114,9 +113,7 @@ def _prepare(recipe: Recipe) -> _Summary:
     from toolkit.data.files import cache_folder
 
     data = _build(recipe)
-    if data.streams is not None:
-        _tokenise_chunks(data.streams)
-    sides = [_Side.of(_parts(source)) for source in data.sources]
+    sides = [_Side.of([source.train]) for source in data.sources]
     return _Summary(
         train=_Side.joined(sides),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
@@ -127,28 +124,6 @@ def _prepare(recipe: Recipe) -> _Summary:
         fingerprint=data.fingerprint,
         cache=str(cache_folder(recipe.data.cache, Path.cwd())),
     )
-
-
-def _tokenise_chunks(streams: "Streams") -> None:
-    """Tokenise all chunks that are not in the cache; other processes help."""
-    from toolkit.data.progress import with_bar
-    from toolkit.data.streaming.ahead import AheadWorkers
-
-    chunks, sources = streams.all_chunks(), streams.sources
-    # They begin at the other end.
-    with AheadWorkers(sources, streams.section.workers, lambda: chunks[::-1]):
-        for number, chunk in with_bar(chunks, "tokenising", len(chunks)):
-            source = sources[number]
-            assert source is not None, "streamed"
-            source.tokens(chunk)
-
-
-def _parts(source: "SourceData") -> "Iterable[TokenisedSamples]":
-    """The samples of a source; one that is streamed has them in chunks."""
-    from toolkit.data.streaming.samples import StreamedSamples
-
-    train = source.train
-    return train.every_chunk() if isinstance(train, StreamedSamples) else [train]
 
 
 def _sources(
@@ -175,12 +150,11 @@ def show(
 ) -> None:
     """Print training samples with their trained tokens, and the lengths of samples."""
     from toolkit.cli.data_show import previews
-    from toolkit.data.build import tokenised
     from toolkit.data.preview import preview
 
     data = _build(load_recipe(recipe, overrides))
     shown = {
-        source.title: preview(tokenised(source.train), data.tokenizer, samples, tokens)
+        source.title: preview(source.train, data.tokenizer, samples, tokens)
         for source in data.sources
     }
     printed = shown if len(shown) > 1 else next(iter(shown.values()))

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from toolkit.data.interleave import Interleaving
-from toolkit.data.order import InOrder, Order, Shuffled
-from toolkit.data.rows import ENDLESS, Int64Array, ReadAhead, Row, Samples
+from toolkit.data.order import Order, Shuffled
+from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
 
 Part = TypeVar("Part", bound=Samples)
 
@@ -58,13 +58,11 @@ class Blended:
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
-        """`sizes` are samples of each source, ENDLESS ones of which are in order already; the
-        first stage begins at 0."""
+        """`sizes` are samples of each source; the first stage begins at 0."""
         self._sizes = sizes
         self._starts = np.cumsum([0, *sizes])
         self._orders: list[Order] = [
-            InOrder() if size == ENDLESS else Shuffled(seed, size, number)
-            for number, size in enumerate(sizes)
+            Shuffled(seed, size, number) for number, size in enumerate(sizes)
         ]
         self._stages = tuple(stages)
         self._before = [np.zeros(len(sizes), dtype=np.int64)]
@@ -101,15 +99,6 @@ class Blended:
         number = max(n for n, stage in enumerate(self._stages) if stage.first <= samples)
         stage = self._stages[number]
         return self._before[number] + stage.weights.counts(samples - stage.first)
-
-    @property
-    def largest_shares(self) -> list[float]:
-        """The largest share of the samples that each source has in any stage."""
-        weights = [stage.weights for stage in self._stages]
-        return [
-            max(one.parts[source] / one.period for one in weights)
-            for source in range(len(self._sizes))
-        ]
 
     def first_repeat(self, source: int) -> int | None:
         """Where, in samples from the start, a source is repeated; None if never."""

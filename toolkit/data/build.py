@@ -3,7 +3,7 @@ CLI."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,21 +15,15 @@ from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.interleave import Interleaving
-from toolkit.data.listing import list_files
-from toolkit.data.order import InOrder, Order, Shuffled
+from toolkit.data.order import Order, Shuffled
 from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.streaming.place import StreamPlace
-from toolkit.data.streaming.samples import MIB, StreamedSamples
-from toolkit.data.streaming.source import ChunkedSource
-from toolkit.data.streaming.streams import Streams
-from toolkit.data.tokenized import Encoding, TokenizedData, cached_rows, prepare
+from toolkit.data.tokenized import cached_rows, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,
     load_tokenizer,
-    tokenizer_fingerprint,
 )
 from toolkit.errors import DataError
 from toolkit.recipe.lengths import SequenceLengths
@@ -39,27 +33,17 @@ from toolkit.recipe.schema import (
     ChatSource,
     DataSection,
     DocumentSource,
-    HfSource,
     PreferenceSource,
     Recipe,
     Source,
-    StreamingSection,
-    TextSource,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-TokenisedSamples: TypeAlias = PackedDataset | ChatSamples
+TrainingSamples: TypeAlias = PackedDataset | ChatSamples
 """Samples of text, or of chats and preferences."""
-TrainingSamples: TypeAlias = TokenisedSamples | StreamedSamples
-"""The same, or text that is tokenised while the run trains on it."""
-
-
-def tokenised(samples: TrainingSamples) -> TokenisedSamples:
-    """The samples; for a streamed source, those of its beginning."""
-    return samples.beginning if isinstance(samples, StreamedSamples) else samples
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ class SourceData:
     title: str
     """Its name in a list of sources."""
     train: TrainingSamples
-    held_out: TokenisedSamples | None
+    held_out: TrainingSamples | None
     """Documents of the same source that are not in `train`."""
     identity: tuple[object, ...]
     """Changes with the tokens and the split."""
@@ -86,10 +70,9 @@ class TrainingData:
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
     """The source that must not be repeated and ends first; the samples of all until then."""
-    validation: dict[str, TokenisedSamples]
+    validation: dict[str, TrainingSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
-    streams: Streams | None
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
     isolated, i.e. with the content of sample *i*."""
@@ -117,11 +100,6 @@ class TrainingData:
         if begun := self.lengths.begun(samples):
             found.append(begun)
         return fingerprint_of(found) if len(found) > 1 else fingerprint
-
-    def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
-        """Position of each streamed source after this many samples, for a checkpoint."""
-        block = self.lengths.block_of(samples)
-        return () if self.streams is None else self.streams.places_at(block)
 
     @property
     def ends_after(self) -> int | None:
@@ -155,7 +133,7 @@ class TrainingData:
         if isinstance(self.order, Blended):
             ((_, parts),) = self.order.begun(0)
             weights = [part / sum(parts) for part in parts]
-        found = [tokenised(source.train).token_counts() for source in self.sources]
+        found = [source.train.token_counts() for source in self.sources]
         shares = np.zeros(max(map(len, found)))
         for weight, counts in zip(weights, found, strict=True):
             shares[: len(counts)] += weight * counts / counts.sum()
@@ -209,12 +187,7 @@ def build_data(
     rows = 2 if data.kind == "preference" else 1
     lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows, ramp)
     builder = _Builder(data, tokenizer, lengths.longest, vocab_size, seed, base, track)
-    sources = [
-        builder.stream(number, source, data.streaming)
-        if data.streaming is not None and isinstance(source, TextSource | HfSource)
-        else builder.build(source, data.validation_fraction)
-        for number, source in enumerate(data.sources)
-    ]
+    sources = [builder.build(source, data.validation_fraction) for source in data.sources]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
 
     def identity(parts: Sequence[SourceData]) -> str:
@@ -225,12 +198,11 @@ def build_data(
 
     train, order, epoch = _ordered(data, sources, seed, lengths)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
-    validation = held_out | {one.title: tokenised(one.train) for one in others}
+    validation = held_out | {one.title: one.train for one in others}
     # A blend may repeat a small source within a batch.
     least = 1 if isinstance(order, Blended) else global_batch_size
     for one in sources:
-        if not isinstance(one.train, StreamedSamples):
-            _check_size("training", one, one.train, least)
+        _check_size("training", one, one.train, least)
         if one.held_out is not None:
             _check_size("validation", one, one.held_out, 1)
     for one in others:
@@ -244,7 +216,6 @@ def build_data(
         _end(order, data.sources),
         validation,
         tokenizer,
-        _streams(data, sources, order),
         identity(sources),
         identity([*sources, *others]),
     )
@@ -256,8 +227,6 @@ def _ordered(
     """The samples of all sources, their order, and the number of samples of an epoch."""
     if not isinstance(data.train, tuple):
         only = sources[0].train
-        if isinstance(only, StreamedSamples):
-            return only, InOrder(), len(only)
         return only, Shuffled(seed, len(only)), len(only)
     joined = JoinedSamples([source.train for source in sources])
     sizes = [len(part) for part in joined.parts]
@@ -274,15 +243,6 @@ def _ordered(
     ]
     order = Blended(seed, sizes, [first, *stages])
     return joined, order, max(round(sum(passes)), 1)
-
-
-def _streams(data: DataSection, sources: Sequence[SourceData], order: Order) -> Streams | None:
-    parts = [one.train if isinstance(one.train, StreamedSamples) else None for one in sources]
-    if data.streaming is None:
-        return None
-    if isinstance(order, Blended):
-        return Streams(parts, order.counts, order.largest_shares, data.streaming)
-    return Streams(parts, lambda n: np.array([n]), [1.0], data.streaming)
 
 
 def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
@@ -382,54 +342,19 @@ class _Builder:
             (*identity, fraction, self.seed),
         )
 
-    def stream(
-        self, number: int, source: TextSource | HfSource, section: StreamingSection
-    ) -> SourceData:
-        """Samples of the text of source `number`, tokenised when they are needed."""
-        chunked = ChunkedSource(
-            source,
-            list_files(source, self.base),
-            max(round(section.chunk_mib * MIB), 1),
-            self._encoding,
-            tokenizer_fingerprint(self.tokenizer),
-            self.cache,
-        )
-        samples = StreamedSamples(
-            chunked,
-            self._pack_chunk,
-            seed=self.seed,
-            number=number,
-            shuffled=section.shuffled_chunks,
-            length=self.sequence_length,
-        )
-        identity = (chunked.fingerprint, section.shuffled_chunks, self.data.packing)
-        return SourceData(source.title, samples, None, identity)
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return Encoding.of(self.tokenizer, parse_special=self.data.special_tokens == "parse")
-
-    def _pack_chunk(self, source: ChunkedSource, chunk: int) -> PackedDataset:
-        prefix, length = source.prefix(chunk), self.sequence_length
-        tokens = TokenizedData(source.tokens(chunk), source.fingerprint, str(prefix))
-        rows = prefix.with_name(f"{prefix.name}.fit-{length}")
-        return self._packed(TokenStream.whole(tokens), rows, source.lock(chunk))
-
-    def _packed(
-        self, stream: TokenStream, rows: Path, lock: Path | None = None
-    ) -> PackedDataset:
+    def _packed(self, stream: TokenStream, rows: Path) -> PackedDataset:
         """The samples of a stream. With best fit, `rows` is the cache entry of which parts of
-        documents share a row; `lock`: see `cached_tokens`."""
+        documents share a row."""
         isolates = self.data.isolate_documents
         length, size = self.sequence_length, self.vocab_size
         if self.data.packing != "best_fit":
             return PackedDataset(stream, length, size, isolate_documents=isolates)
-        fitted = cached_rows(rows, np.int64, lambda: fitted_rows(stream, length), lock)
+        fitted = cached_rows(rows, np.int64, lambda: fitted_rows(stream, length))
         return FittedDataset(stream, fitted, length, size, isolate_documents=isolates)
 
 
 def _check_size(
-    side: str, source: SourceData, dataset: TokenisedSamples, needed_samples: int
+    side: str, source: SourceData, dataset: TrainingSamples, needed_samples: int
 ) -> None:
     if len(dataset) < needed_samples:
         length = dataset.sequence_length

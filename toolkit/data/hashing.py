@@ -12,10 +12,6 @@ SAMPLE_ORDER = 1
 """Purpose of a key: the order of samples within an epoch."""
 HELD_OUT_DOCUMENTS = 2
 """Purpose of a key: the documents held out for validation."""
-CHUNK_ORDER = 3
-"""Purpose of a key: the order of a streamed source's chunks within a pass."""
-WINDOW_SAMPLES = 4
-"""Purpose of a key: the order of samples within a window of chunks."""
 
 
 def mix64(values: UInt64Array) -> UInt64Array:

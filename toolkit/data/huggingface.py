@@ -107,8 +107,8 @@ def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
     for setting, default in _NEUTRAL_CARD:
         if (value := getattr(builder.config, setting, default)) != default:
             raise DataError(
-                f"`{source.path}` has `{setting}: {value}` in its card, which is not streamed",
-                fix="remove `data.streaming`",
+                f"`{source.path}` has `{setting}: {value}` in its card",
+                fix="let `datasets` read it",
             )
     return [str(file) for file in of_split(source, builder.config.data_files or {})]
 

@@ -13,12 +13,10 @@ from toolkit.data.formats.base import Format, folder_format, format_of, formats,
 from toolkit.data.formats.files import ListedFile, ListedFolder
 from toolkit.data.formats.saved import saved_files
 from toolkit.data.huggingface import data_files_of, split_name
-from toolkit.data.remote.copies import stored_texts
 from toolkit.data.remote.store import list_files as stored_files
-from toolkit.data.remote.store import shown
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
-from toolkit.recipe.schema import HfSource, RowsSource, TextSource
+from toolkit.recipe.schema import RowsSource
 
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
@@ -107,21 +105,15 @@ def _files_of_folder(source: RowsSource, folder: ListedFolder, path: Path) -> li
     return [*files, card] if card.is_file() and form is None else files
 
 
-def _check_neutral(source: RowsSource, *settings: str, of: Format | None = None) -> None:
-    """Raise DataError for a setting that chooses among rows which are all read: by the format
-    `of` the files, or streamed."""
+def _check_neutral(source: RowsSource, *settings: str, of: Format) -> None:
+    """Raise DataError for a setting that chooses among rows which are all read by the format
+    `of` the files."""
     for key in settings:
-        if (value := getattr(source, key)) == _NEUTRAL[key]:
-            continue
-        if of is not None:
+        if (value := getattr(source, key)) != _NEUTRAL[key]:
             raise DataError(
                 f"`{key}: {value}` is given for {of.title} (`{source.path}`)",
                 fix="read them with `kind: hf`, without `split` and `name`",
             )
-        raise DataError(
-            f"`data.streaming`: `{key}: {value}` with files (`{shown(source.path)}`)",
-            fix=f"remove `{key}`: all rows of the files are read",
-        )
 
 
 def split_files(
@@ -146,55 +138,6 @@ def split_files(
     if not (form.in_folders or form.index):
         _check_neutral(source, "split", "name", of=form)
     return form, listed
-
-
-def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, ...]:
-    """The files of a source that is streamed, in order; relative paths start at `base`.
-
-    Raises DataError when there are none, or they cannot be read in parts.
-    """
-    if isinstance(source, TextSource):
-        return tuple(_texts(source, base))
-    local = local_path(source, base)
-    if is_remote(source.path):
-        named = [*map(ListedFile.stored, stored_files(source.path))]
-    elif not local.is_dir():
-        named = [*map(ListedFile.of, local_files(source, base) or ())]
-    else:
-        named = []
-    if not named and (is_remote(source.path) or local.is_dir()):
-        remote = is_remote(source.path)
-        folder = ListedFolder.stored(source.path) if remote else ListedFolder.here(local)
-        if (form := folder_format(folder)) is not None:
-            _check_neutral(source, "name", *["split"] * (not form.has_splits))
-            return tuple(form.files(source, folder))
-    if named:
-        _check_neutral(source, "name", "split")
-    elif is_remote(source.path):
-        fix = "correct the path; name the files of a folder by a glob, e.g. `FOLDER/*.parquet`"
-        raise DataError(f"no file matches {shown(source.path)}", fix=fix)
-    else:
-        named = [*_at(data_files_of(source, local if local.is_dir() else None))]
-    only_format(named, shown(source.path), KNOWN)
-    return tuple(named)
-
-
-def needs_datasets(source: HfSource, base: Path) -> bool:
-    """Whether the source's files are determined by `datasets`, which may use the hub."""
-    if local_path(source, base).is_dir():
-        return local_folder(source, base) is None
-    return local_files(source, base) is None
-
-
-def _texts(source: TextSource, base: Path) -> Iterable[ListedFile]:
-    here = [pattern for pattern in source.exclude if not is_remote(pattern)]
-    listed: dict[ListedFile, None] = {}
-    for pattern, stored in stored_texts(source):
-        if stored is None:
-            listed.update(dict.fromkeys(map(ListedFile.of, find_files([pattern], base, here))))
-        else:
-            listed.update(dict.fromkeys(map(ListedFile.stored, stored)))
-    return listed
 
 
 def _at(places: Iterable[str]) -> Iterator[ListedFile]:

@@ -27,7 +27,7 @@ from toolkit.data.formats.base import format_of
 from toolkit.data.formats.columns import check_column
 from toolkit.data.formats.compressed import undecodable
 from toolkit.data.formats.files import ListedFile
-from toolkit.data.listing import list_files, local_files, local_folder, needs_datasets
+from toolkit.data.listing import local_files, local_folder
 from toolkit.data.remote.store import check_package
 from toolkit.data.tokenizers import (
     BYTES,
@@ -82,8 +82,6 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _tokenizer_problems(data, _vocabulary(config) if fixed else None)
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
-        if data.streaming is not None and key.startswith("data.train") and not wrong:
-            wrong = list(_streaming_problems(key, source))
         yield from wrong or _template_problems(data, source)
 
 
@@ -231,20 +229,6 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
             parse(row, source)
         except MalformedRow as error:
             dropped.add(f"{place}: {error}")
-
-
-def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:
-    # Remote files are checked when the data is built.
-    here = not any(map(is_remote, source.places))
-    if isinstance(source, HfSource):
-        here = here and not needs_datasets(source, Path.cwd())
-    if here and isinstance(source, TextSource | HfSource):
-        setting = "path" if isinstance(source, HfSource) else "files"
-        try:
-            list_files(source, Path.cwd())
-        except DataError as error:
-            allowed = "files that can be read in parts, with data.streaming"
-            yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 
 def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:

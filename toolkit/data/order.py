@@ -48,13 +48,6 @@ class Shuffled:
         return indices
 
 
-class InOrder:
-    """The samples in their own order: streamed ones are already shuffled."""
-
-    def indices(self, position: int, count: int) -> Int64Array:
-        return np.arange(position, position + count)
-
-
 def permute(values: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
     """Map distinct `values` in [0, size) to distinct values in [0, size), keyed by `key`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.build import TokenisedSamples
+from toolkit.data.build import TrainingSamples
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.rows import Int64Array
@@ -69,7 +69,7 @@ class Preview:
 
 
 def preview(
-    train: TokenisedSamples, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
+    train: TrainingSamples, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
 ) -> Preview:
     """The first samples of a source, `tokens` of each document, and statistics."""
     n_rows = len(train) * train.rows_per_sample
@@ -103,7 +103,7 @@ def preview(
     )
 
 
-def _documents(train: TokenisedSamples, index: int) -> Iterator[MarkedTokens]:
+def _documents(train: TrainingSamples, index: int) -> Iterator[MarkedTokens]:
     if isinstance(train, ChatSamples):
         yield from train.conversations(index)
         return

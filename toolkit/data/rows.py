@@ -10,8 +10,6 @@ import numpy.typing as npt
 from toolkit.batch import IGNORE_INDEX
 
 Int64Array = npt.NDArray[np.int64]
-ENDLESS = 2**48
-"""Length of streamed data sets: more samples than any run uses."""
 
 
 @dataclass(frozen=True)

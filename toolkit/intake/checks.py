@@ -17,7 +17,7 @@ from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator, oldest
 from toolkit.intake.batch_ramp import ramp_problems
-from toolkit.intake.sources import blend_problems, streaming_problems
+from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
@@ -733,10 +733,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("data.train", "data.packing", *_SEQUENCES, "training.global_batch_size"),
         stage_problems,
-    ),
-    Rule(
-        ("data.train", "data.streaming", "data.validation_fraction", "training.epochs"),
-        streaming_problems,
     ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
     Rule((*_SPREAD, "launch"), _elastic),

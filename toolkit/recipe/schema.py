@@ -357,24 +357,6 @@ class StageSection(Section):
     previous stage."""
 
 
-class StreamingSection(Section):
-    """Tokenisation of text sources while a run trains on them."""
-
-    chunk_mib: PositiveFloat = 4.0
-    """MiB of the files that are tokenised as one unit: a byte range, or several small files.
-    Compressed files, .json, .arrow and documents that are files are not split."""
-    shuffled_chunks: Positive = 64
-    """Chunks, from all over the source, whose samples are shuffled together."""
-    ahead: Positive = 2
-    """Windows of `shuffled_chunks` chunks that are tokenised ahead of training."""
-    workers: Count = 1
-    """Processes per machine that tokenise ahead; 0: the ranks tokenise when they need a
-    window."""
-    keep_gib: PositiveFloat = 100.0
-    """GiB of tokens of completed steps that stay in the cache. The output of `dmt data prepare`
-    always stays."""
-
-
 class DataSection(Section):
     """What to train on."""
 
@@ -407,9 +389,6 @@ class DataSection(Section):
     """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit, none of which
     attends to another. Documents: `none`, concatenated and cut at equal lengths; `best_fit`, as
     many whole ones as fit, padded at the end, so that only longer ones are cut."""
-    streaming: StreamingSection | None = None
-    """Tokenise text while the run trains on it; `{}` for the defaults. Without it, all text is
-    tokenised before the first step."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
     remote_cache_gib: PositiveFloat = 50.0

@@ -29,7 +29,6 @@ EventKind = Literal[
     "evaluation_tasks",
     "samples",
     "early_stop",
-    "window",
     "prediction",
     "outer",
     "straggler",
@@ -68,8 +67,6 @@ class EventLog:
       `to`, ranks, and `idle_s` since a step was logged);
     - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the
       launcher printed, also of a rank that was killed and wrote nothing;
-    - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
-      `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
     - `evaluation_tasks` and `samples` (with the numbers or texts, and the `seconds` that
       training waited) when an evaluator has judged the weights of a step; `afterwards: true`
       if `dmt eval` did, which is no part of a start of the run;

@@ -37,7 +37,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     """
     shown = recipe.model_dump(exclude_unset=True)
     fraction = 0.05 if task == "pretrain" else 0.0
-    shown["data"] = _without(shown["data"], "validation", "streaming", "stages")
+    shown["data"] = _without(shown["data"], "validation", "stages")
     shown["data"] |= {"train": source_of(data, task), "validation_fraction": fraction}
     shown["training"] = _without(shown["training"], "steps", "tokens") | {"epochs": 1}
     schedule = _without(shown.get("schedule", {}), "warmup_steps", "warmup_ratio")

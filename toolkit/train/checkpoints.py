@@ -436,7 +436,6 @@ class RunCheckpoints:
             recent_losses=progress.recent_losses,
             validation=progress.validation,
             data_fingerprint=self.data.fingerprint_at(progress.consumed_samples),
-            streams=self.data.places_at(progress.consumed_samples),
             engine=plan.engine,
             model=plan.model,
             layout=self.layout,

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 
 from transformers import PretrainedConfig
 
@@ -14,8 +13,6 @@ from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, recipe_data
 from toolkit.data.lengths import cut
 from toolkit.data.rows import Samples
-from toolkit.data.streaming.ahead import AheadWorkers
-from toolkit.data.streaming.streams import Streams
 from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
@@ -60,8 +57,6 @@ def work(start: Start) -> None:
         _watch(start, steps, checkpoints)
         _close(start, checkpoints, None)
     else:
-        if data.streams is not None:
-            _open_streams(start, data.streams, data, found)
         prepare_evaluators(start, checkpoints)
         reference = _reference(start, config, data, steps, checkpoints, found)
         engine = _engine(start, config, checkpoints)
@@ -111,26 +106,6 @@ def _checkpoints(start: Start, config: PretrainedConfig, data: TrainingData) -> 
     if start.leads:
         companions = companion_files(start.recipe, start.directory, config, data)
     return RunCheckpoints(start.assignment, start.ranks.rank, data, companions)
-
-
-def _open_streams(
-    start: Start, streams: Streams, data: TrainingData, found: Found | None
-) -> None:
-    """Tokenise the windows of the first samples, and start tokenising ahead."""
-    samples = 0
-    if found is not None:
-        samples = found.manifest.consumed_samples
-        start.together.run(lambda: streams.continue_at(found.manifest.streams))
-    start.phases.begin("tokenising the first samples")
-    if start.ranks.local_rank == 0:
-        ahead = AheadWorkers(streams.sources, streams.section.workers, streams.advance)
-        start.at_end.enter_context(ahead)
-        streams.report(lambda _: ahead.want())
-    if start.leads:
-        streams.report(lambda window: start.events.write("window", **asdict(window)))
-    first = data.lengths.block_of(samples)
-    behind = data.lengths.blocks(samples + data.lengths.stage_at(samples).global_batch_size)
-    start.together.leaders_first(lambda: streams.open(first, behind - first))
 
 
 def _reference(

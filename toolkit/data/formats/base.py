@@ -1,8 +1,7 @@
 """The interface of a format: how files of one kind are listed, checked and read.
 
 A format is one object in one file. Everything that reads data asks it: `dmt check` for columns,
-a run for rows. A row belongs to one range of its file, and a whole file is one range, so data
-that is tokenised before a run and data that is streamed are read by the same code.
+a run for rows. A row belongs to one range of its file, and a whole file is one range.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -74,8 +74,7 @@ def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
         raise DataError(
             f"`split: {source.split}` is given, but `{source.path}` was saved with "
             f"{', '.join(map(str, splits)) or 'none'}",
-            fix="name a whole split of it; slices are for files and hub ids that are not "
-            "streamed",
+            fix="name a whole split of it; slices are for files and hub ids",
         )
     return splits[source.split]
 

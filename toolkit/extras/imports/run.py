@@ -9,7 +9,7 @@ from toolkit.checkpoint.saver import entries_of
 from toolkit.checkpoint.shards import StateShard, kept, whole_quantity
 from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.checkpoint.verify import uncovered
-from toolkit.data.build import TrainingData, recipe_data
+from toolkit.data.build import recipe_data
 from toolkit.errors import CheckpointError, DataError
 from toolkit.extras.imports.base import SAMPLES, ForeignState, RecipeModel
 from toolkit.models import huggingface as hf
@@ -104,7 +104,6 @@ def write_checkpoint(
     run = RunDirectory(assignment.run_dir)
     store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
     data = recipe_data(recipe, model.config.vocab_size)
-    _check_cursor(data, samples)
     take_ends(model.config, recipe, data)
     manifest = Manifest(
         step=state.step,
@@ -114,7 +113,6 @@ def write_checkpoint(
         loss_scale=state.loss_scale,
         recent_losses=(),
         data_fingerprint=data.fingerprint_at(samples),
-        streams=data.places_at(samples),
         engine=plan.engine,
         model=plan.model,
         layout=plan.layout,
@@ -132,15 +130,6 @@ def write_checkpoint(
     finally:
         store.abandon(state.step)
     return manifest
-
-
-def _check_cursor(data: TrainingData, samples: int) -> None:
-    if data.streams is not None and samples:
-        raise DataError(
-            f"data.streaming: where sample {samples:,} begins is known only to a run that has "
-            "read those before it",
-            fix="--samples 0 begins with the first document, or set data.streaming to null",
-        )
 
 
 def _write_files(

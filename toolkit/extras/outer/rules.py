@@ -78,7 +78,6 @@ def _unable(recipe: Recipe) -> Iterator[Problem]:
         "training.epochs": training.epochs and "steps or tokens",
         "training.batch_ramp": training.batch_ramp and "null",
         "data.stages": data.stages and "none",
-        "data.streaming": data.streaming and "null",
         "data.train": stops and "no source with at_end: stop",
         "schedule.name": recipe.schedule.name == "plateau" and "another schedule",
         # A replica would continue from a later step than the holder's.
