@@ -1,9 +1,7 @@
 """Stages of several sequence lengths: every token once, in every layout, from any step on."""
 
-import json
 import random
 from collections import Counter
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
@@ -21,7 +19,6 @@ from toolkit.data.build import TrainingData
 from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.lengths import cut
 from toolkit.data.rows import Int64Array
-from toolkit.data.streaming.place import StreamPlace
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import BatchRampSection, StageSection, TrainingSection
 
@@ -77,21 +74,6 @@ def blend(folder: Path, **data: Any) -> TrainingData:
         *STAGES[1:],
     ]
     return build(folder, train=train, stages=stages, **data)
-
-
-def streamed(folder: Path, **data: Any) -> TrainingData:
-    chance = random.Random(5)
-    for name in ("web", "code") if not (folder / "web.jsonl").exists() else ():
-        with (folder / f"{name}.jsonl").open("w") as out:
-            for number in range(60):
-                noise = chance.getrandbits(chance.randint(1, 900))
-                out.write(json.dumps({"text": f"{name} {number}: {noise:x}"}) + "\n")
-    train = [
-        {"kind": "hf", "path": f"{name}.jsonl", "label": name, "weight": weight}
-        for name, weight in (("web", 0.7), ("code", 0.3))
-    ]
-    settings = {"chunk_mib": 0.001, "shuffled_chunks": 4, "workers": 0}
-    return build(folder, train=train, streaming=settings, **data)
 
 
 def batches_of(data: TrainingData) -> GlobalBatches:
@@ -174,7 +156,7 @@ def test_isolated_documents_count_from_the_part_of_the_row(tmp_path: Path) -> No
                 assert batch.segments[row, place] == segment
 
 
-@pytest.mark.parametrize("make", [one_source, isolated, blend, streamed])
+@pytest.mark.parametrize("make", [one_source, isolated, blend])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_layout_and_restart_gets_the_same_rows(
     tmp_path: Path, make: Any, world: int
@@ -187,12 +169,6 @@ def test_every_layout_and_restart_gets_the_same_rows(
         samples = resumed * BATCH
         after = make(tmp_path, cache=f"cache-{world}-{resumed}")
         assert after.fingerprint_at(samples) == data.fingerprint_at(samples)
-        if data.streams is not None and after.streams is not None:
-            before = make(tmp_path)  # has seen what the run has, and what it prefetched
-            for step in range(resumed + 1):
-                step_rows(before, step)
-            saved = json.loads(json.dumps([p and asdict(p) for p in before.places_at(samples)]))
-            after.streams.continue_at([p and StreamPlace(**p) for p in saved])
         for step in range(resumed, STEPS):
             for micro in {1, BATCH // world}:
                 assert step_rows(after, step, world, micro) == expected[step]
