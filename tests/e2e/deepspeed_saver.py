@@ -7,7 +7,6 @@ transformers', torch's and DeepSpeed's.
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -32,32 +31,15 @@ class Saved(NamedTuple):
 
     stage: int
     precision: str = "fp32"
-    freeze: tuple[str, ...] = ()
     grouped: bool = True
     """Whether norms are a group without weight decay; otherwise nothing has a decay."""
-    model: Mapping[str, object] = {}
-    """Changes of the recipe's model.config."""
-    universal: bool = False
-    """Whether DeepSpeed converts it into a universal checkpoint."""
-    stages: int = 0
-    """Stages of DeepSpeed's pipeline, with GPT-NeoX's layers; 0 without a pipeline."""
-    neox: bool = False
-    """Whether the model is GPT-NeoX's; otherwise transformers'."""
-
-    @property
-    def recipe(self) -> str:
-        """The recipe's file."""
-        return "neox.yaml" if self.neox else "recipe.yaml"
 
     @property
     def overrides(self) -> list[str]:
         """Those of the recipe that continues."""
-        changes = {f"model.config.{key}": value for key, value in self.model.items()}
-        changes["training.precision"] = self.precision
+        changes: dict[str, object] = {"training.precision": self.precision}
         if not self.grouped:
             changes["optimizer.weight_decay"] = 0.0
-        if self.freeze:
-            changes["model.freeze"] = f"[{', '.join(self.freeze)}]"
         return [f"{key}={value}" for key, value in changes.items()]
 
 
@@ -68,41 +50,30 @@ def save_all(project: Path, cases: Mapping[str, Saved], out: Path) -> dict[str, 
     deepspeed = import_deepspeed()
     losses = {}
     for name, case in cases.items():
-        recipe = load_recipe(Path(case.recipe), case.overrides)
+        recipe = load_recipe(Path("recipe.yaml"), case.overrides)
         samples = TrainingSamples(recipe)
         torch.manual_seed(3)
-        model = _model(recipe, case)
+        model = _model(recipe)
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.AdamW(_groups(model, recipe, case)),
             config=_config(recipe, case),
             dist_init_required=False,
         )
-        steps = _pipeline_steps if case.stages else _steps
-        steps(engine, samples, 0, SAVED_AT, ranks)
+        _steps(engine, samples, 0, SAVED_AT, ranks)
         engine.save_checkpoint(str(out / name))
-        if case.neox and ranks.rank == 0:
-            (out / name / f"global_step{SAVED_AT}" / "configs").mkdir()  # NeoX's own script
-        if not case.neox:
-            _save_truth(engine, out / f"{name}.truth.pt", ranks.rank)
-        losses[name] = steps(engine, samples, SAVED_AT, SAVED_AT + FURTHER, ranks)
-        if case.universal and ranks.rank == 0:
+        _save_truth(engine, out / f"{name}.truth.pt", ranks.rank)
+        losses[name] = _steps(engine, samples, SAVED_AT, SAVED_AT + FURTHER, ranks)
+        if ranks.rank == 0:
             _make_universal(out / name)
         engine.destroy()
     leave()
     return losses
 
 
-def _model(recipe: Any, case: Saved) -> Any:
+def _model(recipe: Any) -> Any:
     config = build_config(recipe.model)
-    if case.neox:
-        from tests.e2e.neox_pipeline import SequentialModel, pipeline
-
-        return pipeline(config, case.stages) if case.stages else SequentialModel(config)
-    model = AutoModelForCausalLM.from_config(config).float()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, one) for one in case.freeze))
-    return model
+    return AutoModelForCausalLM.from_config(config).float()
 
 
 def _make_universal(saved: Path) -> None:
@@ -143,32 +114,13 @@ def _config(recipe: Any, case: Saved) -> dict[str, Any]:
     batch = recipe.training.global_batch_size
     return {
         "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": batch // (4 if case.stages > 1 else 2),
+        "train_micro_batch_size_per_gpu": batch // 2,
         "gradient_clipping": recipe.optimizer.clip_grad_norm,
         "zero_optimization": {"stage": case.stage},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": case.precision == "bf16"},
         "steps_per_print": 10**9,
     }
-
-
-def _pipeline_steps(
-    engine: Any, samples: Any, first: int, last: int, ranks: Ranks
-) -> list[float]:
-    """As `_steps`, by DeepSpeed's pipeline."""
-    from tests.e2e.neox_pipeline import Loss
-
-    losses = []
-    for step in range(first, last):
-        rows = _batch(engine, samples, step)
-        mine = rows[ranks.rank :: ranks.world] if engine.dp_world_size > 1 else rows
-        # The pipeline takes the mean over micro batches and ranks.
-        Loss.per_token = engine.micro_batches * engine.dp_world_size / _count(rows)
-        tokens = torch.stack([row["input_ids"] for row in mine])
-        labels = torch.stack([row["shift_labels"] for row in mine])
-        parts = [tokens.chunk(engine.micro_batches), labels.chunk(engine.micro_batches)]
-        losses.append(engine.train_batch(iter(zip(*parts, strict=True))).item())
-    return losses
 
 
 def _steps(engine: Any, samples: Any, first: int, last: int, ranks: Ranks) -> list[float]:
@@ -222,25 +174,5 @@ def _save_truth(engine: Any, path: Path, rank: int) -> None:
             for moment in ("exp_avg", "exp_avg_sq"):
                 found[moment] = safe_get_full_optimizer_state(parameter, moment)
             truth[name] = {key: value.clone() for key, value in found.items()}
-        elif engine.optimizer is not None and parameter in engine.optimizer.state:
-            state = engine.optimizer.state[parameter]
-            truth[name] = {
-                "weight": parameter.detach().clone(),
-                **{moment: state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")},
-            }
-    # Stage 0 in 16 bits, without ZeRO's mappings.
-    masters: dict[Any, Any] = {}
-    for halves, fulls in zip(
-        getattr(engine.optimizer, "fp16_groups", ()),
-        getattr(engine.optimizer, "fp32_groups", ()),
-        strict=False,
-    ):
-        masters |= dict(zip(halves, fulls, strict=True))
-    for name, parameter in engine.module.named_parameters():
-        if parameter in masters:
-            full = masters[parameter]
-            state = engine.optimizer.optimizer.state[full]
-            moments = {moment: state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
-            truth[name] = {"weight": full.detach().clone(), **moments}
     if rank == 0:
         torch.save(truth, path)

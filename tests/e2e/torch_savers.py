@@ -1,8 +1,6 @@
-"""What the processes of test_import_formats.py do: train with FSDP2 alone, or with the Trainer,
-save, and train on."""
+"""What the processes of test_import_formats.py do: train with FSDP2 alone and save."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.deepspeed_saver import FURTHER, SAVED_AT, loss_of
 from toolkit.accelerate.samples import TrainingSamples
@@ -30,11 +28,11 @@ def new_model(recipe: Recipe) -> Any:
     return AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
 
 
-def save_fsdp(project: Path, overrides: Sequence[str], out: Path) -> list[float]:
+def save_fsdp(project: Path, out: Path) -> list[float]:
     """Save with torch, as torchtitan does, and as Accelerate does; the losses after that."""
     os.chdir(project)
     ranks = join()
-    recipe = load_recipe(Path("recipe.yaml"), overrides)
+    recipe = load_recipe(Path("recipe.yaml"))
     samples, section = TrainingSamples(recipe), recipe.optimizer
     model = new_model(recipe)
     for layer in model.model.layers:
@@ -79,55 +77,3 @@ def save_states(model: Any, optimizer: Any, out: Path) -> None:
     process = SimpleNamespace(process_index=dist.get_rank(), num_processes=2)
     save_fsdp_model(plugin, process, model, folder)
     save_fsdp_optimizer(plugin, process, optimizer, model, folder)
-    if dist.get_rank() == 0:
-        TrainerState(global_step=SAVED_AT, max_steps=20).save_to_json(
-            str(folder / "trainer_state.json")
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        for _ in range(SAVED_AT):
-            scheduler.step()
-        torch.save(scheduler.state_dict(), folder / "scheduler.pt")
-
-
-class Unshifted(TrainingSamples):
-    """Samples whose labels the model shifts, as the Trainer counts them."""
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        sample = super().__getitem__(number)
-        labels = torch.cat([torch.tensor([-100]), sample["shift_labels"]])
-        tokens = torch.cat([sample["input_ids"], labels[-1:].clamp(min=0)])
-        return {"input_ids": tokens, "labels": labels}
-
-
-class Recorded(Trainer):
-    """Keeps what it would round for its log."""
-
-    losses: list[float]
-
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        loss = super().compute_loss(*arguments, **options)
-        self.losses.append(loss.item())
-        return loss
-
-
-def save_trainer(project: Path, overrides: Sequence[str], out: Path) -> list[float]:
-    """Save with the Trainer on one process; the losses after that."""
-    os.chdir(project)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        os.environ.pop(name, None)
-    recipe = load_recipe(Path("recipe.yaml"), overrides)
-    section = recipe.optimizer
-    arguments = TrainingArguments(
-        output_dir=str(out), max_steps=SAVED_AT + FURTHER, save_steps=SAVED_AT,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
-        learning_rate=section.learning_rate, lr_scheduler_type=recipe.schedule.name,
-        weight_decay=section.weight_decay, adam_beta1=section.betas[0],
-        adam_beta2=section.betas[1], adam_epsilon=section.eps,
-        max_grad_norm=section.clip_grad_norm, report_to=[], disable_tqdm=True,
-        train_sampling_strategy="sequential", bf16=False,
-    )  # fmt: skip
-    trainer = Recorded(new_model(recipe), arguments, train_dataset=Unshifted(recipe))
-    trainer.losses = []
-    trainer.train()
-    halves = trainer.losses[2 * SAVED_AT :]
-    return [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""Checkpoints of other tools that hold more, or something else, than the recipe's model."""
+"""Checkpoints of torch.distributed.checkpoint that do not fit the recipe's model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +11,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from tests.checkpoint.making import MODEL, write_recipe
-from tests.extras.megatron_files import MOMENTS, write_megatron
 from tests.models.small import filled
 from toolkit.checkpoint.shards import stored_values, with_offsets
 from toolkit.errors import CheckpointError
-from toolkit.extras.convert.source import TRACKER, iteration_folder
 from toolkit.extras.imports.base import ForeignState, RecipeModel
 from toolkit.extras.imports.dcp import DCP
-from toolkit.extras.imports.megatron_dist import MEGATRON
 from toolkit.extras.imports.run import recipe_model
 from toolkit.intake.load import load_recipe
-from toolkit.models.families import mapped
+
+MOMENTS = {"exp_avg": 2, "exp_avg_sq": 3}
+"""Of each weight, so many times its value."""
 
 
 @pytest.fixture(scope="module")
@@ -47,66 +46,6 @@ def check(state: ForeignState, weights: Mapping[str, Tensor]) -> None:
                 assert torch.equal(found.reshape(-1), expected.reshape(-1)), stored
                 elements += found.numel()
     assert elements == 3 * sum(one.numel() for one in weights.values())
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(384, torch.float32), (512, torch.bfloat16), (640, torch.float32)]
-)
-def test_padding_is_split_as_megatron_does(
-    rows: int,
-    dtype: torch.dtype,
-    model: RecipeModel,
-    weights: dict[str, Tensor],
-    tmp_path: Path,
-) -> None:
-    write_megatron(
-        tmp_path / "saved", mapped(model.config.to_dict()), weights, rows, flat=2, dtype=dtype
-    )
-    if rows == 640:  # twice the vocabulary
-        with pytest.raises(CheckpointError, match=r"has the shape \(640, 64\)"):
-            MEGATRON.read(tmp_path / "saved", model)
-        return
-    check(MEGATRON.read(tmp_path / "saved", model), weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("output_layer.weight", (320, 64)),
-        ("decoder.layers.self_attention.linear_qkv.bias", (2, 128)),
-        ("optimizer.state.max_exp_avg_sq.decoder.final_layernorm.weight", (64,)),
-    ],
-)
-@pytest.mark.parametrize("flat", [0, 1])
-def test_no_tensor_of_megatron_is_dropped(
-    name: str,
-    shape: tuple[int, ...],
-    flat: int,
-    model: RecipeModel,
-    weights: dict[str, Tensor],
-    tmp_path: Path,
-) -> None:
-    write_megatron(
-        tmp_path / "saved",
-        mapped(model.config.to_dict()),
-        weights,
-        flat=flat,
-        extra={name: torch.ones(shape)},
-    )
-    with pytest.raises(CheckpointError, match=rf"has {name}"):
-        MEGATRON.read(tmp_path / "saved", model)
-
-
-def test_megatron_weights_without_masters(
-    model: RecipeModel, weights: dict[str, Tensor], tmp_path: Path
-) -> None:
-    write_megatron(tmp_path / "whole", mapped(model.config.to_dict()), weights)
-    check(MEGATRON.read(tmp_path / "whole", model), weights)
-    write_megatron(
-        tmp_path / "halved", mapped(model.config.to_dict()), weights, dtype=torch.bfloat16
-    )
-    with pytest.raises(CheckpointError, match="no fp32 weights"):
-        MEGATRON.read(tmp_path / "halved", model)
 
 
 def write_dcp(
@@ -176,13 +115,3 @@ def test_groups_of_dcp(flat: bool, model: RecipeModel, tmp_path: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     state = DCP.read(saved("rounded"), model)
     assert any("bfloat16, without fp32" in note for note in state.notes)
-
-
-def test_the_tracker_is_a_small_regular_file(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("5" + " " * 1000)
-    with pytest.raises(CheckpointError, match="more than 100 bytes"):
-        iteration_folder(tmp_path)
-    (tmp_path / TRACKER).rename(tmp_path / "other")
-    (tmp_path / TRACKER).symlink_to(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="no regular file"):
-        iteration_folder(tmp_path)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -225,6 +226,13 @@ _ShardSize = Annotated[
     str | None,
     typer.Option(help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated."),
 ]
+_To = Annotated[
+    Literal["huggingface", "megatron"],
+    typer.Option(
+        help="megatron: a checkpoint that Megatron-LM loads in any layout (torch_dist); CKPT "
+        "may also be a Hugging Face folder. Needs memory for the whole model.",
+    ),
+]
 _PushToHub = Annotated[
     str | None,
     typer.Option(
@@ -253,6 +261,7 @@ def export(
     ] = False,
     compare: _CompareLogits = None,
     shard_size: _ShardSize = None,
+    to: _To = "huggingface",
     push_to_hub: _PushToHub = None,
     private: _Private = False,
     as_json: AsJson = False,
@@ -270,6 +279,10 @@ def export(
     from toolkit.models.new_folder import check_destination
     from toolkit.run.model_card import is_generated, write_card
 
+    if to == "megatron" and (checkpoint / "config.json").is_file():
+        _to_megatron(checkpoint, dst)
+        output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
+        return
     found = _find(checkpoint)
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
     if private and push_to_hub is None:
@@ -285,9 +298,18 @@ def export(
         tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
-    with byte_progress("export", nbytes) as tick:
-        exporting.export(found.folder, dst, tick, merged=merged, **limit)
-    write_card(dst, found.folder)
+    if to == "megatron":
+        whole = merged or found.manifest.adapter is None
+        if not whole:
+            raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
+        dst.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=dst.absolute().parent, prefix=".export-") as temporary:
+            exporting.export(found.folder, Path(temporary) / "hf", merged=merged)
+            _to_megatron(Path(temporary) / "hf", dst)
+    else:
+        with byte_progress("export", nbytes) as tick:
+            exporting.export(found.folder, dst, tick, merged=merged, **limit)
+        write_card(dst, found.folder)
     report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
     if compare is not None:
         report["logits"] = logits.compare(found.folder, dst, compare)
@@ -297,6 +319,16 @@ def export(
         )
         report["commit"] = repository.upload(dst, message, is_generated)
     _wrote(dst, found, report, as_json)
+
+
+def _to_megatron(source: Path, dst: Path) -> None:
+    from toolkit.models.new_folder import appearing, check_destination
+
+    check_destination(
+        source, dst, sum(one.stat().st_size for one in source.glob("*.safetensors"))
+    )
+    with appearing(dst) as folder:
+        option("checkpoint export --to megatron")(source, folder)
 
 
 def _refuse_for_adapters(shard_size: str | None, compare: str | None) -> None:
@@ -411,9 +443,10 @@ def import_(
     """Write what another tool saved as a checkpoint of the recipe's run, which `dmt launch`
     continues: fp32 weights, AdamW's moments, step, place in the schedule and data.
 
-    No code of the files runs. One tensor is in memory at a time.
+    SOURCE is a universal checkpoint of DeepSpeed or one of torch.distributed.checkpoint; of
+    Megatron-LM's torch_dist the weights alone are read. No code of the files runs.
 
-    Example: `dmt checkpoint import RECIPE output/checkpoint-500`
+    Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """
     option("checkpoint import")(recipe, source, overrides, run_dir, cluster, samples, as_json)
 

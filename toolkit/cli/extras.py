@@ -10,6 +10,7 @@ OPTIONS: Registry[Any] = Registry(
     "dmt.options",
     {
         "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
+        "checkpoint export --to megatron": "toolkit.extras.imports.megatron:write_megatron",
         "report --html": "toolkit.extras.page:write_page",
         "plan --html": "toolkit.extras.page.plan:PlanPage",
         "plan --mtbf": "toolkit.extras.goodput.command:GoodputOption",

@@ -45,10 +45,6 @@ VERBS: dict[str, Verb] = {
     "tune": Verb(
         "Choose settings by trials on this machine.", "toolkit.extras.tune.command:tune"
     ),
-    "convert": Verb(
-        "Convert between Hugging Face and Megatron checkpoints.",
-        "toolkit.extras.convert.command:convert",
-    ),
     "checkpoint": Verb(
         "List, verify, convert, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),

@@ -217,10 +217,8 @@ def fragment(
 FOREIGN: Registry[ForeignCheckpoint] = Registry(
     "dmt.checkpoints",
     {
-        "gpt-neox": "toolkit.extras.imports.gpt_neox:GPT_NEOX",
-        "deepspeed-zero": "toolkit.extras.imports.deepspeed:DEEPSPEED",
-        "megatron-dist": "toolkit.extras.imports.megatron_dist:MEGATRON",
-        "trainer": "toolkit.extras.imports.trainer:TRAINER",
+        "deepspeed": "toolkit.extras.imports.deepspeed:DEEPSPEED",
+        "megatron": "toolkit.extras.imports.megatron:MEGATRON",
         "torch-dcp": "toolkit.extras.imports.dcp:DCP",
     },
 )

@@ -84,7 +84,7 @@ def _format_of(source: Path) -> ForeignCheckpoint:
             return form
     known = "; ".join(f"{form.title}: {form.files}" for form in formats)
     raise CheckpointError(
-        f"{source} is no checkpoint of a tool that is known", fix=f"known are {known}"
+        f"{source} is not a checkpoint of a supported tool", fix=f"supported are {known}"
     )
 
 

@@ -6,16 +6,17 @@ names is up to the program that saved. torchtitan has names of its own for llama
 positions turn neighbouring rows of a head where transformers turns its halves.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError
-from toolkit.extras.convert.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.extras.imports.base import (
     ForeignState,
     LazyShard,
@@ -24,11 +25,20 @@ from toolkit.extras.imports.base import (
     require_adamw,
     whole_number,
 )
-from toolkit.extras.imports.stored_objects import Groups, parameter_groups
+from toolkit.extras.imports.pickles import load_pickle
+from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.models.weights import TIED_HEAD
 from toolkit.optimizers.base import MOMENTS
 
 STEP = "step"
+ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+"""The folders of a model and its optimizer under FSDP, also those of transformers' Trainer."""
+Groups = Mapping[str, Mapping[str, Any]]
+"""Options of an optimizer's parameter groups; a group may be one parameter, by its name."""
+_OPTIONS = {
+    "params", "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
+    "decoupled_weight_decay", "bias_correction",
+}  # fmt: skip
 _TORCHTITAN = {
     "model.embed_tokens.": "tok_embeddings.",
     "model.norm.": "norm.",
@@ -58,15 +68,17 @@ class DistributedCheckpoint:
     """See `ForeignCheckpoint`."""
 
     title = "torch.distributed.checkpoint"
-    files = ".metadata and *.distcp"
+    files = f".metadata and *.distcp, or the folders {' and '.join(ACCELERATE)}"
 
     def matches(self, folder: Path) -> bool:
         """Also megatron-core writes these files, and one about the format in addition."""
-        return (folder / METADATA).is_file() and not (folder / FORMAT_FILE).exists()
+        whole = (folder / METADATA).is_file() and not (folder / FORMAT_FILE).exists()
+        return whole or all((folder / name / METADATA).is_file() for name in ACCELERATE)
 
     def read(self, folder: Path, model: RecipeModel) -> ForeignState:
         """The state, whose step is the number of the optimizer's updates."""
-        saved = StoredModel([folder], model)
+        whole = (folder / METADATA).is_file()
+        saved = StoredModel([folder] if whole else [folder / n for n in ACCELERATE], model)
         updates = saved.updates()
         notes = [
             "its step is the number of its optimizer's updates: skipped steps are not stored",
@@ -105,7 +117,7 @@ class StoredModel:
         self.groups: Groups = {}
         if self.states.endswith("state."):
             beside = f"{self.states.removesuffix('state.')}param_groups."
-            self.groups = parameter_groups(readers, beside)
+            self.groups = _parameter_groups(readers, beside)
         require_adamw(self.groups.values(), ())
 
     def updates(self) -> int:
@@ -264,3 +276,22 @@ def _reads(
             raise CheckpointError(f"{key} has the shape {found}, the model needs {shape}")
     origin = (0,) * len(shape)
     return {one: partial(stored[key].read, key, origin, shape) for one, key in keys.items()}
+
+
+def _stored_object(reader: Reader, key: str) -> Any:
+    """An object of a checkpoint, read as `load_pickle` reads a file."""
+    with TemporaryDirectory() as copy:
+        (Path(copy) / "object").write_bytes(reader.read_object(key))
+        return load_pickle(Path(copy), "object")
+
+
+def _parameter_groups(readers: Iterable[Reader], prefix: str) -> Groups:
+    """What follows `prefix`, as `get_state_dict` names it: by the number of a group, or, when
+    it is flattened, by the parameter."""
+    groups: dict[str, dict[str, Any]] = {}
+    for reader in readers:
+        for key in reader.objects:
+            name, _, option = key.removeprefix(prefix).rpartition(".")
+            if key.startswith(prefix) and option in _OPTIONS:
+                groups.setdefault(name, {})[option] = _stored_object(reader, key)
+    return groups

@@ -1,0 +1,136 @@
+"""Weights to Megatron-LM's format and back, by megatron-core's own checkpointing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoint.making import write_recipe
+from tests.dmt import Dmt
+from tests.models.configs import config_of
+from tests.models.in_megatron import check, run_cases, save_random_model
+from toolkit.errors import CheckpointError, DataError
+from toolkit.extras.imports.megatron import (
+    HEAD,
+    TRACKER,
+    _check_fit,
+    iteration_folder,
+    write_megatron,
+)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {k: v for one in folder.glob("*.safetensors") for k, v in load_file(one).items()}
+
+
+def project(folder: Path, case: str) -> tuple[Path, Path]:
+    """A recipe and a folder with random weights in bf16 of its model."""
+    config = config_of(case, vocab_size=320)
+    save_random_model(config, folder / "hf")
+    halves = {name: one.bfloat16() for name, one in tensors_of(folder / "hf").items()}
+    save_file(halves, folder / "hf" / "model.safetensors", {"format": "pt"})
+    (folder / "a.txt").write_text("text " * 200)
+    recipe = yaml.safe_load(write_recipe(folder).read_text().replace("fp32", "bf16"))
+    recipe["model"]["config"] = config
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml", folder / "hf"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "qwen2_moe partly dense"])
+def test_there_and_back_is_bit_identical(case: str, tmp_path: Path, dmt: Dmt) -> None:
+    """Four real ranks compute transformers' logits from it, too."""
+    recipe, hf = project(tmp_path, case)
+    megatron, run = tmp_path / "megatron", tmp_path / "run"
+    dmt("checkpoint", "export", hf, megatron, "--to", "megatron")
+    report = dmt("checkpoint", "import", recipe, megatron, "--run-dir", run, "--json").json
+    assert (report["step"], report["consumed_samples"]) == (0, 0)
+    dmt("checkpoint", "export", run, tmp_path / "back")
+    ours, theirs = tensors_of(tmp_path / "back"), tensors_of(hf)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.slow
+def test_any_layout_loads_it_and_what_it_saves_comes_back(tmp_path: Path, dmt: Dmt) -> None:
+    layouts = {
+        "llama": {"tp": 2, "pp": 2, "sequence_parallel": True},
+        "qwen3_moe": {"tp": 2, "sequence_parallel": True, "dp": 2},
+    }
+    cases = []
+    for case, layout in layouts.items():
+        _recipe, hf = project(tmp_path / case, case)
+        (tmp_path / case / "megatron").mkdir()
+        write_megatron(hf, tmp_path / case / "megatron")
+        saved = tmp_path / case / "saved"
+        cases.append({
+            "name": case, "folder": str(hf), "layout": layout,
+            "load": str(tmp_path / case / "megatron" / "release"),
+            "save": str(saved / "iter_0000007"),
+        })  # fmt: skip
+    check(run_cases(cases, world=4), cases)
+    for case in layouts:
+        saved, run = tmp_path / case / "saved", tmp_path / case / "run"
+        (saved / TRACKER).write_text("7\n")
+        dmt("checkpoint", "import", tmp_path / case / "recipe.yaml", saved, "--run-dir", run)
+        dmt("checkpoint", "export", run, tmp_path / case / "back")
+        ours = tensors_of(tmp_path / case / "back")
+        for name, tensor in tensors_of(tmp_path / case / "hf").items():
+            assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.slow
+def test_a_run_starts_with_them_and_another_model_is_refused(tmp_path: Path, dmt: Dmt) -> None:
+    recipe, hf = project(tmp_path, "llama")
+    megatron, run = tmp_path / "megatron", tmp_path / "run"
+    dmt("checkpoint", "export", hf, megatron, "--to", "megatron")
+    words = ("checkpoint", "import", recipe, megatron, "--run-dir", run)
+    printed = dmt(*words, "--set", "model.config.num_hidden_layers=3", code=2)
+    assert "megatron-core cannot read it" in printed.err
+    assert not run.exists()
+    dmt(*words)
+    dmt("checkpoint", "export", run, tmp_path / "again", "--to", "megatron")
+    assert (tmp_path / "again" / "release" / ".metadata").is_file()
+    ended = dmt("launch", recipe, "--run-dir", run, "--set", "training.steps=2")
+    assert "continuing from step 0 of 2" in ended.err
+
+
+def test_keys_and_rows_that_do_not_fit(tmp_path: Path) -> None:
+    def notes(rows: int, *keys: str) -> list[str]:
+        return [*_check_fit(tmp_path, {HEAD: (rows, 64), "more": ()}, 320, keys)]
+
+    assert notes(320, "optimizer.state.exp_avg.x", "rng_state", "a.b._extra_state") == []
+    assert notes(384) == [f"64 rows of padding in {HEAD} are left out"]
+    for rows, keys, message in (
+        (300, (), "has 300 rows, vocab_size is 320"),
+        (320 + 128 * 64, (), "has 8512 rows"),
+        (320, ("more",), "it has more, unlike the model"),
+        (320, ("less",), "it has no less, unlike the model"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            notes(rows, *keys)
+
+
+def test_dtypes_that_differ(tmp_path: Path) -> None:
+    _, hf = project(tmp_path, "llama")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors = tensors_of(hf)
+    save_file(tensors | {name: tensors[name].half()}, hf / "model.safetensors", {})
+    with pytest.raises(DataError, match="of BF16, F16; a Megatron checkpoint has one type"):
+        write_megatron(hf, tmp_path / "megatron")
+
+
+def test_the_tracker_names_an_iteration(tmp_path: Path) -> None:
+    for text, message in (
+        ("5" + " " * 1000, "more than 100 bytes"),
+        ("../x", "neither a step nor release"),
+        ("100", re.escape("iter_0000100 has no .metadata: it is no torch_dist")),
+    ):
+        (tmp_path / TRACKER).write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            iteration_folder(tmp_path)

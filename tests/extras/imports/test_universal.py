@@ -1,0 +1,141 @@
+"""DeepSpeed's universal checkpoints: what is not AdamW's, odd numbers, and raw folders."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.making import MODEL, write_recipe
+from tests.dmt import Dmt
+from tests.models.small import filled
+from toolkit.errors import CheckpointError
+from toolkit.extras.imports.base import ForeignState, RecipeModel
+from toolkit.extras.imports.deepspeed import DEEPSPEED
+from toolkit.extras.imports.run import recipe_model, require_same_model
+from toolkit.intake.load import load_recipe
+
+STATES = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RecipeModel:
+    return recipe_model(load_recipe(write_recipe(tmp_path_factory.mktemp("recipe"))))
+
+
+def universal(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """A checkpoint as ds_to_universal writes it."""
+    parameters = dict(filled(MODEL).named_parameters())
+    shapes = {name: one.shape for name, one in parameters.items()}
+    saved: dict[str, Any] = {
+        "optimizer": None, "module": {}, "buffer_names": [], "shared_params": {},
+        "param_shapes": [shapes], "global_steps": 2, "skipped_steps": 0, "global_samples": 8,
+        "ds_config": {},
+    }  # fmt: skip
+    for name, parameter in parameters.items():
+        inner = folder / "zero" / name
+        inner.mkdir(parents=True, exist_ok=True)
+        value = parameter.detach()
+        for quantity, factor in {"fp32": 1, "exp_avg": 2, "exp_avg_sq": 3}.items():
+            torch.save({"param": value * factor}, inner / f"{quantity}.pt")
+        torch.save(torch.tensor(2.0), inner / "step.pt")
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    torch.save({"param_groups": [group]}, folder / "zero" / "optimizer_state.pt")
+    torch.save(saved | (changes or {}), folder / STATES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ds_config": {"optimizer": {"type": "Lamb"}}}, "its optimizer was Lamb:"),
+        (
+            {"ds_config": {"optimizer": {
+                "type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}
+            }}},
+            "its optimizer was Adam with adam_w_mode: false",
+        ),
+        ({"global_samples": "x"}, "global_samples is 'x'"),
+        ({"global_samples": -5}, "consumed_samples is -5"),
+        ({"global_samples": 20.5}, "global_samples is 20.5"),
+        ({"global_steps": 123456789}, "step is 123456789"),
+    ],
+)  # fmt: skip
+def test_odd_counters_and_optimizers(
+    changes: dict[str, Any], message: str, model: RecipeModel, tmp_path: Path
+) -> None:
+    folder = universal(tmp_path)
+    require_same_model(DEEPSPEED.read(folder, model), model)
+    with pytest.raises(CheckpointError, match=message):
+        DEEPSPEED.read(universal(folder, changes), model)
+
+
+def test_states_that_adamw_does_not_keep(model: RecipeModel, tmp_path: Path) -> None:
+    folder = universal(tmp_path)
+    torch.save({"param": torch.ones(64)}, folder / "zero/model.norm.weight/max_exp_avg_sq.pt")
+    with pytest.raises(CheckpointError, match="only plain AdamW's states are read"):
+        DEEPSPEED.read(folder, model)
+
+
+def test_differences_are_named(model: RecipeModel, tmp_path: Path) -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 9.0}},
+        "scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True},
+    }  # fmt: skip
+    state = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model)
+    assert state.settings["optimizer.learning_rate"] == 9.0
+    assert state.settings["training.precision"] == "bf16"
+    assert "norms and biases had a weight decay of 0.1" in state.notes[0]
+    assert "its schedule was DeepSpeed's WarmupLR" in state.notes[1]
+
+
+def test_a_raw_folder_names_the_script_that_makes_it_universal(
+    tmp_path: Path, dmt: Dmt
+) -> None:
+    tag = tmp_path / "saved" / "global_step2"
+    tag.mkdir(parents=True)
+    (tag / STATES).touch()
+    (tmp_path / "saved" / "latest").write_text("global_step2")
+    recipe, run = write_recipe(tmp_path), tmp_path / "run"
+    (tmp_path / "a.txt").write_text("text " * 200)
+    printed = dmt(
+        "checkpoint", "import", recipe, tmp_path / "saved", "--run-dir", run, code=2
+    ).err
+    command = "python -m deepspeed.checkpoint.ds_to_universal --input_folder"
+    assert command in printed and "--inject_missing_state" in printed
+    assert not run.exists()
+
+
+def test_no_tag_leads_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / STATES).touch()
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (folder / "latest").write_text("..")
+    with pytest.raises(CheckpointError, match="names a folder outside: '\\.\\.'"):
+        DEEPSPEED.matches(folder)
+    (folder / "link").symlink_to(tmp_path)
+    (folder / "latest").write_text("link")
+    with pytest.raises(CheckpointError, match="names a folder outside: 'link'"):
+        DEEPSPEED.matches(folder)
+
+
+@pytest.mark.parametrize("changes", [{"step": 10**8}, {"optimizer_steps": -1}, {"step": True}])
+def test_impossible_counters(changes: dict[str, Any]) -> None:
+    numbers: dict[str, Any] = {"step": 1, "optimizer_steps": 1, "shards": ()}
+    assert ForeignState(**numbers).step == 1
+    with pytest.raises(CheckpointError, match="not a number from 0 to"):
+        ForeignState(**numbers | changes)
+
+
+def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:
+    recipe, run = write_recipe(tmp_path), tmp_path / "run"
+    (tmp_path / "a.txt").write_text("text " * 200)
+    source = universal(tmp_path / "saved")
+    words = ("checkpoint", "import", recipe, source, "--run-dir", run)
+    printed = dmt(*words, "--samples", 10**18, code=2)
+    assert "--samples 1000000000000000000: no run" in printed.err
+    nan = source / "zero" / "model.layers.0.mlp.up_proj.weight" / "exp_avg.pt"
+    torch.save({"param": torch.load(nan)["param"] * float("nan")}, nan)
+    printed = dmt(*words, code=2)
+    assert "exp_avg" in printed.err and "layers.0" in printed.err
+    assert not run.exists()

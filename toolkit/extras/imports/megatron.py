@@ -1,0 +1,312 @@
+"""A Hugging Face folder as a checkpoint of Megatron-LM (`torch_dist`), and weights from one.
+
+megatron-core's `dist_checkpointing` writes and reads it, for DMT's GPTModel on one rank: any
+TP, PP and EP load the same checkpoint. That rank is a process of its own, without a GPU, and
+needs memory for the whole model:
+
+    python -m toolkit.extras.imports.megatron write HF_FOLDER MEGATRON_FOLDER
+    python -m toolkit.extras.imports.megatron read MEGATRON_FOLDER CONFIG_FOLDER HF_FOLDER
+"""
+
+import atexit
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.shards import whole_quantity
+from toolkit.errors import CheckpointError, DataError, DmtError
+from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
+from toolkit.models import huggingface as hf
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
+from toolkit.models.families.tensors import Block
+from toolkit.models.frozen import matching
+from toolkit.models.safetensors_stream import TensorToWrite, write_model
+from toolkit.models.weights import SafetensorsWeights, is_correction_bias
+from toolkit.optimizers.base import MOMENTS
+from toolkit.system.interpreter import python
+from toolkit.system.untrusted import read_bytes, regular_inside
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron-LM's name for weights without a training step."""
+COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+"""3.0 is Megatron-LM's version with query, key and value in the order of our maps."""
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TRAINING_STATE = re.compile(
+    r"(chained_\d+\.)?optimizer\.|rng_state|common_state|.*_extra_state"
+)
+"""Keys that are not weights; all others must belong to the model."""
+_LARGEST_MULTIPLE = 128 * 64
+"""To which Megatron-LM pads a vocabulary, with its default and 64 tensor-parallel ranks."""
+
+
+class Megatron:
+    """See `ForeignCheckpoint`: weights alone, with which a run starts at step 0."""
+
+    title = "Megatron-LM torch_dist"
+    files = f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}"
+
+    def matches(self, folder: Path) -> bool:
+        """Whether the folder, or an iteration below it, is of megatron-core."""
+        inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
+        return inside or (folder / TRACKER).is_file()
+
+    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
+        """The weights, in fp32, and AdamW's moments before its first step."""
+        if model.config.model_type not in FAMILIES:
+            raise CheckpointError(
+                f"model.config.model_type: {model.config.model_type} has no map from "
+                f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
+            )
+        copy = tempfile.mkdtemp(prefix="dmt-import-")
+        atexit.register(shutil.rmtree, copy, ignore_errors=True)  # shards read from it
+        folders = [Path(copy) / name for name in ("config", "weights")]
+        for one in folders:
+            one.mkdir()
+        model.config.save_pretrained(folders[0])
+        notes = _in_a_process("read", iteration_folder(folder), *folders)
+        weights = SafetensorsWeights(folders[1], dict(model.tensors))
+        frozen = matching(model.recipe.model.freeze, model.tensors)
+
+        def read(name: str, quantity: str) -> Tensor:
+            numel = prod(model.tensors[name])
+            if quantity in MOMENTS:
+                return torch.zeros(numel)
+            return weights.read(name, 0, numel)
+
+        shards = []
+        for name, shape in model.tensors.items():
+            trains = name not in frozen and not is_correction_bias(name)
+            quantities = ("weight", *MOMENTS) if trains else ("weight",)
+            reads = {one: partial(read, name, one) for one in quantities}
+            shards.append(LazyShard([whole_quantity("weight", name, shape)], reads))
+        notes += ["its weights alone are read: the optimizer, the schedule and data begin anew"]
+        return ForeignState(0, 0, shards, consumed_samples=0, notes=tuple(notes))
+
+
+MEGATRON = Megatron()
+
+
+def iteration_folder(folder: Path) -> Path:
+    """The folder with the data of a checkpoint. Raises CheckpointError."""
+    if (folder / TRACKER).is_file():
+        text = read_bytes(regular_inside(folder, TRACKER), 100).decode().strip()
+        if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
+            raise CheckpointError(
+                f"{folder / TRACKER} says {text[:40]!r}, neither a step nor {RELEASE}"
+            )
+        folder /= RELEASE if text == RELEASE else f"iter_{int(text):07d}"
+    if not (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"{folder} has no {METADATA}: it is no torch_dist checkpoint",
+            fix="save it with Megatron-LM's --ckpt-format torch_dist",
+        )
+    return folder
+
+
+def write_megatron(source: Path, dst: Path) -> None:
+    """Write the model of a Hugging Face folder into the empty folder `dst`.
+
+    Raises DataError for a model that megatron-core does not compute identically, and for
+    weights that do not fit its config; CheckpointError where writing fails.
+    """
+    config = hf.read_config(source)
+    megatron_model(config.to_dict())
+    weights = _weights(source, hf.checkpoint_shapes(config))
+    dtypes = {
+        weights.stored.part(name).get_dtype() for name in weights.files
+        if not is_correction_bias(name) and name not in weights.buffers
+    }  # fmt: skip
+    if len(dtypes) > 1:
+        raise DataError(
+            f"{source}: its tensors are of {', '.join(sorted(dtypes))}; a Megatron checkpoint "
+            "has one type",
+            fix="save the model in one dtype first",
+        )
+    _in_a_process("write", source, dst)
+
+
+def _weights(source: Path, shapes: dict[str, tuple[int, ...]]) -> SafetensorsWeights:
+    # The first name is the embedding's; its first word that of the decoder.
+    return SafetensorsWeights(source, shapes, next(iter(shapes)).split(".")[0], hf.CONFIG)
+
+
+def _in_a_process(*words: str | Path) -> list[str]:
+    """Carry out `main` without a GPU; lines that it prints. Raises CheckpointError."""
+    command = [*python(), "-m", __name__, *map(str, words)]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise CheckpointError(
+            f"{words[1]}: megatron-core cannot {words[0]} it: {lines[-1][:400]}",
+            fix="state its model in model.config" if words[0] == "read" else "",
+        )
+    return done.stdout.splitlines()
+
+
+# --- in the process of its own ----------------------------------------------------------
+
+
+def _build(model: MegatronModel, precision: str) -> Any:
+    """megatron-core's model with random weights, on the CPU."""
+    from toolkit.models.megatron import cpu
+
+    cpu.before_import()
+    # What saves; `cpu.redirect` must see it.
+    from megatron.core.dist_checkpointing.strategies import (
+        filesystem_async,  # noqa: F401
+        state_dict_saver,  # noqa: F401
+    )
+    from megatron.core.dist_checkpointing.strategies import (
+        torch as _,  # noqa: F401
+    )
+
+    from toolkit.layout import Layout
+    from toolkit.models.megatron import model as megatron
+    from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+
+    layout = Layout()
+    cpu.redirect()
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    megatron.join_groups(layout, seed=0)
+    arguments = transformer_arguments(model, layout, precision)
+    (chunk,) = megatron.build_chunks(model, arguments, gpt_arguments(model, layout), layout)
+    return chunk
+
+
+def write(source: Path, dst: Path) -> None:
+    """Save a Hugging Face folder's model with megatron-core."""
+    config = hf.read_config(source)
+    model, weights = (
+        megatron_model(config.to_dict()),
+        _weights(source, hf.checkpoint_shapes(config)),
+    )
+    embedding = weights.read(next(iter(weights.shapes)), 0, 1)
+    chunk = _build(model, PRECISIONS[embedding.dtype])
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    from toolkit.models.megatron.weights import fill
+
+    fill([chunk], model, weights)
+    (dst / RELEASE).mkdir()
+    saver = TorchDistSaveShardedStrategy("torch_dist", 1)
+    state = {"model": chunk.sharded_state_dict(), **COMMON}
+    dist_checkpointing.save(state, str(dst / RELEASE), saver)
+    (dst / TRACKER).write_text(RELEASE)
+
+
+def read(folder: Path, config_folder: Path, dst: Path) -> None:
+    """Load a checkpoint into megatron-core's model, and write it as safetensors in fp32."""
+    sizes = {key: one.size for key, one in Reader(folder).tensors.items()}
+    config = hf.read_config(config_folder)
+    model = megatron_model(config.to_dict())
+    chunk = _build(model, "fp32")
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    apart = any(".layers.0." in key for key in sizes)
+    state = chunk.sharded_state_dict(
+        metadata={"non_homogeneous_layers": True} if apart else None
+    )
+    # Objects (Transformer Engine's extra states) stay in the files.
+    wanted = {name: one for name, one in state.items() if not isinstance(one, ShardedObject)}
+    loaded, missing, unexpected = dist_checkpointing.load(
+        {"model": wanted}, str(folder), TorchDistLoadShardedStrategy(), strict="return_all"
+    )
+    keys = {*missing, *unexpected}
+    for note in _check_fit(folder, sizes, model.gpt["vocab_size"], keys):
+        print(note)
+    chunk.load_state_dict({**chunk.state_dict(), **loaded["model"]})
+    parts: dict[str, list[tuple[Tensor, Block]]] = {}
+    for values, block in _blocks(chunk, model):
+        parts.setdefault(block.tensor, []).append((values, block))
+    shapes = hf.checkpoint_shapes(config)
+    write_model(
+        dst,
+        [
+            TensorToWrite(name, torch.float32, shape, partial(_whole, shape, parts[name]))
+            for name, shape in shapes.items()
+        ],
+    )
+
+
+def _check_fit(
+    folder: Path, sizes: Mapping[str, Sequence[int]], vocabulary: int, keys: Collection[str]
+) -> Iterator[str]:
+    """Notes on what is left out. Raises CheckpointError for `keys` that only one side has, and
+    where more rows of the vocabulary than padding would be cut."""
+    if wrong := sorted(key for key in keys if not _TRAINING_STATE.match(key)):
+        where = f"it has {wrong[0]}" if wrong[0] in sizes else f"it has no {wrong[0]}"
+        raise CheckpointError(f"{folder}: {where}, unlike the model")
+    for key in (EMBEDDING, HEAD):
+        rows = sizes.get(key, (vocabulary,))[0]
+        if not 0 <= rows - vocabulary < _LARGEST_MULTIPLE:
+            raise CheckpointError(
+                f"{folder}: {key} has {rows} rows, vocab_size is {vocabulary}"
+            )
+        if rows > vocabulary:
+            yield f"{rows - vocabulary} rows of padding in {key} are left out"
+
+
+def _blocks(chunk: Any, model: MegatronModel) -> Iterator[tuple[Tensor, Block]]:
+    """Every checkpoint rectangle, and the rows of a parameter that hold it."""
+    from toolkit.models.megatron.weights import buffers, shards
+
+    for shard in shards([chunk], model):
+        row = 0
+        for block in () if shard.shared else shard.blocks:
+            rows = len(block.row_numbers)
+            yield shard.parameter.detach()[row : row + rows], block
+            row += rows
+    yield from buffers([chunk], model)
+
+
+def _whole(shape: tuple[int, ...], parts: list[tuple[Tensor, Block]]) -> Iterator[Tensor]:
+    """A checkpoint tensor from its rectangles."""
+    whole = torch.empty(shape)
+    for values, block in parts:
+        stored = block.stored
+        each, apart = stored.steps
+        rectangle = whole[slice(*stored.rows)][::each]
+        if stored.columns is not None:
+            rectangle = rectangle[:, slice(*stored.columns)][:, ::apart]
+        rectangle.copy_(values.T if block.transposed else values)
+    yield whole
+
+
+def main() -> None:
+    """Carry out a command line, without the teardown of process groups, which may abort."""
+    verb, *folders = sys.argv[1:]
+    code = 0
+    try:
+        write(*map(Path, folders)) if verb == "write" else read(*map(Path, folders))
+    except DmtError as error:
+        print(error.message, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in multiprocessing.active_children():  # which megatron-core's writer leaves
+        child.kill()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
