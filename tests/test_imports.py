@@ -35,7 +35,6 @@ LIGHT = (
 PROGRAMS = (
     "toolkit.evaluate.process",
     "toolkit.extras.launchers.ray_job",
-    "toolkit.extras.convert.verify",
     "toolkit.launchers.elastic_agent",
     "toolkit.train.__main__",
 )

@@ -16,6 +16,8 @@ COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "data verify": "start the run, which makes damaged entries of the cache again",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
+    "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "
+    "checkpoint import RECIPE DIR` starts a run with the weights of such a folder",
 }
 """What to do instead of a removed command (`data stats`) or option (`launch --option`)."""
 

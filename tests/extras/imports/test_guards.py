@@ -24,8 +24,10 @@ from toolkit.extras.imports.torch_dist import METADATA, Reader
 DATA_FILE = "__0_0.distcp"
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
 @pytest.fixture
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def saved(tmp_path: Path) -> Path:
     dcp.save({"x": torch.arange(6.0)}, checkpoint_id=tmp_path / "saved", no_dist=True)
     return tmp_path / "saved"
@@ -35,7 +37,6 @@ def read(folder: Path) -> Any:
     return Reader(folder).read("x", (0,), (6,))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("form", [pickled, zipped])
 def test_files_of_dcp(form: Callable[[Canary], bytes], saved: Path, tmp_path: Path) -> None:
     assert read(saved).tolist() == [*range(6)]
@@ -67,7 +68,6 @@ def test_objects_are_stand_ins(tmp_path: Path) -> None:
     assert type(found) is StandIn and vars(found)["step"] == 3
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_members_of_enums_by_getattr(saved: Path) -> None:
     """So Python 3.11.0 to 3.11.3 write them; nothing else may be got."""
     metadata, written = pickle.loads((saved / METADATA).read_bytes()), io.BytesIO()

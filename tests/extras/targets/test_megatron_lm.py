@@ -305,7 +305,7 @@ def test_pretrained_weights_are_to_be_converted() -> None:
     path = RECIPES / "llama" / "llama-3.1-8b-pretrain.yaml"
     two_ranks = ("parallel.tensor=2", "cluster.nodes=1", "model.init=pretrained")
     notes = "\n".join(rendered(path, MEGATRON, *two_ranks).notes)
-    assert "dmt convert meta-llama/Llama-3.1-8B" in notes and "--vocab-multiple 2" in notes
+    assert "DIR --to megatron, where FOLDER is that of meta-llama/Llama-3.1-8B" in notes
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.tokenizer", "bytes", "in GPT-NeoX, one of Hugging Face")
     if recipe.model.init != "random":
         yield Problem("model.init", recipe.model.init, "in GPT-NeoX, random: it reads its own "
-                      "checkpoints, which `dmt convert` does not write")  # fmt: skip
+                      "checkpoints, which DMT does not write")  # fmt: skip
 
 
 def written(recipe: Recipe, tensor: int) -> dict[str, object]:

@@ -197,8 +197,8 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
         source = "MODEL"
     if recipe.model.init != "random":
         yield (
-            f"for the pretrained weights: dmt convert {source} DIR "
-            f"--vocab-multiple {layout.tp}, and add --load DIR --finetune"
+            f"for the pretrained weights: dmt checkpoint export FOLDER DIR --to megatron, where "
+            f"FOLDER is that of {source}, and add --load DIR --finetune"
         )
     else:
         yield "initial weights are Megatron-LM's own draw, not DMT's"

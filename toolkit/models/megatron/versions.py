@@ -42,7 +42,7 @@ class HybridLayers(TransformerBlock):  # type: ignore[misc]
     The block of GPTModel, not the stack of the same module: that one's final norm is
     Transformer Engine's whatever its specification says; with sequence parallel its ranks
     would draw the same dropout for different positions; and its checkpoints number the layers
-    where GPTModel's, which `dmt convert` reads and writes, stack them.
+    where GPTModel's stack them.
     """
 
     def __init__(
