@@ -340,4 +340,4 @@ def _notes(
         yield "not passed on: kernels.mlp; its MLPs are not tiled"
     if layout.tp > 1:
         yield "on GPUs before Blackwell, set CUDA_DEVICE_MAX_CONNECTIONS=1"
-    yield from run_notes(recipe, layout)
+    yield from run_notes(recipe)

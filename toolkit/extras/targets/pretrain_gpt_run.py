@@ -10,7 +10,6 @@ from decimal import Decimal
 
 from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem
-from toolkit.layout import Layout
 from toolkit.models.families import settings_of
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import (
@@ -176,7 +175,7 @@ def _logging_arguments(logging: LoggingSection, name: str) -> Arguments:
             yield "--wandb-entity", wandb.entity
 
 
-def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def run_notes(recipe: Recipe) -> Iterator[str]:
     """What the user must add, and what Megatron-LM does differently."""
     cluster, data = recipe.cluster, recipe.data
     yield (
@@ -197,7 +196,7 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
         source = "MODEL"
     if recipe.model.init != "random":
         yield (
-            f"for the pretrained weights: dmt checkpoint export FOLDER DIR --to megatron, where "
+            "for the pretrained weights: dmt checkpoint export FOLDER DIR --to megatron, where "
             f"FOLDER is that of {source}, and add --load DIR --finetune"
         )
     else:
