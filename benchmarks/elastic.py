@@ -2,8 +2,7 @@
 
 Every trial starts on two hosts (network namespaces, one rank each). After a random step one is
 cut off its network; after a later random step a third one joins. In half of the trials the
-machines meet on the second host, and the first one is cut, which has rank 0. In half of them
-the state is saved in memory alone (`checkpoint.memory`), in the others on storage. Steps are so
+machines meet on the second host, and the first one is cut, which has rank 0. Steps are so
 short that the run is stopped (SIGSTOP) while the third host starts. Compared are the losses of
 all steps with those of a run that nothing happens to. Idle is the time between the last step on
 the hosts before and the first step on the hosts after.
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.e2e.conftest import Project, write_project
-from tests.e2e.elastic_run import IN_MEMORY, SETTINGS, elastic_run
+from tests.e2e.elastic_run import SETTINGS, elastic_run
 from tests.e2e.product import events, records
 from tests.e2e.two_hosts import HOSTS, THIRD, TwoHosts, two_hosts
 
@@ -51,16 +50,15 @@ def trial(
     cut_at = chance.randint(2, 30)
     joins_at = chance.randint(cut_at + 3, 40)
     meet, lost = HOSTS if number % 2 == 0 else HOSTS[::-1]
-    changes = {**RUN, **(IN_MEMORY if number % 4 >= 2 else {})}
     began = time.monotonic()
     with elastic_run(hosts, project, f"trial-{number}", meet) as run:
         for host in HOSTS:
-            run.join(host, changes)
+            run.join(host, RUN)
         run.reach(cut_at)
         with run.cut(lost):
             run.reach(joins_at)
             with run.paused(meet):
-                run.join(THIRD, changes)
+                run.join(THIRD, RUN)
                 run.wait_for(lambda: run.has_met(THIRD), "the third host")
             codes = {host: run.end(host).code for host in (meet, THIRD)}
         printed = run.printed()
@@ -77,7 +75,6 @@ def trial(
         "cut_at": cut_at,
         "joins_at": joins_at,
         "finished": finished,
-        "loaded_from": [one["source"] for one in events(run.run_dir, "load")],
         "resized": [f"{one['from']} to {one['to']}" for one in resized],
         "repeated_steps": repeated,
         "largest_relative_difference": max(differences, default=None),

@@ -9,6 +9,8 @@ from typing import Any
 
 SETTINGS: dict[str, str] = {
     "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
+    "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
+    "asynchronous",
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import psutil
@@ -16,7 +15,6 @@ from tests.e2e.conftest import Project
 from tests.e2e.product import Command, Ended, curve, events, records
 from tests.e2e.two_hosts import TwoHosts
 from tests.processes import wait_until
-from toolkit.checkpoint.memory import SHARED_MEMORY
 
 SETTINGS: Mapping[str, object] = {
     "optimizer.learning_rate": 3e-4,  # at 3e-3, sixty steps multiply rounding by ten thousand
@@ -32,11 +30,6 @@ ELASTIC: Mapping[str, object] = {
     "launch.max_restarts": 3,
     "launch.hang_timeout_s": 20,
 }
-IN_MEMORY: Mapping[str, object] = {
-    "checkpoint.memory.every_steps": 1,
-    "checkpoint.every_steps": 1000,
-}
-"""The state is in the memory of the machines alone until the run ends."""
 SIXTY: Mapping[str, object] = {"training.steps": 60}
 PORT = 29400
 """Of the meeting point."""
@@ -125,11 +118,6 @@ class ElasticRun:
         finally:
             with suppress(psutil.NoSuchProcess):
                 rank.resume()
-
-    def forget_memory(self, host: str) -> None:
-        """What a host that is down had in memory is lost; hosts of this machine share it."""
-        (folder,) = SHARED_MEMORY.glob(f"dmt-{self.run_dir.name}-*-{host}")
-        rmtree(folder)
 
     def has_met(self, host: str) -> bool:
         """Whether the agent of a host has reached the one of the meeting point."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 
@@ -24,14 +23,12 @@ from tests.e2e.product import (
     tool,
 )
 from tests.processes import HANG_S, ROOT
-from toolkit.checkpoint.memory import folder_of
 from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = {"training.steps": 100_000}
 OFTEN = {"checkpoint.every_steps": 4}
-IN_MEMORY = {"checkpoint.memory.every_steps": 1}
 LIMIT_S = 10.0
 """After which a rank hangs; a busy machine must take a step in less."""
 WATCHED = {**OFTEN, "launch.hang_timeout_s": LIMIT_S}
@@ -94,64 +91,6 @@ def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
     first, second = events(run_dir, "start")
     assert launch["time"] < first["time"] < restart["time"] < second["time"]
     assert 0 < second["seconds"] < HANG_S
-
-
-def assert_continued_from_memory(run_dir: Path, starts: int) -> None:
-    """At most one step was repeated each time, and nothing is left in memory."""
-    loads, replays = events(run_dir, "load"), events(run_dir, "replay")
-    assert [load["source"] for load in loads] == ["memory"] * starts
-    assert all(one["to_step"] - one["from_step"] == 1 for one in replays)
-    assert [save["step"] for save in events(run_dir, "save")] == [20], "all that is on storage"
-    assert not folder_of(run_dir, None).exists()
-    assert not (run_dir / "memory.json").exists()
-
-
-def test_kills_with_the_state_in_memory(project: Project, ddp_run: Path):
-    """Each start is killed in its ninth step, two of three: none without progress."""
-    run_dir = project.folder / "alive-memory"
-    env = {"DMT_FAILPOINTS": "step=kill@rank1,hit9"}
-    ended = project.launch(run_dir.name, IN_MEMORY, "--max-restarts", "1", env=env)
-    assert ended.code == 0 and curve(run_dir) == curve(ddp_run), "the same to the bit"
-    assert_continued_from_memory(run_dir, 2)
-    first, second = (one["from_step"] for one in events(run_dir, "restart"))
-    assert first in (7, 8) and second - first in (7, 8)
-
-
-def test_a_step_counts_when_the_one_before_is_in_memory(project: Project):
-    """The third save does not end: the fourth step is not reported."""
-    run_dir = project.folder / "alive-memory-hang"
-    env = {"DMT_FAILPOINTS": "checkpoint.written=hang@rank1,hit3"}
-    changes = IN_MEMORY | {"launch.hang_timeout_s": 5.0}
-    project.launch(run_dir.name, changes, env=env, code=4)
-    assert steps_logged(run_dir) == 3
-    (hang,) = events(run_dir, "hang")
-    assert hang["step"] == 3
-    rmtree(folder_of(run_dir, None))
-
-
-def test_another_engine_continues_from_memory(project: Project, ddp_run: Path):
-    run_dir = project.folder / "alive-memory-engines"
-    env = {"DMT_FAILPOINTS": "step=kill@rank0,hit9"}
-    project.launch(run_dir.name, IN_MEMORY, env=env, code=4)
-    project.launch(run_dir.name, IN_MEMORY | LAYOUTS["megatron-tp2"])
-    assert_continued_from_memory(run_dir, 1)
-    expected = curve(ddp_run)
-    assert curve(run_dir) == {
-        step: pytest.approx(expected[step], rel=1e-5) for step in expected
-    }
-
-
-@pytest.mark.soak
-def test_memory_serves_when_all_on_storage_is_damaged(project: Project, ddp_run: Path):
-    run_dir = project.folder / "alive-memory-damaged"
-    often = {"checkpoint.memory.every_steps": 3, "checkpoint.every_steps": 7}
-    project.launch(run_dir.name, often, env={"DMT_FAILPOINTS": "step=kill@rank0,hit9"}, code=4)
-    (state, _) = (run_dir / "checkpoints" / "step-00000007").glob("state-*")
-    os.truncate(state, 1)
-    ended = project.launch(run_dir.name, often)
-    assert "step-00000007" in ended.err and curve(run_dir) == curve(ddp_run)
-    (load,) = events(run_dir, "load")
-    assert (load["step"], load["source"]) == (6, "memory")
 
 
 def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project):
@@ -310,19 +249,6 @@ def test_soak_kills(project: Project, undisturbed: Mapping[str, Path], layout: s
         name = f"soak-alive-{layout}-{trial}"
         ended = kill_a_rank(project, name, OFTEN | LAYOUTS[layout], chance)
         assert_finished(ended, project.folder / name, undisturbed[layout])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_soak_kills_in_memory(project: Project, undisturbed: Mapping[str, Path], layout: str):
-    """5 each."""
-    chance = random.Random(layout)
-    for trial in range(5):
-        run_dir = project.folder / f"soak-memory-{layout}-{trial}"
-        ended = kill_a_rank(project, run_dir.name, IN_MEMORY | LAYOUTS[layout], chance)
-        assert ended.code == 0, ended.err
-        assert curve(run_dir) == curve(undisturbed[layout]), "the same to the bit"
-        assert_continued_from_memory(run_dir, len(events(run_dir, "load")))
 
 
 @pytest.mark.soak

@@ -450,7 +450,6 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
     outer = {"replicas": 3, "every_steps": 4, "optimizer": "average", "momentum": 0.9,
              "staleness": 3, "replica": 3}  # fmt: skip
     stated = [f"parallel.outer={json.dumps(outer)}", "checkpoint.every_steps=6"]
-    stated.append("checkpoint.memory.every_steps=1")
     with pytest.raises(RecipeError) as found:
         load_recipe(recipe, [*stated, "checkpoint.keep=1", "schedule.name=plateau"])
     keys = {problem.key for problem in found.value.problems}
@@ -462,7 +461,6 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
         "parallel.outer.holder",
         "checkpoint.every_steps",
         "checkpoint.keep",
-        "checkpoint.memory",
         "schedule.name",
     }
     with pytest.raises(RecipeError, match="a sequence per rank"):  # of a replica's batch

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.making import optimizer_of, recipe
+from tests.plan.making import optimizer_of
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
@@ -23,10 +23,6 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.planner import explore
-from toolkit.plan.remedies import remedies
-from toolkit.plan.search import search
-from toolkit.recipe.schema import MemorySection
 from toolkit.text.units import GIB
 
 SHAPE = {
@@ -445,26 +441,6 @@ def test_bf16_states_moves_states_to_the_node() -> None:
     everything = replace(away, zero_stage=3, offload_parameters="cpu")
     assert peak_memory(fsdp, everything).model_states == 0
     assert host_bytes(fsdp, everything, 8) == pytest.approx(16 * total / 2)
-
-
-@pytest.mark.parametrize(("nodes", "copies"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("adapter", [{}, {"adapter__rank": 4, "adapter__alpha": 8}])
-def test_checkpoints_in_memory_need_room_on_the_host(
-    nodes: int, copies: int, adapter: dict[str, int]
-) -> None:
-    """Two steps; between nodes, each with a copy."""
-    wanted = recipe(cluster__nodes=nodes, cluster__gpus_per_node=2, **adapter)
-    found = explore(wanted)
-    assert found.best.host_gib == 0
-    memory = wanted.checkpoint.model_copy(update={"memory": MemorySection()})
-    kept = explore(wanted.model_copy(update={"checkpoint": memory}))
-    # A rank of 4 for 4 matrices of 64 × 64 and 3 of 64 × 128, in 2 layers.
-    trained = 2 * 4 * (4 * 128 + 3 * 192) if adapter else found.job.spec.total
-    saved = 12 * trained
-    assert kept.best.host_gib * GIB == pytest.approx(2 * copies * saved / nodes)
-    without_room = search(kept.job, replace(kept.cluster, host_memory_gib=1e-6))
-    assert without_room.fits is False
-    assert remedies(without_room)[0].options == "--set checkpoint.memory=null"
 
 
 def parts(memory: Memory) -> float:

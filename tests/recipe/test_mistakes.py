@@ -939,20 +939,6 @@ MISTAKES = {
         "to auto",
         at="resume",
     ),
-    "memory that a resume may not use": M(
-        "checkpoint:\n",
-        "checkpoint:\n  resume: never\n  memory: {every_steps: 1}\n",
-        "checkpoint.resume",
-        "remove checkpoint.memory",
-        at="resume",
-    ),
-    "a folder in memory by a relative path": M(
-        "checkpoint:\n",
-        "checkpoint:\n  memory: {folder: shm}\n",
-        "checkpoint.memory.folder",
-        "/dev/shm",
-        at="folder: shm",
-    ),
     "fsdp with half an offload": M(
         "stage: auto",
         "stage: 3\n    offload_optimizer: cpu\n    offload_parameters: none",

@@ -39,9 +39,6 @@ class Saves:
     def prepare(self, _engine: object) -> None:
         pass
 
-    def keep_in_memory(self, _engine: object, _progress: Progress) -> None:
-        pass
-
     def finish(self) -> None:
         pass
 

@@ -3,11 +3,9 @@
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.locate import locate
 from toolkit.checkpoint.manifest import Manifest, problem_with
-from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
+from toolkit.checkpoint.store import CheckpointStore, set_aside
 from toolkit.errors import CheckpointError
 
 
@@ -29,44 +27,32 @@ class Found:
     """Newer ones that are damaged: which, and why."""
 
 
-Candidate = tuple[int, Callable[[], Found | None]]
-"""A step, and what gets its checkpoint, or None if it cannot be used; collective."""
-
-
 def find_newest(
     store: CheckpointStore,
     *,
     expected: bool,
     verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None,
-    elsewhere: Sequence[Candidate] = (),
 ) -> Found | None:
     """The newest checkpoint that verifies, the same on every rank; collective.
 
     `verifying` gets the number of bytes of a checkpoint that this rank verifies; the function
-    that it returns gets the progress. `elsewhere`: candidates that are not in the store; one in
-    the store is preferred to another of its step.
+    that it returns gets the progress.
 
     None if there is none and none is `expected`. Raises CheckpointError if one is expected, or
     if there are some and all are damaged: a run must not silently start from scratch.
     """
     skipped: dict[Path, str] = {}
 
-    def verified(folder: Path) -> Found | None:
+    stored: list[Path] = _from_rank_0(lambda: [*store.finished()[::-1]])
+    expected = _from_rank_0(lambda: expected or store.expects_one())
+    for folder in stored:
         manifest, problems = _look_at(folder, verifying)
         if manifest is not None and not problems:
-            return Found(folder, manifest, ())
-        skipped[folder] = f"{folder.name}: {problems[0]}"
-        return None
-
-    stored = _from_rank_0(lambda: [(step_of(one), one) for one in store.finished()[::-1]])
-    expected = _from_rank_0(lambda: expected or store.expects_one())
-    candidates: list[Candidate] = [(step, partial(verified, one)) for step, one in stored]
-    for _, get in sorted([*candidates, *elsewhere], key=itemgetter(0), reverse=True):
-        if found := get():
             for damaged in skipped if dist.get_rank() == 0 else ():
                 with suppress(OSError):  # a disk that cannot be written: skipped each time
                     set_aside(damaged, "damaged")
-            return replace(found, skipped=tuple(skipped.values()))
+            return Found(folder, manifest, tuple(skipped.values()))
+        skipped[folder] = f"{folder.name}: {problems[0]}"
     if not expected:
         return None
     why = "; ".join(skipped.values()) or "no finished checkpoint is there"

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -41,8 +40,6 @@ from toolkit.system.failpoints import failpoint
 
 WRITING_TIMEOUT = timedelta(days=1)
 """How long a rank that has written its file waits for the slowest."""
-LISTEN_S = 0.5
-"""How often one that waits for a save reports its progress."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,6 @@ class Saved:
 class Saver:
     """Writes checkpoints into a store. Creating one is collective, and so is every method."""
 
-    hashes = True
-    """Whether manifests state the SHA-256 of files."""
-
     def __init__(self, store: CheckpointStore, *, asynchronous: bool) -> None:
         self.store = store
         self.asynchronous = asynchronous
@@ -72,14 +66,7 @@ class Saver:
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
-        self._done = 0
-        """Bytes of all saves that were written, or went to or came from other machines."""
         self._pinning: Future[None] | None = None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank begins and commits in the store."""
-        return dist.get_rank() == 0
 
     def prepare(self, state: Iterable[StateShard]) -> None:
         """Pin the host memory that saves of this `state` will need, in the thread, while
@@ -132,21 +119,13 @@ class Saver:
         if not self.asynchronous:
             self._in_flight.exception()  # waits
 
-    def finished(
-        self, *, wait: bool = False, tick: Callable[[int], object] | None = None
-    ) -> Saved | None:
+    def finished(self, *, wait: bool = False) -> Saved | None:
         """The outcome of the save in flight, once; None while it runs or without one.
 
-        Unless it waits, ranks see it at different times. While it waits, `tick` gets the bytes
-        that were done since the last call.
+        Unless it waits, ranks see it at different times.
         """
         if self._in_flight is None or not (wait or self._in_flight.done()):
             return None
-        told = self._done
-        while tick is not None and wait_for([self._in_flight], LISTEN_S).not_done:
-            if (done := self._done) > told:
-                tick(done - told)
-            told = done
         saved = self._in_flight.result()
         self._in_flight = None
         return saved
@@ -166,7 +145,7 @@ class Saver:
         copied: Callable[[], None],
     ) -> Saved:
         """Write, gather, commit; in the thread."""
-        leader = self.leads
+        leader = dist.get_rank() == 0
 
         def begin() -> None:
             copied()
@@ -177,7 +156,8 @@ class Saver:
         files: dict[str, FileRecord] = {}
         if problem is None:
             folder = self.store.partial(manifest.step)
-            problem, files = self._write_all(folder, entries, companions)
+            problem, found = self._agree(lambda: self._write_own(folder, entries, companions))
+            files = {name: file for part in found for name, file in (part or {}).items()}
         entries.clear()
         manifest = manifest.with_files(files)
         complaint = None
@@ -189,33 +169,21 @@ class Saver:
             self.store.abandon(manifest.step)
         return Saved(manifest, time.monotonic() - began, problem, complaint)
 
-    def _write_all(
-        self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
-    ) -> tuple[str | None, dict[str, FileRecord]]:
-        """Let all ranks write; the first problem, and the files of those that had none."""
-        problem, found = self._agree(lambda: self._write_own(folder, entries, companions))
-        return problem, {name: file for part in found for name, file in (part or {}).items()}
-
-    def file_of(self, rank: int) -> str:
-        """The name of a rank's file."""
-        return f"state-{rank:05d}.safetensors"
-
     def _write_own(
         self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
     ) -> dict[str, FileRecord]:
         """Write this rank's files to disk and sync; returns their records."""
-        name = self.file_of(dist.get_rank())
-        digest = hashlib.sha256() if self.hashes else None
+        name = f"state-{dist.get_rank():05d}.safetensors"
+        digest = hashlib.sha256()
         failpoint("checkpoint.write")
         try:
-            write_file(folder / name, [one.telling(self._tick) for one in entries], digest)
+            write_file(folder / name, entries, digest)
         except OSError:
             # Other ranks may write for minutes: leave space for the run's other files.
             (folder / name).unlink(missing_ok=True)
             raise
         failpoint("checkpoint.written")
-        sha256 = "" if digest is None else digest.hexdigest()
-        records = {name: FileRecord((folder / name).stat().st_size, sha256)}
+        records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
         if dist.get_rank() == 0:
             records |= {
                 path: write_synced(folder / path, text) for path, text in companions.items()
@@ -223,9 +191,6 @@ class Saver:
             for inner in {(folder / path).parent for path in companions}:
                 sync_folder(inner)
         return records
-
-    def _tick(self, nbytes: int) -> None:
-        self._done += nbytes
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
         """Run `action` on every rank; the first rank's problem, and what all returned."""

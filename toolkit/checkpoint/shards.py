@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block, ends, overlaps
-from toolkit.models.frozen import matching
 from toolkit.models.weights import checkpoint_names, correction_biases
 from toolkit.optimizers.base import MOMENTS, OPTIMIZERS, Quantity
 
@@ -130,18 +129,6 @@ def dtype_of(quantity: str) -> torch.dtype:
 def whole_quantity(quantity: str, tensor: str, shape: Sequence[int]) -> Block:
     """All of a quantity of a checkpoint tensor of this shape."""
     return whole_block(tensor, _KINDS[quantity].shape(stored_shape(shape)))
-
-
-def state_bytes(
-    shapes: Mapping[str, Sequence[int]], freeze: Sequence[str], optimizer: str
-) -> int:
-    """Bytes of a checkpoint with tensors of these shapes, of which `freeze` do not train."""
-    frozen = matching(freeze, shapes)
-    return sum(
-        block_numel(whole_quantity(quantity, tensor, shape)) * dtype_of(quantity).itemsize
-        for tensor, shape in shapes.items()
-        for quantity in kept(optimizer, tensor, shape)[: 1 if tensor in frozen else None]
-    )
 
 
 def block_numel(block: Block) -> int:

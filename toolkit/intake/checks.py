@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
@@ -566,21 +565,6 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
-def _memory(recipe: Recipe) -> Iterator[Problem]:
-    """What is kept in memory is used, and found: ranks and their launcher may have different
-    working directories."""
-    memory = recipe.checkpoint.memory
-    if memory is None:
-        return
-    if recipe.checkpoint.resume == "never":
-        fix = "set checkpoint.resume to auto, or remove checkpoint.memory"
-        allowed = "auto with checkpoint.memory, which only serves to continue"
-        yield Problem("checkpoint.resume", "never", allowed, fix)
-    if memory.folder is not None and not PurePath(memory.folder).is_absolute():
-        key, allowed = "checkpoint.memory.folder", "an absolute path, of a tmpfs"
-        yield Problem(key, memory.folder, allowed, "write e.g. /dev/shm, or remove it")
-
-
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """Every number of machines that an elastic run may have must be possible."""
     launch, nodes = recipe.launch, recipe.cluster.nodes
@@ -736,5 +720,4 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
     Rule((*_SPREAD, "launch"), _elastic),
-    Rule(("checkpoint.resume", "checkpoint.memory"), _memory),
 )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from toolkit.checkpoint.memory import newest_kept
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import LaunchSpec, Starter
@@ -81,13 +80,13 @@ def pause_before(attempt: int) -> float:
 
 
 def newest_step(run: RunDirectory) -> int:
-    """The step of the newest committed checkpoint, on storage or in this machine's memory, or
-    of that from which the run started last: it may be in other machines'. 0 without one."""
+    """The step of the newest committed checkpoint, or of that from which the run started last.
+    0 without one."""
     starts = [
         one.get("step") or 0 for one in read_events(run.events) if one.get("kind") == "start"
     ]
     stored = CheckpointStore(run.checkpoints, keep=1).newest_step()
-    return max(stored, newest_kept(run.path), *starts[-1:])
+    return max(stored, *starts[-1:])
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:

@@ -4,8 +4,6 @@ BYTES_PER_PARAMETER = 12
 """The fp32 weight and both of Adam's moments."""
 BYTES_PER_FROZEN_PARAMETER = 4
 """The weight alone."""
-STEPS_IN_MEMORY = 2
-"""Of `checkpoint.memory`: those there between two saves, and most while one is written."""
 
 
 def checkpoint_bytes(trained: int, frozen: int) -> int:

@@ -62,8 +62,6 @@ def remedies(found: Search) -> list[Remedy]:
 
 def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
     """What a run may do without, the dearest last; of each list the first that fits counts."""
-    if job.keeps_in_memory:
-        yield [("checkpoints in memory", {"checkpoint.memory": "null"})]
     on_host: Changes = {"parallel.offload_activations": True}
     if job.parallel.recompute in ("none", "selective"):
         on_host["parallel.recompute"] = "full"
@@ -149,8 +147,6 @@ def _word(key: str, value: Any) -> str:
 def _changed(job: PlanRequest, changes: Changes) -> PlanRequest:
     """The request with other settings."""
     stated = dict(changes)
-    if stated.pop("checkpoint.memory", None):
-        job = replace(job, keeps_in_memory=False)
     if adapter := stated.pop("adapter", None):
         job = replace(job, adapter=AdapterSection(**adapter), freeze=())
     return job.stating(stated)

@@ -54,8 +54,6 @@ class PlanRequest:
     """Training begins with weights that exist."""
     evaluators: tuple[str, ...] = ()
     """Names of those that judge the weights during training."""
-    keeps_in_memory: bool = False
-    """Checkpoints are kept in the memory of the machines."""
 
     @classmethod
     def of(
@@ -80,7 +78,6 @@ class PlanRequest:
             lengths if len(lengths) > 1 else (),
             recipe.model.init != "random",
             tuple(chosen(recipe.evaluation)),
-            recipe.checkpoint.memory is not None,
         )
 
     def uneven(self, tensor: int) -> int | None:

@@ -163,7 +163,7 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
-    if places != ("none", "none") or layout.offload_activations or workload.kept_bytes:
+    if places != ("none", "none") or layout.offload_activations:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
     states, capacity = memory.model_states / GIB, fullest.cluster.gpu.memory_gib

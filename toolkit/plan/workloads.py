@@ -3,7 +3,6 @@
 from toolkit.backend import BACKENDS
 from toolkit.features.base import changed
 from toolkit.layout import Pair
-from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
@@ -19,7 +18,6 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
     on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
     pays = not on_cpus or not legality.table()[pair].without_overlap
     spec = job.spec
-    frozen = 0 if spec.adapters else spec.total - spec.trainable
     plain = planned_workload(
         spec,
         job.training,
@@ -27,7 +25,6 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         # Without a mask a row counts as one document: how long documents are is not known.
         document_mask=job.isolates and attention.kernel(job) != "varlen",
         updates=job.updates,
-        kept_bytes=checkpoint_bytes(spec.trainable, frozen) if job.keeps_in_memory else 0,
         pipeline_overlap=auto and pays,
         reduce_overlap=auto and pays,
         keeps_sent=auto and on_cpus,

@@ -847,16 +847,6 @@ class ClusterSection(Section):
         return self.nodes * self.gpus_per_node
 
 
-class MemorySection(Section):
-    """Checkpoints in the memory of the machines, each with a copy on another one: after a
-    failure a run continues from them without reading from storage."""
-
-    every_steps: Positive = 1
-    """Steps between them. Training waits only while the one before is unfinished."""
-    folder: NonEmpty | None = None
-    """A folder on a tmpfs of every machine; null: /dev/shm."""
-
-
 class CheckpointSection(Section):
     """Saving and resuming."""
 
@@ -872,7 +862,6 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     """Training continues while a checkpoint is written, from a copy in host memory; false:
     training waits, and no copy is made."""
-    memory: MemorySection | None = None
     export: bool = True
     """Write a Hugging Face folder to `export/` at the end; with adapters, a PEFT folder."""
 

@@ -68,8 +68,6 @@ class RunDirectory:
     tensorboard = _Inside("tensorboard")
     heartbeats = _Inside("heartbeats")
     checkpoints = _Inside("checkpoints")
-    memory = _Inside("memory.json")
-    """Which checkpoints in the memory of the machines count; see `checkpoint/memory.py`."""
     export = _Inside("export")
     evaluations = _Inside("evaluations")
     """What evaluators found, one file for each and step; see `run/evaluations.py`."""

@@ -16,7 +16,6 @@ EventKind = Literal[
     "start",
     "load",
     "save",
-    "memory",
     "export",
     "resume",
     "restart",
@@ -56,9 +55,7 @@ class EventLog:
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
       where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
       before ranks end because one hangs;
-    - `load` (with its `seconds` and the `source`, `memory` or `storage`) when a checkpoint was
-      loaded; `memory` (with the number of `saves`, the `gigabytes` of one and the seconds
-      that training waited for all, `stall_s`) when a run removes at its end what it kept there;
+    - `load` (with its `seconds`) when a checkpoint was loaded;
     - `import` (with `message`) when `dmt checkpoint import` wrote the checkpoint of another
       tool that the run continues from;
     - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running

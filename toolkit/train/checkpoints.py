@@ -13,7 +13,6 @@ from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
 from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.memory_saver import MemorySaver
 from toolkit.checkpoint.resume import (
     Found,
     check_shared_disk,
@@ -22,7 +21,6 @@ from toolkit.checkpoint.resume import (
 )
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
-from toolkit.checkpoint.shards import state_bytes
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.data.build import TrainingData
@@ -45,10 +43,10 @@ from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
-from toolkit.train.memory import GB, RunMemory
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
 
+GB = 1e9
 _VERIFYING = "verifying the checkpoint"
 _EXPORTED = (
     "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
@@ -87,12 +85,9 @@ class RunCheckpoints:
             self.directory.checkpoints, section.keep, section.keep_best or 0
         )
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
-        self.memory: RunMemory | None = None
-        """What the run keeps in the memory of its machines; made by `find`."""
         self._prepared = False
         self.saved_at = 0
-        """Step of the last save to storage that was started, or of the checkpoint that was
-        loaded from there."""
+        """Step of the last save that was started, or of the checkpoint that was loaded."""
         self.load_s: float | None = None
         """Seconds that loading took; None if nothing was loaded."""
         self._stall_s = 0.0
@@ -114,23 +109,10 @@ class RunCheckpoints:
                 f"{self.store.folder} holds checkpoints and checkpoint.resume is never",
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
-        if (section := self.assignment.recipe.checkpoint.memory) is not None:
-            asynchronous = self.saver.asynchronous
-            memory = MemorySaver(self.directory.path, section.folder, asynchronous=asynchronous)
-            self.memory = RunMemory(memory, section.every_steps, phases, self._warn)
-            recipe, shapes = self.assignment.recipe, self._shapes(config)
-            memory.check_room(state_bytes(shapes, recipe.model.freeze, recipe.optimizer.name))
-        elif self.leader and self.directory.memory.exists():
-            self._warn(
-                "checkpoint.memory is off: what the run has in memory is not used; remove "
-                f"dmt-{self.directory.path.name}-… from it on every machine"
-            )
-            self.directory.memory.unlink()
         found = find_newest(
             self.store,
             expected=any(e.get("kind") == "save" for e in read_events(self.directory.events)),
             verifying=partial(phases.begin, _VERIFYING),
-            elsewhere=() if self.memory is None else self.memory.candidates(),
         )
         if found is None:
             return None
@@ -139,12 +121,6 @@ class RunCheckpoints:
         self._found, self._saved = found, SavedState(found.folder)
         self._check_same_run(found, config)
         return found
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the run continues from a checkpoint that is not on storage."""
-        found = self._found
-        return found is not None and found.folder.parent != self.store.folder
 
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
@@ -294,7 +270,6 @@ class RunCheckpoints:
         assert self._saved is not None, "found"
         self._saved.close()
         self.saved_at = found.manifest.step
-        self._forget()
         self.load_s = 0.0
 
     def load(self, engine: Engine, found: Found, phases: Phases) -> None:
@@ -315,8 +290,7 @@ class RunCheckpoints:
             tick(len(new))
         self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
-        if not self.in_memory:
-            self.saved_at = manifest.step
+        self.saved_at = manifest.step
         if self.leader:
             self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
@@ -350,24 +324,17 @@ class RunCheckpoints:
         self.saver.save(self.manifest(engine, progress), engine.state(), self.companions)
         self._stall_s = time.monotonic() - began
 
-    def keep_in_memory(self, engine: Engine, progress: Progress) -> None:
-        """Start saving into memory, when due."""
-        if self.memory is not None and progress.step % self.memory.every == 0:
-            self.memory.save(self.manifest(engine, progress), engine.state())
-
     def add_validation(self, progress: Progress) -> None:
         """Put a validation into the checkpoint that the run continues from: it was saved by a
         stop, without the validation that was due. Rank 0's work."""
         assert self._found is not None, "it continues"
-        if self.in_memory:
-            return  # nothing on storage has this step
         try:
             self.store.restate(replace(self._found.manifest, validation=progress.validation))
         except OSError as error:
             self._warn(f"step {progress.step} does not record its validation: {error}")
 
     def finish(self) -> None:
-        """Wait for the save in flight. What is in memory is not needed any more then.
+        """Wait for the save in flight.
 
         If it failed, rank 0 raises RunFailed and every other rank PeerFailed.
         """
@@ -380,22 +347,10 @@ class RunCheckpoints:
                 fix="make room and start the same command again; it continues from the "
                 "checkpoint before",
             )
-        self._forget()
-
-    def _forget(self) -> None:
-        """Remove what the run has in memory: its last step is on storage."""
-        if self.memory is None:
-            return
-        self.memory.forget()
-        if self.leader:
-            self.directory.memory.unlink(missing_ok=True)
-            self.events.write("memory", **self.memory.summary())
 
     def close(self) -> None:
-        """Close the savers; no save is in flight."""
+        """Close the saver; no save is in flight."""
         self.saver.close()
-        if self.memory is not None:
-            self.memory.saver.close()
 
     def tell(self, *, wait: bool = False) -> Saved | None:
         """Report a finished save, once; called after every step, does not block."""

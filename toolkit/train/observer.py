@@ -168,12 +168,7 @@ class Observer:
             self._samples = SampleLog(directory, ranks.rank, layout.data_rank(ranks.rank))
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Advance the bar; log (always the first step) and compare replicas when due.
-
-        The step counts when the one before is safe in memory, if it is kept there.
-        """
-        if self.checkpoints.memory is not None:
-            self.checkpoints.memory.tell(wait=True)
+        """Advance the bar; log (always the first step) and compare replicas when due."""
         self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
         length = self._lengths.stage_of(progress.step - 1).sequence_length
         flops_per_token = self.start.plan.flops_per_token_at(length)
@@ -211,8 +206,6 @@ class Observer:
     def _distrust(self, agreed_step: int) -> str:
         """Set later checkpoints aside, also one that is still being written. Collective."""
         self.checkpoints.tell(wait=True)
-        if self.checkpoints.memory is not None:
-            self.checkpoints.memory.forget(agreed_step)
         if self.reporter is None:
             return ""
         return set_aside_after(self.checkpoints.store.folder, agreed_step)
@@ -315,8 +308,6 @@ class Observer:
         if stopping:
             self._finish_saving()
             self.compare(progress)
-        elif not self._skipping and progress.step < self.steps:
-            self.checkpoints.keep_in_memory(self.engine, progress)
 
     def _balance(self, step: int) -> None:
         """Measure ranks, and let a checkpoint record how later batches are split."""

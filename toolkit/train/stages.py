@@ -205,8 +205,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
         phases={doing: round(s, 3) for doing, s in phases.seconds.items()},
     )
     if checkpoints.load_s is not None:
-        source = "memory" if checkpoints.in_memory else "storage"
-        events.write("load", step=step, source=source, seconds=round(checkpoints.load_s, 3))
+        events.write("load", step=step, seconds=round(checkpoints.load_s, 3))
     if lost := replayed(start.watchdog.before, step):
         events.write("replay", **lost)
     bar = ProgressReport(steps, step, phases.console)
@@ -279,8 +278,6 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         except (RunFailed, PeerFailed, Stopped):
             # Raised on every rank: the save in flight is good.
             observer.checkpoints.tell(wait=True)
-            if observer.checkpoints.memory is not None:
-                observer.checkpoints.memory.tell(wait=True)
             raise
         # A signal from here on has no effect: the rest is short. Saving comes first, so that a
         # kill loses no step.

@@ -80,8 +80,6 @@ def _unable(recipe: Recipe) -> Iterator[Problem]:
         "data.stages": data.stages and "none",
         "data.train": stops and "no source with at_end: stop",
         "schedule.name": recipe.schedule.name == "plateau" and "another schedule",
-        # A replica would continue from a later step than the holder's.
-        "checkpoint.memory": recipe.checkpoint.memory and "null",
         "evaluation.early_stopping": recipe.evaluation.early_stopping and "null",
         "training.objective": REFERENCE in recipe.objective().reads
         and "an objective without a reference model",

@@ -216,8 +216,6 @@ def run_notes(recipe: Recipe) -> Iterator[str]:
         yield f"data.tokenizer_revision {data.tokenizer_revision}: pass a local folder of it"
     yield "add --save DIR for checkpoints, and --load DIR to resume from them"
     yield "not passed on: checkpoint.keep, checkpoint.resume, checkpoint.export"
-    if recipe.checkpoint.memory is not None:
-        yield "not passed on: checkpoint.memory"
     wandb = recipe.logging.wandb
     if wandb is not None and wandb.mode == "offline":
         yield "set WANDB_MODE=offline"

@@ -204,8 +204,7 @@ def run_trial(
     """
     folder.mkdir(parents=True, exist_ok=True)
     wait_until_free(folder)
-    # A trial that is ended at once would leave its state in the memory of the machine.
-    settings = [*overrides, "checkpoint.memory=null", f"launch.hang_timeout_s={hang_s:g}"]
+    settings = [*overrides, f"launch.hang_timeout_s={hang_s:g}"]
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]

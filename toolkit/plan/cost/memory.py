@@ -20,7 +20,6 @@ from toolkit.layout import (
     stage_layers,
 )
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
-from toolkit.plan.checkpoint_size import STEPS_IN_MEMORY
 from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.exchange import context_split
@@ -491,8 +490,7 @@ def bytes_per_logit(workload: Workload, tp: int) -> int:
 
 
 def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
-    """Host memory of one node for states that are offloaded to the CPU or pass through it, and
-    for checkpoints that it keeps: parts of its own, and copies of another node's.
+    """Host memory of one node for states that are offloaded to the CPU or pass through it.
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
     states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
@@ -514,8 +512,6 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
         held += each.weight * share
     elif layout.offload_parameters == "nvme":
         held += each.weight * min(NVME_LIVE_PARAMETERS, share)
-    copies = STEPS_IN_MEMORY * (2 if layout.world > ranks else 1)
-    held += copies * workload.kept_bytes / layout.world
     return (held + input_bytes(workload, layout)) * ranks
 
 

@@ -85,8 +85,6 @@ class Workload:
     two moments."""
     updates: OwnerUpdates | None = None
     """What an optimizer other than AdamW updates."""
-    kept_bytes: int = 0
-    """Of a checkpoint, where the machines keep it in memory (`checkpoint.memory`)."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
