@@ -86,7 +86,7 @@ def newest_step(run: RunDirectory) -> int:
         one.get("step") or 0 for one in read_events(run.events) if one.get("kind") == "start"
     ]
     stored = CheckpointStore(run.checkpoints, keep=1).newest_step()
-    return max(stored, *starts[-1:])
+    return max([stored, *starts[-1:]])
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:

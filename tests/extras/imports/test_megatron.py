@@ -43,7 +43,6 @@ def project(folder: Path, case: str) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "qwen2_moe partly dense"])
 def test_there_and_back_is_bit_identical(case: str, tmp_path: Path, dmt: Dmt) -> None:
-    """Four real ranks compute transformers' logits from it, too."""
     recipe, hf = project(tmp_path, case)
     megatron, run = tmp_path / "megatron", tmp_path / "run"
     dmt("checkpoint", "export", hf, megatron, "--to", "megatron")
@@ -58,6 +57,7 @@ def test_there_and_back_is_bit_identical(case: str, tmp_path: Path, dmt: Dmt) ->
 
 @pytest.mark.slow
 def test_any_layout_loads_it_and_what_it_saves_comes_back(tmp_path: Path, dmt: Dmt) -> None:
+    """Four real ranks compute transformers' logits from it, and save it."""
     layouts = {
         "llama": {"tp": 2, "pp": 2, "sequence_parallel": True},
         "qwen3_moe": {"tp": 2, "sequence_parallel": True, "dp": 2},

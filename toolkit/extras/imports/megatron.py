@@ -104,7 +104,10 @@ MEGATRON = Megatron()
 def iteration_folder(folder: Path) -> Path:
     """The folder with the data of a checkpoint. Raises CheckpointError."""
     if (folder / TRACKER).is_file():
-        text = read_bytes(regular_inside(folder, TRACKER), 100).decode().strip()
+        try:
+            text = read_bytes(regular_inside(folder, TRACKER), 100).decode().strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / TRACKER} cannot be read: {error}") from error
         if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
             raise CheckpointError(
                 f"{folder / TRACKER} says {text[:40]!r}, neither a step nor {RELEASE}"
