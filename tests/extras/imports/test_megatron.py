@@ -21,6 +21,7 @@ from toolkit.extras.imports.megatron import (
     iteration_folder,
     write_megatron,
 )
+from toolkit.run.recorded import read_events
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -96,8 +97,9 @@ def test_a_run_starts_with_them_and_another_model_is_refused(tmp_path: Path, dmt
     dmt(*words)
     dmt("checkpoint", "export", run, tmp_path / "again", "--to", "megatron")
     assert (tmp_path / "again" / "release" / ".metadata").is_file()
-    ended = dmt("launch", recipe, "--run-dir", run, "--set", "training.steps=2")
-    assert "continuing from step 0 of 2" in ended.err
+    dmt("launch", recipe, "--run-dir", run, "--set", "training.steps=2")
+    (load,) = (one for one in read_events(run / "events.jsonl") if one.get("kind") == "load")
+    assert load["step"] == 0
 
 
 def test_keys_and_rows_that_do_not_fit(tmp_path: Path) -> None:
