@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> Any:
-    return Reader(folder).read("x", (0,), (6,))
+    return Reader(folder).read("x")
 
 
 @pytest.mark.parametrize("form", [pickled, zipped])

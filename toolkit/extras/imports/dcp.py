@@ -123,7 +123,7 @@ class StoredModel:
     def updates(self) -> int:
         """How often every parameter was updated."""
         updates = {
-            whole_number(self.stored[key].read(key, (), ()), key)
+            whole_number(self.stored[key].read(key), key)
             for name in self.names.values()
             if (key := f"{self.states}{name}.{STEP}") in self.stored
         }
@@ -274,8 +274,7 @@ def _reads(
         found = stored[key].tensors[key].size
         if found != shape:
             raise CheckpointError(f"{key} has the shape {found}, the model needs {shape}")
-    origin = (0,) * len(shape)
-    return {one: partial(stored[key].read, key, origin, shape) for one, key in keys.items()}
+    return {one: partial(stored[key].read, key) for one, key in keys.items()}
 
 
 def _stored_object(reader: Reader, key: str) -> Any:

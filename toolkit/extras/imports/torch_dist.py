@@ -1,4 +1,4 @@
-"""Reads `torch.distributed.checkpoint` folders, one rectangle at a time.
+"""Reads `torch.distributed.checkpoint` folders.
 
 A checkpoint is a folder of data files and a `.metadata` file with the byte offset of every
 rectangle of every global tensor. torch's own reader unpickles that file whatever it holds.
@@ -6,8 +6,6 @@ rectangle of every global tensor. torch's own reader unpickles that file whateve
 
 import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,9 +26,6 @@ METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 """Which megatron-core writes in addition."""
 LARGEST_INDEX_BYTES = 1 << 30
-CACHE_BYTES = 128 << 20
-"""Rectangles cached by a reader: the parts of a fused tensor are requested one after
-another."""
 
 
 @dataclass(frozen=True)
@@ -43,78 +37,55 @@ class GlobalTensor:
 
 
 class Reader:
-    """Reads rectangles of global tensors from a checkpoint that any layout saved.
+    """Reads tensors from a checkpoint that any layout saved.
 
-    Raises CheckpointError for a folder that is not such a checkpoint or was tampered with.
+    Raises CheckpointError for a folder that is not such a checkpoint, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = _load_index(folder)
-        self.tensors = index.tensors
-        self._chunks = index.chunks
-        self._places = index.places
-        self.objects = {
-            key for key, offset in index.places if not offset
-        } - index.tensors.keys()
+        self._entries = {
+            key: entry
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._places = {
+            (where.fqn, tuple(where.offset or ())): place
+            for where, place in index.storage_data.items()
+        }
+        self.tensors = {
+            key: GlobalTensor(tuple(entry.size), entry.properties.dtype)
+            for key, entry in self._entries.items()
+        }
+        self.objects = {key for key, offset in self._places if not offset} - self.tensors.keys()
         """Keys of what is no tensor, see `read_object`."""
-        self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
-    def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """The rectangle at `offset` of `size`, in as many dimensions as the tensor has.
-
-        It may be a view of the reader's cache: do not write to it.
-        """
+    def read(self, key: str) -> Tensor:
+        """A whole tensor."""
         whole = self.tensors[key]
-        result = torch.empty(tuple(size), dtype=whole.dtype)
+        result = torch.empty(whole.size, dtype=whole.dtype)
         filled = 0
-        for chunk in self._chunks[key]:
-            overlap = [
-                (max(a, c), min(a + n, c + m))
-                for a, n, c, m in zip(offset, size, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(low >= high for low, high in overlap):
-                continue
-            target = tuple(
-                slice(x - a, y - a) for (x, y), a in zip(overlap, offset, strict=True)
-            )
-            source = tuple(
-                slice(x - c, y - c) for (x, y), c in zip(overlap, chunk.offsets, strict=True)
-            )
-            part = self._chunk(key, chunk)[source]
-            if part.numel() == result.numel():
-                return part
-            result[target] = part
+        for chunk in self._entries[key].chunks:
+            part = self._load(key, chunk)
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            result[tuple(slice(start, start + size) for start, size in ends)] = part
             filled += part.numel()
         if filled != result.numel():
             raise CheckpointError(f"{self.folder}: parts of {key} are missing")
         return result
 
-    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A stored rectangle; the last ones are kept."""
-        name = key, tuple(chunk.offsets)
-        if name not in self._cache:
-            self._cache[name] = self._load(name, chunk)
-            while sum(part.nbytes for part in self._cache.values()) > CACHE_BYTES:
-                if len(self._cache) == 1:
-                    break
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(name)
-        return self._cache[name]
-
-    def _load(self, name: tuple[str, tuple[int, ...]], chunk: ChunkStorageMetadata) -> Tensor:
-        stored = io.BytesIO(self._stored(*name))
+    def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        stored = io.BytesIO(self._stored(key, tuple(chunk.offsets)))
         try:
             part = torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                f"{self.folder}: {name[0]} cannot be read ({type(error).__name__})"
+                f"{self.folder}: {key} cannot be read ({type(error).__name__})"
             ) from error
-        expected = torch.Size(chunk.sizes), self.tensors[name[0]].dtype
+        expected = torch.Size(chunk.sizes), self.tensors[key].dtype
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != expected:
-            raise CheckpointError(f"{self.folder}: {name[0]} is not what the index says")
-        if part.untyped_storage().nbytes() > part.nbytes:
-            raise CheckpointError(f"{self.folder}: {name[0]} is a view of something larger")
+            raise CheckpointError(f"{self.folder}: {key} is not what the index says")
         return part
 
     def read_object(self, key: str) -> bytes:
@@ -125,7 +96,7 @@ class Reader:
         place = self._places.get((key, offset))
         if place is None:
             raise CheckpointError(f"{self.folder}: no place is given for {key}")
-        path = self.folder / place.relative_path
+        path = self.folder / Path(place.relative_path).name
         try:
             if not path.is_file():
                 raise FileNotFoundError(path)  # also for a FIFO, which would never end
@@ -178,70 +149,13 @@ def _member(enumeration: Any, name: str) -> Enum:
     return enumeration[name]
 
 
-@dataclass(frozen=True)
-class _Index:
-    """The content of `.metadata`, checked to have the supported format."""
-
-    tensors: dict[str, GlobalTensor]
-    chunks: dict[str, list[ChunkStorageMetadata]]
-    places: dict[tuple[str, tuple[int, ...]], _StorageInfo]
-    """Where a chunk lies, by the key of its tensor and its offset."""
-
-
-def _load_index(folder: Path) -> _Index:
+def _load_index(folder: Path) -> Metadata:
     path = folder / METADATA
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is no torch_dist checkpoint: it has no {METADATA}",
-            fix="name the folder that holds the *.distcp files, or the one above it with "
-            "latest_checkpointed_iteration.txt",
-        )
     try:
-        content = read_bytes(path, LARGEST_INDEX_BYTES)
-        return _checked_index(_IndexUnpickler(io.BytesIO(content)).load())
+        index = _IndexUnpickler(io.BytesIO(read_bytes(path, LARGEST_INDEX_BYTES))).load()
+        if not isinstance(index, Metadata):
+            raise TypeError("it is not the index of a checkpoint")
     except Exception as error:
         what = str(error) or type(error).__name__
         raise CheckpointError(f"{path} is refused: {what}") from error
-
-
-def _checked_index(metadata: object) -> _Index:
-    """Raises ValueError, or whatever reading a value of the wrong type raises."""
-    if not isinstance(metadata, Metadata):
-        raise ValueError("it is not the index of a checkpoint")
-    index = _Index({}, {}, {})
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(key, str):
-            raise ValueError(f"it names a tensor by a {type(key).__name__}")
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        size, dtype = _whole_numbers(entry.size), entry.properties.dtype
-        chunks = [
-            ChunkStorageMetadata(
-                torch.Size(_whole_numbers(chunk.offsets)),
-                torch.Size(_whole_numbers(chunk.sizes)),
-            )
-            for chunk in entry.chunks
-        ]
-        ranks = {len(size)}.union(*({len(c.offsets), len(c.sizes)} for c in chunks))
-        if not isinstance(dtype, torch.dtype) or len(ranks) > 1:
-            raise ValueError(f"it contradicts itself about {key!r:.80}")
-        index.tensors[key] = GlobalTensor(size, dtype)
-        index.chunks[key] = chunks
-    for where, place in metadata.storage_data.items():
-        if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(
-                f"it names a file outside its folder: {place.relative_path[:80]!r}"
-            )
-        _whole_numbers((place.offset, place.length))
-        if not isinstance(where.fqn, str):
-            raise ValueError(f"it names a tensor by a {type(where.fqn).__name__}")
-        index.places[where.fqn, _whole_numbers(where.offset or ())] = place
     return index
-
-
-def _whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
-    """A size or an offset. Raises ValueError otherwise."""
-    numbers = tuple(value for value in values if type(value) is int and 0 <= value < 1 << 62)
-    if len(numbers) != len(values):
-        raise ValueError(f"it holds a {type(values).__name__} of something else for a size")
-    return numbers
