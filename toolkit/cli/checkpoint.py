@@ -226,6 +226,14 @@ _ShardSize = Annotated[
     str | None,
     typer.Option(help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated."),
 ]
+_Verify = Annotated[
+    bool,
+    typer.Option(" /--no-verify", help="Do not hash the checkpoint first.", show_default=False),
+]
+_Merged = Annotated[
+    bool,
+    typer.Option("--merged", help="Add the adapters to their base: write a whole model."),
+]
 _To = Annotated[
     Literal["huggingface", "megatron"],
     typer.Option(
@@ -249,16 +257,8 @@ _Private = Annotated[
 def export(
     checkpoint: Checkpoint,
     dst: Destination,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            " /--no-verify", help="Do not hash the checkpoint first.", show_default=False
-        ),
-    ] = True,
-    merged: Annotated[
-        bool,
-        typer.Option("--merged", help="Add the adapters to their base: write a whole model."),
-    ] = False,
+    verify: _Verify = True,
+    merged: _Merged = False,
     compare: _CompareLogits = None,
     shard_size: _ShardSize = None,
     to: _To = "huggingface",
@@ -287,8 +287,10 @@ def export(
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
     if private and push_to_hub is None:
         raise CheckpointError("--private: nothing is uploaded", fix="add --push-to-hub REPO")
+    if to == "megatron" and (shard_size or compare or push_to_hub):
+        raise CheckpointError("--to megatron: not with options of a Hugging Face folder")
     if found.manifest.adapter is not None and not merged:
-        _refuse_for_adapters(shard_size, compare)
+        _refuse_for_adapters(shard_size, compare, to)
     if compare is not None:
         logits.require(compare)
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
@@ -298,18 +300,12 @@ def export(
         tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
-    if to == "megatron":
-        whole = merged or found.manifest.adapter is None
-        if not whole:
-            raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
-        dst.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=dst.absolute().parent, prefix=".export-") as temporary:
-            exporting.export(found.folder, Path(temporary) / "hf", merged=merged)
-            _to_megatron(Path(temporary) / "hf", dst)
-    else:
-        with byte_progress("export", nbytes) as tick:
+    with byte_progress("export", nbytes) as tick:
+        if to == "megatron":
+            _run_to_megatron(found, dst, merged)
+        else:
             exporting.export(found.folder, dst, tick, merged=merged, **limit)
-        write_card(dst, found.folder)
+            write_card(dst, found.folder)
     report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
     if compare is not None:
         report["logits"] = logits.compare(found.folder, dst, compare)
@@ -319,6 +315,17 @@ def export(
         )
         report["commit"] = repository.upload(dst, message, is_generated)
     _wrote(dst, found, report, as_json)
+
+
+def _run_to_megatron(found: Located, dst: Path, merged: bool) -> None:
+    """By way of a Hugging Face folder next to it."""
+    from toolkit.checkpoint.export import export as export_folder
+
+    parent = dst.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
+        export_folder(found.folder, Path(temporary) / "hf", merged=merged)
+        _to_megatron(Path(temporary) / "hf", dst)
 
 
 def _to_megatron(source: Path, dst: Path) -> None:
@@ -331,8 +338,10 @@ def _to_megatron(source: Path, dst: Path) -> None:
         option("checkpoint export --to megatron")(source, folder)
 
 
-def _refuse_for_adapters(shard_size: str | None, compare: str | None) -> None:
+def _refuse_for_adapters(shard_size: str | None, compare: str | None, to: str) -> None:
     """Raise CheckpointError for options that need a whole model."""
+    if to == "megatron":
+        raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
     if shard_size is not None:
         fix = "remove --shard-size, or add --merged"
         raise CheckpointError("--shard-size: adapters are one file", fix=fix)
