@@ -275,7 +275,6 @@ def export(
     from toolkit.checkpoint import export as exporting
     from toolkit.checkpoint import logits
     from toolkit.checkpoint.hub_upload import HubRepository
-    from toolkit.checkpoint.verify import require_whole
     from toolkit.models.new_folder import check_destination
     from toolkit.run.model_card import is_generated, write_card
 
@@ -297,9 +296,7 @@ def export(
     check_destination(found.folder, dst, nbytes)
     repository = push_to_hub and HubRepository.prepare(push_to_hub, private=private)
     if verify:
-        tell("verifying the checkpoint first (--no-verify leaves that out)")
-        with byte_progress("verify", found.manifest.nbytes) as tick:
-            require_whole(found.folder, tick)
+        _verify_first(found)
     with byte_progress("export", nbytes) as tick:
         if to == "megatron":
             _run_to_megatron(found, dst, merged)
@@ -315,6 +312,14 @@ def export(
         )
         report["commit"] = repository.upload(dst, message, is_generated)
     _wrote(dst, found, report, as_json)
+
+
+def _verify_first(found: Located) -> None:
+    from toolkit.checkpoint.verify import require_whole
+
+    tell("verifying the checkpoint first (--no-verify leaves that out)")
+    with byte_progress("verify", found.manifest.nbytes) as tick:
+        require_whole(found.folder, tick)
 
 
 def _run_to_megatron(found: Located, dst: Path, merged: bool) -> None:
