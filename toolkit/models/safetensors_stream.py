@@ -8,16 +8,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from toolkit.errors import DataError
-from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from toolkit.models.safetensors_folder import INDEX, SINGLE
 from toolkit.models.sliced_file import SlicedFile
 
 if TYPE_CHECKING:
@@ -129,24 +127,3 @@ def write_file(
                     file.write(flat.view(torch.uint8).numpy().data)
             assert file.tell() - start == entry.nbytes, entry.name
         os.fsync(file.fileno())
-
-
-def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[TensorToWrite]:
-    """Tensors of safetensors files; their values stay on disk until they are written.
-
-    Raises DataError for a damaged file or an unknown dtype.
-    """
-    dtypes = {text: dtype for dtype, text in _NAMES.items()}
-    for name in names:
-        part = stored.part(name)
-        dtype = dtypes.get(part.get_dtype())
-        if dtype is None:
-            raise DataError(
-                f"{stored.folder / stored.files[name]}: {name} has the dtype "
-                f"{part.get_dtype()}, which is not converted"
-            )
-        yield TensorToWrite(name, dtype, tuple(part.get_shape()), partial(_whole, part))
-
-
-def _whole(part: Any) -> list[Tensor]:
-    return [part[...]]

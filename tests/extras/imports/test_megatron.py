@@ -118,6 +118,15 @@ def test_keys_and_rows_that_do_not_fit(tmp_path: Path) -> None:
             notes(rows, *keys)
 
 
+def test_a_head_that_is_not_the_embedding_it_is_tied_to(tmp_path: Path) -> None:
+    _, hf = project(tmp_path, "llama tied with biases")
+    tensors = tensors_of(hf)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+    save_file(tensors | head, hf / "model.safetensors", {})
+    with pytest.raises(DataError, match=r"lm_head\.weight is not the same as"):
+        write_megatron(hf, tmp_path / "megatron")
+
+
 def test_dtypes_that_differ(tmp_path: Path) -> None:
     _, hf = project(tmp_path, "llama")
     name = "model.layers.0.self_attn.k_proj.weight"

@@ -36,6 +36,7 @@ from toolkit.models.frozen import matching
 from toolkit.models.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.weights import SafetensorsWeights, is_correction_bias
 from toolkit.optimizers.base import MOMENTS
+from toolkit.recipe.schema import ModelSection
 from toolkit.system.interpreter import python
 from toolkit.system.untrusted import read_bytes, regular_inside
 
@@ -127,9 +128,7 @@ def write_megatron(source: Path, dst: Path) -> None:
     Raises DataError for a model that megatron-core does not compute identically, and for
     weights that do not fit its config; CheckpointError where writing fails.
     """
-    config = hf.read_config(source)
-    megatron_model(config.to_dict())
-    weights = _weights(source, hf.checkpoint_shapes(config))
+    _, weights = _pretrained(source)
     dtypes = {
         weights.stored.part(name).get_dtype() for name in weights.files
         if not is_correction_bias(name) and name not in weights.buffers
@@ -143,9 +142,13 @@ def write_megatron(source: Path, dst: Path) -> None:
     _in_a_process("write", source, dst)
 
 
-def _weights(source: Path, shapes: dict[str, tuple[int, ...]]) -> SafetensorsWeights:
-    # The first name is the embedding's; its first word that of the decoder.
-    return SafetensorsWeights(source, shapes, next(iter(shapes)).split(".")[0], hf.CONFIG)
+def _pretrained(source: Path) -> tuple[MegatronModel, SafetensorsWeights]:
+    """The model of a Hugging Face folder, and its weights. Raises DataError."""
+    section = ModelSection(hub=str(source), init="pretrained")
+    config = hf.build_config(section)
+    model, weights = megatron_model(config.to_dict()), hf.weight_source(section, config, 0)
+    assert isinstance(weights, SafetensorsWeights), "no rows are added"
+    return model, weights
 
 
 def _in_a_process(*words: str | Path) -> list[str]:
@@ -195,11 +198,7 @@ def _build(model: MegatronModel, precision: str) -> Any:
 
 def write(source: Path, dst: Path) -> None:
     """Save a Hugging Face folder's model with megatron-core."""
-    config = hf.read_config(source)
-    model, weights = (
-        megatron_model(config.to_dict()),
-        _weights(source, hf.checkpoint_shapes(config)),
-    )
+    model, weights = _pretrained(source)
     embedding = weights.read(next(iter(weights.shapes)), 0, 1)
     chunk = _build(model, PRECISIONS[embedding.dtype])
     from megatron.core import dist_checkpointing
