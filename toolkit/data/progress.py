@@ -7,18 +7,21 @@ Item = TypeVar("Item")
 
 
 class Track(Protocol):
-    """Shows, while its result is consumed, how much of `total` items is done."""
+    """Shows, while its result is consumed, how much of `total` items is done, None if that is
+    not known."""
 
-    def __call__(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]: ...
+    def __call__(
+        self, items: Iterable[Item], title: str, total: int | None
+    ) -> Iterator[Item]: ...
 
 
-def untracked(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
+def untracked(items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
     """The `items`; shows nothing."""
     del title, total
     return iter(items)
 
 
-def with_bar(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
+def with_bar(items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
     """The `items`, with a bar on standard error when it is a terminal."""
     from rich.console import Console
     from rich.progress import track

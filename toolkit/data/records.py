@@ -53,13 +53,6 @@ class Records:
     def _dataset(self) -> Any:
         return load_rows(self.source, self.base, self.files)
 
-    def __len__(self) -> int:
-        """Number of rows, or a bound of it: blank lines and those outside of a slice count."""
-        if self._own is None:
-            return len(self._dataset)
-        form, files = self._own
-        return form.count(self.source, files)
-
     def __iter__(self) -> Iterator[tuple[object, object]]:
         if self._own is None:
             yield from rows_of_dataset(self.source, self._dataset)

@@ -63,9 +63,6 @@ class TextDocuments:
     fingerprint: str
     """Changes with the contents; stays the same when files are only moved."""
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def __iter__(self) -> Iterator[str]:
         return map("".join, self.in_parts())
 
@@ -103,9 +100,6 @@ class RowDocuments:
     source: HfSource
     records: Records
     fingerprint: str
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def __iter__(self) -> Iterator[str]:
         seen = yield from texts_of_rows(self.records, self.source)

@@ -150,7 +150,7 @@ def prepare(
 
     def tokenise() -> None:
         encoding = Encoding.of(tokenizer, parse_special=parse_special)
-        shown = track(documents.in_parts(), "tokenising", len(documents))
+        shown = track(documents.in_parts(), "tokenising", None)
         write_tokens(prefix, shown, encoding, empty=False)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))

@@ -126,7 +126,7 @@ class Phases:
             self.seconds[self._doing] = self.seconds.get(self._doing, 0.0) + lasted
             self._doing = ""
 
-    def track(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
+    def track(self, items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
         """Iterate over the `items` as a phase."""
         tick = self.begin(title, total)
         for item in items:

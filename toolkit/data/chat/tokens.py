@@ -158,7 +158,7 @@ def prepare_chats(
         maker = _Maker(source, template, special, sequence_length)
 
         def rows() -> Iterator[Int64Array]:
-            yield from maker.samples(track(records, "tokenising", len(records)))
+            yield from maker.samples(track(records, "tokenising", None))
             _check_enough(maker.report, source, sequence_length)
             write_cached(report_file, json.dumps(asdict(maker.report)))
 

@@ -34,14 +34,6 @@ class Arrow(Format):
             selected = (batch.select(names) for batch in batches)
             yield from rows_of(selected, part.file, types=types_of(source, schema))
 
-    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
-        del source
-        total = 0
-        for file in files:
-            with readable(file), _opened(file) as (_, batches):
-                total += sum(map(len, batches))
-        return total
-
 
 @contextmanager
 def _opened(file: ListedFile) -> Iterator[tuple[Any, Iterator[Any]]]:

@@ -55,10 +55,6 @@ class Format:
         """
         raise NotImplementedError
 
-    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
-        """Rows of whole files, or a bound of their number."""
-        return sum(1 for file in files for _ in self.rows(source, file.whole))
-
 
 FORMATS: Registry[Format] = Registry(
     "dmt.formats",

@@ -9,7 +9,7 @@ calls), then affects only that row, and an error names its file and line.
 import json
 import re
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,6 @@ from toolkit.data.formats.lines import (
     WHOLE,
     LinePlace,
     blocks,
-    lines_of,
     too_long,
     unreadable_lines,
 )
@@ -63,17 +62,6 @@ class Json(Format):
                 yield from _rows_of_list(part, source.row_limit_mib)
             else:
                 yield from _rows_of_lines(place, block)
-
-    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
-        """See `Format.count`: lines, blank ones too, and rows of lists."""
-        rows = 0
-        for file in files:
-            for place, block in blocks(file.whole, source.row_limit_mib, _begins_list):
-                if _is_list(place, block):
-                    rows += sum(1 for _ in _rows_of_list(file.whole, source.row_limit_mib))
-                else:
-                    rows += lines_of(block)
-        return rows
 
 
 def _is_list(place: LinePlace, block: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Files of lines, read in ranges: a line belongs to the range in which it begins."""
 
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,11 +85,6 @@ def blocks(
         raise unreadable_lines(part, error) from error
 
 
-def lines_of(block: bytes) -> int:
-    """Lines of a block, blank ones too."""
-    return block.count(b"\n") + (not block.endswith(b"\n"))
-
-
 def _check_lengths(first: LinePlace, block: bytes, limit_mib: int) -> None:
     for number, line in enumerate(block.split(b"\n")):
         if len(line) > limit_mib * MIB:
@@ -138,13 +133,6 @@ class Lines(Format):
                 except UnicodeDecodeError:
                     row = Broken("it is not UTF-8")
                 yield place.behind(number), row
-
-    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
-        return sum(
-            lines_of(block)
-            for file in files
-            for _, block in blocks(file.whole, source.row_limit_mib)
-        )
 
 
 LINES = Lines()

@@ -1,6 +1,6 @@
 """Parquet files: a row group belongs to the range that holds its middle."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,14 +50,6 @@ class Parquet(Format):
                 opened = parquet.ParquetFile(stream, metadata=footer)
                 batches = opened.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=names)
                 yield from rows_of(batches, part.file, before, types_of(source, schema))
-
-    def count(self, source: RowsSource, files: Iterable[ListedFile]) -> int:
-        del source
-        total = 0
-        for file in files:
-            with readable(file):
-                total += _footer(file).num_rows
-        return total
 
 
 @lru_cache(maxsize=8)
