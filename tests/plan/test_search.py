@@ -28,6 +28,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, link, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair, stage_layers
+from toolkit.models.hub import model_config
 from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
@@ -50,7 +51,7 @@ from toolkit.plan.search import (
     search,
     shortage,
 )
-from toolkit.plan.space import partial_layouts
+from toolkit.plan.space import fallbacks, partial_layouts
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe, TrainingSection
 
@@ -422,6 +423,43 @@ def test_no_degrees_at_all() -> None:
     with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor, pipeline") as caught:
         plan_recipe(wanted)
     assert caught.value.fix == "set parallel.sequence to auto"
+
+
+@pytest.mark.parametrize("cluster", ["1x8xh100-80gb", "4x8xa100-40gb", "512x8xh100-80gb"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2/gpt2-124m-pretrain",
+        "gemma/gemma-3-27b-pretrain",
+        "llama/llama-3.1-8b-pretrain",
+        "llama/llama-3.1-70b-pretrain",
+        "llama/llama-3.1-8b-sft",
+        "mistral/mixtral-8x7b-pretrain",
+        "olmo/olmo-3-7b-pretrain",
+        "qwen/qwen3-8b-sft",
+        "qwen/qwen3-32b-pretrain",
+        "tiny/llama-bytes",
+    ],
+)
+def test_plans_through_the_loader(name: str, cluster: str) -> None:
+    """What the loader lets pass is planned, and it refuses nothing that has a layout."""
+    place = parse_cluster(cluster)
+    batch = ["training.global_batch_size=4"] if name.endswith("sft") and place.gpus == 8 else []
+    where = [f"cluster.{key}={value}" for key, value in place.section.items()]
+    path = RECIPES / f"{name}.yaml"
+    wanted = load_recipe(path, [*batch, *where])
+    job = PlanRequest.of(wanted, wanted.cluster, model_config(wanted.model))
+    layouts = [fallbacks(job, place.island)[0], fallbacks(job, place.island)[-1]]
+    possible = any(
+        one.micro_batches for fallback in layouts for one in partial_layouts(job, fallback)
+    )
+    if not possible:
+        with pytest.raises(PlanError, match="cannot be spread evenly"):
+            explore(wanted)
+        return
+    best = explore(wanted).best.layout
+    assert best.world == place.gpus
+    assert best.global_batch == wanted.training.global_batch_size
 
 
 def test_a_model_from_the_hub_is_checked_when_planned(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ class Mistake:
 
 M = Mistake
 _ONE_SOURCE = GOOD[GOOD.index("  train:") : GOOD.index("  tokenizer:")]
+_REST = GOOD[GOOD.index("engine: auto") :].rstrip()
+_WHOLE = _REST.replace("engine: auto", "engine: ddp")
+"""With an engine that splits no model."""
 
 
 def blend(
@@ -443,7 +446,7 @@ MISTAKES = {
     "ramp that no layout can spread": M(
         "  micro_batch_size: 2",
         "  batch_ramp: {start: 4, increment: 3, steps: 10}\n  micro_batch_size: 2",
-        "training.batch_ramp.increment", "increment to 4", at="batch_ramp:",
+        "training.batch_ramp.increment", "increment to 2", at="batch_ramp:",
     ),
     "ramp without a length": M(
         "  micro_batch_size: 2",
@@ -524,13 +527,13 @@ MISTAKES = {
     "ZeRO with ddp": M("stage: auto", "stage: 2", "parallel.zero.stage", "deepspeed"),
     "batch not divisible": M(
         "global_batch_size: 8",
-        "global_batch_size: 10",
+        "global_batch_size: 9",
         "training.global_batch_size",
-        "to 8 or 12",
+        "to 8 or 10",
     ),
     "batch below ranks": M(
-        "gpus_per_node: 2",
-        "gpus_per_node: 16",
+        _REST,
+        _WHOLE.replace("gpus_per_node: 2", "gpus_per_node: 16"),
         "training.global_batch_size",
         "to 16",
         at="global_batch_size: 8",
@@ -919,8 +922,9 @@ MISTAKES = {
         at="nodes",
     ),
     "elastic with a number that has no layout": M(
-        "launcher: local",
-        "launcher: torchrun\n  max_restarts: 1\n  elastic: {min_nodes: 1, max_nodes: 3}",
+        _REST,
+        _WHOLE.replace("launcher: local", "launcher: torchrun")
+        + "\n  max_restarts: 1\n  elastic: {min_nodes: 1, max_nodes: 3}",
         "launch.elastic",
         "with 3: set training.global_batch_size to",
         at="elastic",

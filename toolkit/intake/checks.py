@@ -323,10 +323,9 @@ def _nvme(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
-    """Every rank takes the same number of whole micro batches per step."""
-    ranks = legality.data_parallel(recipe.parallel, recipe.cluster)
-    if ranks is None:
-        return
+    """Every rank takes the same number of whole micro batches per step; how many ranks share
+    the batch is judged where the recipe leaves no choice, otherwise by the planner."""
+    ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
     batch, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
     key = "training.global_batch_size"
     if batch < ranks:
@@ -336,12 +335,12 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
             fix += ", or spread long rows: set parallel.context or parallel.tensor to 2 or more"
         yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
         return
+    parts = [f"micro batch {micro}"] * (micro != "auto") + [f"{ranks} ranks"] * (ranks > 1)
     unit = ranks if micro == "auto" else ranks * micro
     if batch % unit:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         nearest = f"{below} or {above}" if below else str(above)
-        parts = f"{ranks} ranks" if micro == "auto" else f"micro batch {micro} · {ranks} ranks"
-        allowed = f"a multiple of {unit} ({parts})"
+        allowed = f"a multiple of {unit} ({' · '.join(parts)})"
         yield Problem(key, str(batch), allowed, f"set {key} to {nearest}")
 
 

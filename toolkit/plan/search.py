@@ -262,18 +262,18 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
 
 def _no_layout(job: PlanRequest, cluster: Cluster, tried: list[Fallback]) -> PlanError:
     """Why there is no layout: the batch, groups of different GPUs, or the model's shape."""
-    for fallback in tried:
-        for first in partial_layouts(job, fallback):
-            block = first.layout.tp * first.layout.cp
-            if cluster.groups and splits_groups(first.layout, cluster):
-                return PlanError(
-                    f"cluster.groups: groups of {block} ranks, tensor {first.layout.tp} · "
-                    f"context {first.layout.cp}, would reach across different GPUs",
-                    fix="leave parallel.tensor and parallel.context at auto, or state smaller "
-                    "ones",
-                )
-            return uneven_batch(job, first.layout)
-    return no_degrees(job)
+    layouts = [one.layout for fallback in tried for one in partial_layouts(job, fallback)]
+    if not layouts:
+        return no_degrees(job)
+    first = layouts[0]
+    if cluster.groups and splits_groups(first, cluster):
+        block = first.tp * first.cp
+        return PlanError(
+            f"cluster.groups: groups of {block} ranks, tensor {first.tp} · "
+            f"context {first.cp}, would reach across different GPUs",
+            fix="leave parallel.tensor and parallel.context at auto, or state smaller ones",
+        )
+    return uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
 
 
 @dataclass(frozen=True)

@@ -92,25 +92,19 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
     """Data-parallel degree, if the recipe fixes it: world / (tensor·pipeline·context).
 
-    An `auto` counts as 1 if the preferred pair supports no more. None while the planner still
-    has a choice, or when the degrees do not divide the world.
+    An `auto` counts as 1 if no pair that supports the rest has more. None while the planner
+    still has a choice, or when the degrees do not divide the world.
     """
+    able = pairs(parallel)
     product = 1
     for name in RANKS:
-        degree = _known_degree(parallel, name)
-        if degree is None:
+        degree = getattr(parallel, name)
+        if degree != "auto":
+            product *= degree
+        elif not able or any(table()[pair].largest_open(name) > 1 for pair in able):
             return None
-        product *= degree
     dp, rest = divmod(cluster.world_size, product)
     return None if rest else dp
-
-
-def _known_degree(parallel: ParallelSection, name: str) -> int | None:
-    value = getattr(parallel, name)
-    if isinstance(value, int):
-        return value
-    preferred = next(iter(pairs(parallel)), None)
-    return 1 if preferred is not None and table()[preferred].largest_open(name) == 1 else None
 
 
 def divisors(number: int) -> list[int]:
@@ -166,7 +160,8 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
     """tensor · pipeline · context must divide the number of ranks."""
-    degrees = {name: _known_degree(parallel, name) or 1 for name in RANKS}
+    stated = {name: getattr(parallel, name) for name in RANKS}
+    degrees = {name: 1 if degree == "auto" else degree for name, degree in stated.items()}
     if degrees["context"] == 1:
         del degrees["context"]
     product, world = math.prod(degrees.values()), cluster.world_size
