@@ -57,9 +57,13 @@ def written(tmp_path: Path, dmt: Dmt, *arguments: str) -> tuple[str, Recipe]:
     printed = dmt("init", *arguments)
     file = tmp_path / "recipe.yaml"
     file.write_text(printed.out)
-    dmt("check", file)
+    recipe = load_recipe(file)
+    tokenizer = Path(recipe.data.tokenizer)
+    lacks = tokenizer.is_dir() and not [*tokenizer.glob("tokenizer*")]
+    checked = dmt("check", file, code=2 * lacks)
+    assert ("holds no tokenizer.json" in " ".join(checked.err.split())) == lacks
     dmt("plan", file, code=2 * ("DOES NOT FIT" in printed.out))
-    return printed.out, load_recipe(file)
+    return printed.out, recipe
 
 
 @pytest.mark.parametrize(("size", "task"), SHIPPED)
@@ -217,7 +221,7 @@ def test_a_folder_gets_usual_numbers(folder: Path, tmp_path: Path, dmt: Dmt) -> 
     assert training.steps is not None
     tokens = training.steps * 128 * 2048
     assert tokens == pytest.approx(20 * 1_100_048_384, rel=1e-4)
-    assert recipe.data.tokenizer == "bytes"  # the folder has none
+    assert recipe.data.tokenizer == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ def test_data_decides_batch_length_and_warm_up(
     code = main(["init", *words])
     err = capsys.readouterr().err
     if code == 2:
-        assert rows == 40 and "GPUs need one each" in err, err
+        assert rows == 40 and "processes need one each" in err, err
         return
     dmt("check", file)
     recipe = load_recipe(file)
@@ -336,6 +340,17 @@ def test_data_decides_batch_length_and_warm_up(
 
 def shipped_warmup(model: str, task: Task) -> int:
     return draft(model, find_cluster("1x2xcpu"), task).schedule.warmup_steps
+
+
+def test_a_few_rows_make_one_sample(tmp_path: Path, dmt: Dmt) -> None:
+    """Packed rows are padded: of text this short, a sample is not whole."""
+    data, file = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
+    data.write_text(f"{json.dumps(ROWS['lora'])}\n" * 60)
+    words = ["init", "qwen3-0.6b", "--task=lora", f"--data={data}", f"--out={file}"]
+    dmt(*words, "--cluster=1x1xcpu")
+    assert load_recipe(file).training.global_batch_size == 1
+    told = dmt(*words, "--cluster=1x2xcpu", code=2).err
+    assert "makes 1 sample of 2048 tokens, and 2 processes need one each" in told
 
 
 def test_data_of_another_task(tmp_path: Path, dmt: Dmt) -> None:

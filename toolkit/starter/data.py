@@ -1,5 +1,6 @@
 """`dmt init --data`: the data section of a file, and a batch and a length that it allows."""
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,8 +50,8 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     batch = max(min(usual, samples // UPDATES // ranks * ranks), ranks)
     if samples < batch:
         raise PlanError(
-            f"--data: {data} makes {samples} samples of {recipe.training.sequence_length} "
-            f"tokens, and {ranks} GPUs need one each",
+            f"--data: {data} makes {samples} sample{'s' * (samples != 1)} of "
+            f"{recipe.training.sequence_length} tokens, and {ranks} processes need one each",
             fix="use more data, or fewer GPUs (--cluster), or a task with shorter sequences",
         )
     steps = -(-samples // batch)
@@ -129,5 +130,7 @@ def _samples(recipe: Recipe, data: Path) -> int:
     form = format_of(data)
     if isinstance(train, ChatRowsSource) and not packed and form and not form.states_columns:
         return sum(1 for _ in form.rows(train, ListedFile.of(data).whole))
-    tokens = data.stat().st_size / BYTES_PER_TOKEN
-    return int(tokens * (1 - recipe.data.validation_fraction) / recipe.training.sequence_length)
+    tokens = data.stat().st_size / BYTES_PER_TOKEN * (1 - recipe.data.validation_fraction)
+    samples = tokens / recipe.training.sequence_length
+    # Rows of conversations are padded; of documents, the rest is not trained.
+    return math.ceil(samples) if isinstance(train, ChatRowsSource) else int(samples)

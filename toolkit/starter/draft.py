@@ -213,7 +213,7 @@ def _tokenizer(folder: Path, source: str, task: Task) -> str:
             f"MODEL: {folder} holds no tokenizer, and its weights know only their own",
             fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
         )
-    return "bytes"
+    return source  # which `dmt check` refuses until there is one
 
 
 def _has_template(folder: Path) -> bool:
