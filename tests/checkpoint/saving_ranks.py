@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.checkpoint.conftest import MANIFEST
 from tests.forked import ForkedRanks
@@ -105,6 +106,8 @@ def _train(rank: int, start: Start) -> Told:
             saver.save(replace(MANIFEST, step=step), [shard], COMPANIONS)
     outcomes.append(saver.finished(wait=True))
     saver.close()
+    groups = len(distributed_c10d._world.pg_map)
+    assert groups == 1, "each group has a socket to every other rank"
     return Told(
         resumed_at,
         () if found is None else found.skipped,

@@ -1,7 +1,10 @@
 """The shipped tokenizer, trained ones, and what is refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +39,7 @@ from toolkit.models.hub import model_config
 from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe, TextSource
 
 BYTES = byte_tokenizer()
+_UNREACHABLE = {"NO_PROXY": "*", "no_proxy": "*", "HF_ENDPOINT": "http://127.0.0.1:9"}
 TEXTS = ["the cat sat on the mat; the cat ate", "def f(x):\n    return x\n"] * 20
 
 
@@ -223,3 +227,14 @@ def test_unreachable_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as raised:
         load_tokenizer(name, base=tmp_path)
     assert "`bytes`" in raised.value.fix
+
+
+def test_a_hub_that_is_not_reachable_is_one_line(tmp_path: Path) -> None:
+    """transformers alone retries for 50 s, and prints ten lines."""
+    code = "from toolkit.data.tokenizers import load_tokenizer; load_tokenizer('owner/name')"
+    env = {**os.environ, **_UNREACHABLE, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert "the hub is not reachable, and its local cache does not hold it" in done.stderr
+    assert "etry" not in done.stderr

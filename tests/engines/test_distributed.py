@@ -35,6 +35,17 @@ def test_cores_are_divided_unless_the_launcher_did(monkeypatch):
     assert torch.get_num_threads() == 1
 
 
+def test_a_rank_may_open_as_many_files_as_the_machine_allows() -> None:
+    """gloo has a socket to every other rank: 1,024 ranks need more than the usual limit."""
+    code = (
+        "import resource as r; _, hard = r.getrlimit(r.RLIMIT_NOFILE)\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, hard))\n"
+        "from toolkit.engines.distributed import join, leave; join(); leave()\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_tensor_of_a_batch_is_moved() -> None:
     names = [field.name for field in fields(MicroBatch)]
     tensors = {name: torch.zeros(1, 2) for name in names if name not in ("extra", "samples")}

@@ -147,6 +147,38 @@ def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
     assert not torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.parametrize(
+    ("stated", "agent", "gpus", "divided"),
+    [
+        (None, "", 2, True),
+        ("1", "torchrun", 2, True),
+        ("1", "torchrun", 0, False),
+        ("3", "", 2, False),
+    ],
+)
+def test_the_threads_of_an_offloaded_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+    joined: list[dict[str, Any]],
+    stated: str | None,
+    agent: str,
+    gpus: int,
+    divided: bool,
+) -> None:
+    """torchrun states one thread, `deepspeed` all cores; CPUAdam needs this rank's share."""
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    for name, value in (("OMP_NUM_THREADS", stated), ("TORCHELASTIC_RUN_ID", agent)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    have_gpus(monkeypatch, 4 if gpus else 0)
+    join()
+    assert joined and threads == ([3] if divided else [])
+
+
 def test_cpus_join_by_gloo(
     monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
 ) -> None:

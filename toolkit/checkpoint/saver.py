@@ -2,8 +2,9 @@
 at all.
 
 Training stops only while a rank copies its state to host memory; a GPU copies while it
-computes. Writing, hashing and committing happen in a thread, which communicates through a
-separate process group. One save is in flight at most; the next one waits for it.
+computes. Writing, hashing and committing happen in a thread, which communicates by messages:
+of collectives in one group, two threads would mix the order. One save is in flight at most; the
+next one waits for it.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,6 @@ from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_stream import TensorToWrite, write_file
 from toolkit.system.failpoints import failpoint
 
-WRITING_TIMEOUT = timedelta(days=1)
-"""How long a rank that has written its file waits for the slowest."""
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -57,12 +54,21 @@ class Saved:
 
 
 class Saver:
-    """Writes checkpoints into a store. Creating one is collective, and so is every method."""
+    """Writes checkpoints into a store. Creating one is collective, and so is every method.
 
-    def __init__(self, store: CheckpointStore, *, asynchronous: bool) -> None:
+    `group`: gloo, of all ranks, in which nobody else sends messages; None: the default one.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        asynchronous: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.store = store
         self.asynchronous = asynchronous
-        self._group: dist.ProcessGroup | None = None  # made by the first save
+        self._group = group
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
@@ -101,9 +107,6 @@ class Saver:
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
         failpoint("checkpoint.begin")
-        if self._group is None:
-            dist.barrier()  # a rank that died before is noticed here; a new group waits for it
-            self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
         if self._pinning is not None:
@@ -131,10 +134,8 @@ class Saver:
         return saved
 
     def close(self) -> None:
-        """End the thread and leave the group; the last outcome was taken. Collective."""
+        """End the thread; the last outcome was taken."""
         self._thread.shutdown()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
     def _write(
         self,
@@ -199,10 +200,25 @@ class Saver:
             result = action()
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
             problem = f"rank {dist.get_rank()}: {error}"
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (problem, result), group=self._group)
+        outcomes = self._of_all_ranks((problem, result))
         first = next((error for error, _ in outcomes if error is not None), None)
         return first, [made for _, made in outcomes]
+
+    def _of_all_ranks(self, mine: Any) -> list[Any]:
+        """What each rank gives, collected and sent out by rank 0."""
+        box = [mine]
+        others = range(1, dist.get_world_size())
+        if dist.get_rank() == 0:
+            collected = [mine]
+            for rank in others:
+                dist.recv_object_list(box, rank, group=self._group)
+                collected += box
+            for rank in others:
+                dist.send_object_list([collected], rank, group=self._group)
+            return collected
+        dist.send_object_list(box, 0, group=self._group)
+        dist.recv_object_list(box, 0, group=self._group)
+        return list(box[0])
 
 
 def entries_of(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.data.files import fingerprint_of
 from toolkit.errors import DataError
+from toolkit.models.hub import answers
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.system.untrusted import read_json
 
@@ -111,9 +112,10 @@ def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
 def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
+    cached_only = not Path(name).is_dir() and not answers(name, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=False
+            name, revision=revision, trust_remote_code=False, local_files_only=cached_only
         )
     except BaseException as error:  # a broken tokenizer.json raises a bare Exception, or panics
         if _is_ours(error):
@@ -121,6 +123,8 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
         if asks_to_run_code(error):
             raise runs_code(f"the tokenizer `{name}`") from error
         reason = str(error).strip() or type(error).__name__
+        if cached_only:
+            reason = "the hub is not reachable, and its local cache does not hold it"
         raise DataError(
             f"cannot load the tokenizer `{name}`: {reason}",
             fix=f"{_NAME_ONE}; without network, download the tokenizer once while online",

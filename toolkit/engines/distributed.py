@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -47,7 +48,10 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     ranks = Ranks(rank, world, local_rank, local_world, torch.device("cpu"))
-    if torch.cuda.is_available():
+    _allow_all_files()
+    on_gpu = torch.cuda.is_available()
+    _share_cores(local_world, on_gpu=on_gpu)
+    if on_gpu:
         ranks = replace(ranks, device=_gpu(ranks, may_be_alone=bool(placed)))
         numa.bind(ranks.device)
         torch.cuda.set_device(ranks.device)
@@ -55,7 +59,6 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     else:
         # Spares DeepSpeed a search and a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _share_cores(local_world)
     _join(ranks, timeout)
     return ranks
 
@@ -116,13 +119,23 @@ def rank_here() -> int:
     return int({**os.environ, **scheduler_ranks(os.environ)}.get("RANK", 0))
 
 
-def _share_cores(processes: int) -> None:
+def _allow_all_files() -> None:
+    """Raise the soft limit of open files to the hard one: gloo, which aborts the process
+    without one, opens a socket to every other rank in each group."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _share_cores(processes: int, *, on_gpu: bool = False) -> None:
     """Divide the cores between the machine's processes, unless the launcher did.
 
     `deepspeed` leaves every process all cores: two of them on two cores then wait for
-    each other's threads and train fifty times slower.
+    each other's threads and train fifty times slower. torchrun gives each process one where
+    none are stated: with GPUs, all others would idle while an offloaded optimizer steps.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    stated = os.environ.get("OMP_NUM_THREADS")
+    of_torchrun = stated == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if stated is None or (on_gpu and of_torchrun):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 

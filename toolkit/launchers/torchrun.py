@@ -38,10 +38,8 @@ class TorchrunStarter:
         agent = (sys.executable, "-m", "torch.distributed.run")
         processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
         if TORCHRUN.supervises(job.launch.most_nodes(job.cluster.nodes)):
-            here = (
-                "--standalone",
-                "--local-addr=127.0.0.1",
-            )  # the machine's name may not resolve
+            # With its address stated, the machine's name need not resolve.
+            here = ("--standalone", "--local-addr=127.0.0.1")
             return spec_of(job, (*agent, *here, processes, *job.train))
         planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         words = (*agent, *_meeting(job), processes, *planning)

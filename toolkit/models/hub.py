@@ -1,10 +1,11 @@
 """The config of a recipe's model: stated, in a folder, or on the Hugging Face hub."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
@@ -14,6 +15,9 @@ from toolkit.system.untrusted import read_json
 
 LIMIT_S = 5.0
 """For a file of a few KiB; a hub that takes longer counts as unreachable."""
+
+
+Answer = TypeVar("Answer")
 
 
 class ShapeUnknown(PlanError):
@@ -100,6 +104,21 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
         ) from error
 
 
+def answers(hub: str, revision: str | None) -> bool:
+    """Whether the hub answers in time a question about the model or tokenizer `hub`."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        url = hf_hub_url(hub, "tokenizer_config.json", revision=revision)
+        _in_time(lambda: get_hf_file_metadata(url, timeout=LIMIT_S), LIMIT_S)
+    except (HfHubHTTPError, ValueError):
+        return True  # an answer, which whoever loads it next reports
+    except Exception:  # noqa: BLE001 - of whichever client the hub's library has
+        return False
+    return True
+
+
 def download_file(hub: str, name: str, revision: str | None, limit_s: float = LIMIT_S) -> Path:
     """A file of a model, from the hub or its cache; the hub's client alone would retry for half
     a minute.
@@ -109,20 +128,25 @@ def download_file(hub: str, name: str, revision: str | None, limit_s: float = LI
     """
     from huggingface_hub import hf_hub_download
 
-    answers: Queue[str | Exception] = Queue()
+    return Path(_in_time(lambda: hf_hub_download(hub, name, revision=revision), limit_s))
+
+
+def _in_time(question: Callable[[], Answer], limit_s: float) -> Answer:
+    """The answer of the hub's client. Raises TimeoutError without one after `limit_s`."""
+    queue: Queue[Answer | Exception] = Queue()
 
     def ask() -> None:
         try:
-            answers.put(hf_hub_download(hub, name, revision=revision))
+            queue.put(question())
         except Exception as error:  # noqa: BLE001 - raised below
-            answers.put(error)
+            queue.put(error)
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     Thread(target=ask, daemon=True, name="hub").start()
     try:
-        answer = answers.get(timeout=limit_s)
+        answer = queue.get(timeout=limit_s)
     except Empty:
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
     if isinstance(answer, Exception):
         raise answer
-    return Path(answer)
+    return answer

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from toolkit.adapters.lora import lora_of
@@ -59,7 +60,7 @@ class RunCheckpoints:
     """Finds, loads and saves the checkpoints of one run. Collective, except `tell`.
 
     `data` is the run's training data. `companions` are the files of a Hugging Face folder
-    except the weights: paths in a checkpoint, and contents.
+    except the weights: paths in a checkpoint, and contents. `group`: see Saver.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RunCheckpoints:
         rank: int,
         data: TrainingData,
         companions: Mapping[str, bytes],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.assignment = assignment
         self.layout = assignment.plan.layout
@@ -84,7 +86,7 @@ class RunCheckpoints:
         self.store = CheckpointStore(
             self.directory.checkpoints, section.keep, section.keep_best or 0
         )
-        self.saver = Saver(self.store, asynchronous=section.asynchronous)
+        self.saver = Saver(self.store, asynchronous=section.asynchronous, group=group)
         self._prepared = False
         self.saved_at = 0
         """Step of the last save that was started, or of the checkpoint that was loaded."""

@@ -88,7 +88,7 @@ class RunEvaluations:
             return saved, None
         start.phases.begin(f"saving the weights of step {progress.step} to evaluate them")
         store = CheckpointStore(self._work, keep=1)
-        saver = Saver(store, asynchronous=False)
+        saver = Saver(store, asynchronous=False, group=start.together.group)
         manifest = checkpoints.manifest(self._engine, progress)
         saver.save(manifest, self._engine.state(), checkpoints.companions, ("weight",))
         outcome = saver.finished(wait=True)

@@ -105,7 +105,8 @@ def _checkpoints(start: Start, config: PretrainedConfig, data: TrainingData) -> 
     companions = {}
     if start.leads:
         companions = companion_files(start.recipe, start.directory, config, data)
-    return RunCheckpoints(start.assignment, start.ranks.rank, data, companions)
+    group = start.together.group
+    return RunCheckpoints(start.assignment, start.ranks.rank, data, companions, group)
 
 
 def _reference(
