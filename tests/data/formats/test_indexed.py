@@ -81,7 +81,7 @@ def truncate_bin(prefix: Path) -> None:
 
 
 def truncate_idx(prefix: Path) -> None:
-    # One byte more than the seal, which nothing but `dmt data verify` reads.
+    # One byte more than the seal, which is read only when the files were changed.
     idx_path(prefix).write_bytes(idx_path(prefix).read_bytes()[:-25])
 
 
