@@ -129,6 +129,7 @@ def test_a_rank_that_hangs_before_the_first_step_is_named(tmp_path):
     with Ranks(tmp_path, "begin@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
         assert "misbehave" in ranks.event("hang")["where"]["1"]
+        assert "nothing done for 5 s (launch.start_timeout_s); " in ranks.event("end")["error"]
 
 
 def test_a_hang_is_told_although_heartbeats_are_read_slowly(tmp_path):

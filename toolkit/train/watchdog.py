@@ -293,7 +293,8 @@ class Watchdog:
         before = self._all()
         time.sleep(looking_s)  # Heartbeats continue in their own thread.
         fields = diagnosis(before, self._all())
-        message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
+        limit = f"{self._limit_s:g} s" + " (launch.start_timeout_s)" * self._starting
+        message = f"hang: nothing done for {limit}; {fields.pop('message')}"
         EventLog(self._run.events).write("hang", idle_s=round(idle_s, 3), **fields)
         self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
 
