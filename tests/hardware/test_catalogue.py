@@ -72,6 +72,29 @@ def test_names_are_found_in_any_case() -> None:
     assert gpu("H100-80GB") is gpu("h100-80gb")
 
 
+@pytest.mark.parametrize(
+    ("name", "usual"), [("h100", "h100-80gb"), ("A100", "a100-80gb"), ("v100", "v100-32gb")]
+)
+def test_a_product_is_its_usual_memory(name: str, usual: str) -> None:
+    assert gpu(name) is gpu(usual)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("rtx2080ti", "t4"), ("RTX 3080", "rtx3090"), ("rtx4080", "rtx4090"),
+        ("a5000", "a6000"),
+        ("v100-16gb", "v100-32gb"), ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100", "h100-80gb"), ("H100 PCIe", "h100-80gb-pcie"), ("gb300", "b300"),
+        ("mi325x", "mi300x"), ("NVIDIA L40", "l40s"),
+    ],
+)  # fmt: skip
+def test_an_unknown_card_names_the_nearest_of_its_generation(name: str, nearest: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        gpu(name)
+    assert raised.value.fix.startswith(f"did you mean `{nearest}`? or describe yours")
+
+
 def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
     with pytest.raises(PlanError, match="h100-80gb") as raised:
         gpu("h100_80gb")

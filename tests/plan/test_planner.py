@@ -68,7 +68,7 @@ def test_ddp_copies_everything() -> None:
 def test_bf16_states_leaves_the_device() -> None:
     optimizer = llama_8b(1, model="hf", zero={"stage": 2, "offload_optimizer": "cpu"})
     assert optimizer.layout.offload_optimizer == "cpu"
-    assert optimizer.model_states_gib == pytest.approx(2 * PSI_8B / GIB)
+    assert optimizer.model_states_gib == pytest.approx((2 + 4) * PSI_8B / GIB)
     both = llama_8b(2, zero={"offload_optimizer": "nvme", "offload_parameters": "cpu"})
     assert both.layout.zero_stage == 3
     assert both.model_states_gib == 0

@@ -493,6 +493,16 @@ def test_bf16_states_only_where_nothing_fits_without() -> None:
     assert not search(*refused).fits
 
 
+def test_the_processes_of_a_cpu_share_its_memory() -> None:
+    refused = search(*on("1x4xcpu", "llama/llama-3.1-8b-sft"))
+    assert not refused.fits
+    assert refused.rejected["more than 64 GiB of host memory per node"] > 0
+    job, cluster = on("1x2xcpu", "tiny/llama-bytes")
+    needed = 2 * search(job, cluster).best.memory_gib
+    assert search(job, replace(cluster, host_memory_gib=needed * 1.001)).fits
+    assert not search(job, replace(cluster, host_memory_gib=needed / 1000)).fits
+
+
 def test_bf16_states_needs_room_on_the_host() -> None:
     job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
     poor = replace(cluster, host_memory_gib=512)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import ClusterSection, GpuSection
-from toolkit.text.suggest import closest, did_you_mean
+from toolkit.text.suggest import closest
 
 GIGA = 1e9
 TERA = 1e12
@@ -209,31 +209,43 @@ def figures(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 _ONE_KEY = 0.9
 """Similarity of names that differ by about one character."""
+_ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb"}
+"""Names of products that are sold with several memories, and the usual one."""
+_SOLD_AS: Mapping[str, Generation] = {
+    r"v100|titanv": "volta",
+    r"(rtx)?20\d\d|titanrtx|gtx16|(quadrortx|rtx)[4-8]000$|t[4-8]": "turing",
+    r"a\d+|(rtx)?30\d\d|rtxa\d+": "ampere",
+    r"(rtx)?40\d\d|l\d+|rtx\d+ada": "ada",
+    r"g?h\d+": "hopper",
+    r"g?b\d+|(rtx)?50\d\d|rtxpro": "blackwell",
+    r"mi3\d\d": "cdna3",
+}
+"""Beginnings of product names, without spaces and the vendor."""
 
 
 def _similar(name: str) -> str:
-    """What a name that is not in the catalogue may mean: a slip of the keys, or of a product
-    sold with several memories (`A100`), the largest."""
-    if slip := closest(name.lower(), GPUS, _ONE_KEY):
-        return f"did you mean `{slip}`?"
-    words = set(re.split(r"[^a-z0-9]+", name[:80].lower()))
+    """What a name that is not in the catalogue may mean: a slip of the keys, a longer name of
+    the product, or the nearest of its generation."""
+    words = re.findall(r"[a-z0-9]+", name[:80].lower())
     family = [one for one in GPUS if one.partition("-")[0] in words]
-    if family:
-        most = max(family, key=lambda one: (len(words & set(one.split("-"))), _memory(one)))
-        return f"did you mean `{most}`?"
-    return did_you_mean(name.lower(), GPUS, "choose one of these,")
-
-
-def _memory(name: str) -> float:
-    return GPUS[name].memory_gib or 0.0
+    near = closest(name.lower(), GPUS, _ONE_KEY)
+    if not near and family:
+        usual = _ALIASES.values()
+        near = max(family, key=lambda one: (len({*words} & {*one.split("-")}), one in usual))
+    if not near:
+        sold = re.sub("nvidia|geforce|amd|instinct|tesla", "", "".join(words))
+        found = [kind for start, kind in _SOLD_AS.items() if re.match(start, sold)]
+        same = [one.name for one in GPUS.values() if one.generation in found[:1]]
+        near = closest(sold, same, 0.0)
+    return f"did you mean `{near}`?" if near else "choose one of these,"
 
 
 def gpu(name: str) -> Gpu:
-    """Look an accelerator up by its catalogue name, in any case (`H100-80GB`).
+    """Look an accelerator up by its catalogue name, in any case (`H100-80GB`, `h100`).
 
     Raises PlanError naming the known accelerators when there is none of that name.
     """
-    found = GPUS.get(name.lower())
+    found = GPUS.get(_ALIASES.get(name.lower(), name.lower()))
     if found is None:
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",

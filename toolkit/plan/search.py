@@ -220,7 +220,12 @@ def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
         needed, missing = f"{one.memory_gib:.1f}", f"{one.memory_gib - capacity:.1f}"
         return Shortage(needed, f"{capacity:g}", "per GPU", "", missing)
     for size, capacity, where, on in (
-        (one.host_gib, cluster.host_memory_gib, "of host memory per node", " on the host"),
+        (
+            _on_host(one, cluster),
+            cluster.host_memory_gib,
+            "of host memory per node",
+            " on the host",
+        ),
         (one.nvme_gib, cluster.nvme_gib, "of disk per node", ON_DISKS),
     ):
         if size > capacity:
@@ -229,12 +234,21 @@ def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
     return None
 
 
+def _on_host(one: Candidate, cluster: Cluster) -> float:
+    """GiB of one node's memory: where there are no accelerators, its processes share it."""
+    if cluster.gpu.memory_gib is not None:
+        return one.host_gib
+    return one.host_gib + one.memory_gib * min(cluster.gpus_per_node, one.layout.world)
+
+
 def room(one: Candidate, cluster: Cluster) -> Room:
     """Whether a layout fits, with or without a margin for the error of its memory."""
     if shortage(one, cluster):
         return "does not fit"
-    capacity = one.capacity_gib
-    roomy = capacity is None or one.memory_gib * (1 + MARGIN) <= capacity
+    needed, capacity = one.memory_gib, one.capacity_gib
+    if capacity is None:
+        needed, capacity = _on_host(one, cluster), cluster.host_memory_gib
+    roomy = needed * (1 + MARGIN) <= capacity
     return "fits" if roomy else "tight"
 
 

@@ -34,6 +34,11 @@ BUCKET = 1e8
 """Elements of the reduce and all-gather buckets of `ds_configs`."""
 LIVE_PARAMETERS = 1e9
 """Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
+SUB_GROUP = 1e9
+"""Elements that ZeRO-3 updates at once (sub_group_size)."""
+FP64_BYTES = 8
+NORM_ELEMENTS = 2.5e8
+"""Of a gradient, whose norm stage 3 takes in fp64 at once (`_constant_buffered_norm2`)."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 SPREADING_STAGES: tuple[Stage, ...] = (1, 2)
 """ZeRO stages with expert parallel of transformers' models."""
@@ -129,27 +134,76 @@ class DeepSpeedCost(EngineCost):
             return 2, 1
         return (0, 1) if width < FP32_BYTES or layout.gradient_accumulation == 1 else (2, 0)
 
+    def keeps_gradients(self, width: int) -> bool:
+        """The fp32 sums of 16-bit gradients."""
+        return width < FP32_BYTES
+
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
-        weights, and their second copy. Stage 1 keeps a micro batch's gradients until the next
-        one's."""
-        elements = min(BUCKET, share.trained.parameters)
+        weights, and their second copy; one data-parallel rank gathers those that are offloaded.
+        Stage 1 keeps a micro batch's gradients until the next one's; if the optimizer is
+        offloaded, it has an fp32 bucket, and stages 1 and 2 room for the largest gradient."""
+        stage, trained = layout.zero_stage, share.trained
+        elements = min(BUCKET, trained.parameters)
         bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
-        if layout.zero_stage == 0 or layout.dp * layout.cp == 1:
+        if stage == 0:
             return 0.0
-        if layout.zero_stage == 3:
+        if stage == 3:
+            loaded = width * min(LIVE_PARAMETERS, share.parameters)
+            if _ranks(layout) == 1:
+                return FP32_BYTES * BUCKET + loaded * (layout.offload_parameters != "none")
             copy = width * share.parameters / layout.hpz if layout.hpz > 1 else 0.0
-            return 2 * bucket + cast + width * min(LIVE_PARAMETERS, share.parameters) + copy
-        if layout.zero_stage == 1 and layout.gradient_accumulation > 1:
-            return width * share.trained.parameters + cast
-        return (2 if layout.zero_stage == 1 else 3) * bucket + cast
+            return FP32_BYTES * BUCKET + cast + loaded + copy
+        if layout.offload_optimizer != "none":
+            room = width * trained.output
+            if stage == 1:
+                return room + FP32_BYTES * trained.parameters / _ranks(layout) + cast
+            return room + 3 * bucket + cast
+        if stage == 1 and layout.gradient_accumulation > 1:
+            return width * trained.parameters + cast
+        return (2 if stage == 1 else 3) * bucket + cast
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Stages 1 and 2 have their buckets in the backward pass only."""
-        if layout.zero_stage not in (1, 2) or layout.dp * layout.cp == 1:
+        """Stages 1 and 2 have their buckets in the backward pass only, but that of stage 1 with
+        an offloaded optimizer, and the room for the largest gradient."""
+        stage, trained = layout.zero_stage, share.trained
+        if stage not in (1, 2):
             return self.buffers(layout, width, share)
-        keeps = layout.zero_stage == 1 and layout.gradient_accumulation > 1
-        return width * share.trained.parameters * keeps
+        if layout.offload_optimizer != "none":
+            sums = FP32_BYTES * min(BUCKET, trained.parameters)
+            return width * trained.output + sums * (stage == 1)
+        keeps = stage == 1 and layout.gradient_accumulation > 1
+        return width * trained.parameters * keeps
+
+    def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:
+        """The embedding's gradient and its fp32 copy, buckets, and the part whose norm is taken
+        in fp64; what stage 1 keeps; in stage 3, fp32 gradients of a group of parameters."""
+        stage, trained, away = layout.zero_stage, share.trained, layout.offload_optimizer
+        if stage == 0:
+            return 0.0
+        largest, shard = trained.output, trained.parameters / _ranks(layout)
+        own = width * largest
+        if stage == 3:
+            if away == "none":
+                return FP32_BYTES * (BUCKET + min(SUB_GROUP, shard))
+            own *= 1 + (_ranks(layout) > 1 or layout.offload_parameters != "none")
+            part = largest / _ranks(layout)
+            norm = FP64_BYTES * min(NORM_ELEMENTS, part)
+            return FP32_BYTES * BUCKET + own + FP64_BYTES * part + norm
+        elements = min(BUCKET, trained.parameters)
+        norm, buckets = FP64_BYTES * min(largest, shard), 2 * width * elements
+        if away != "none":
+            held = own + buckets if stage == 2 else FP32_BYTES * (shard + elements)
+            return own + held + norm
+        if stage == 2:
+            return max(own + FP32_BYTES * largest + buckets, norm)
+        keeps = width * trained.parameters * (layout.gradient_accumulation > 1)
+        return max(own + FP32_BYTES * largest + keeps, norm)
+
+
+def _ranks(layout: Layout) -> int:
+    """Over which ZeRO shards."""
+    return layout.dp * layout.cp
 
 
 class DeepSpeedBackend(Backend):

@@ -16,6 +16,7 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 import toolkit
 from toolkit.errors import PlanError
+from toolkit.hardware.catalogue import accelerator
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -83,7 +84,7 @@ class CloudTarget(Target):
             )
         if cluster.gpu == "cpu":
             return ""
-        if (name := self.accelerators.get(str(cluster.gpu))) is None:
+        if (name := self.accelerators.get(accelerator(cluster.gpu).name)) is None:
             raise PlanError(
                 f"cluster.gpu: {self.title} knows no {cluster.gpu} by a name of its own",
                 fix=f"--set cluster.gpu={' or '.join(self.accelerators)}",

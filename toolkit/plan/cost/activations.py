@@ -206,11 +206,13 @@ def _latents(workload: Workload, sizes: _Sizes) -> float:
 
 def _norm_bytes(workload: Workload) -> int:
     """What a norm keeps per element besides its output: its input; single operators their fp32
-    copy of it and what the weight multiplies."""
+    copy of it and, if the weight trains, what it multiplies."""
     if workload.spec.wide_norms and not (workload.fused_elementwise or workload.fused_norms):
         return 2 * FP32_BYTES
     width = workload.width
-    return EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
+    if _eager_norms(workload):
+        return EAGER_RMS_NORM_BYTES + (width if workload.spec.adapters is None else 0)
+    return width
 
 
 def _eager_norms(workload: Workload) -> bool:

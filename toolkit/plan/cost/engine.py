@@ -93,6 +93,14 @@ class EngineCost:
         """Those between the forward and the backward pass."""
         return self.buffers(layout, width, share)
 
+    def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Those when the backward pass has reached the embedding and no activation is left."""
+        return 0.0
+
+    def keeps_gradients(self, width: int) -> bool:
+        """Whether ZeRO 2 sums gradients on the device although the optimizer is offloaded."""
+        return False
+
 
 def in_place_logit_bytes(width: int) -> int:
     """megatron-core's loss: a cast to fp32 becomes the softmax and then the gradient in place,

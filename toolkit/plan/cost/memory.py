@@ -169,6 +169,9 @@ def _memory(
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
     else:
         logits = 0.0
+    at_end = workload.cost.buffers_at_end(layout, workload.width, padded)
+    if at_end > activations + logits + workspace + buffers:
+        activations, logits, workspace, buffers, idle = 0.0, 0.0, 0.0, at_end, 0.0
     # Owners exchange after these buffers are freed.
     exchange = exchanged(workload, layout, share) - activations - logits - workspace
     return Memory(
@@ -282,6 +285,7 @@ def _states(
     away = layout.offload_optimizer != "none"
     sharded = layout.zero_stage >= cost.sharded_weights_from
     reduced = not cost.whole_gradients(layout)
+    kept = layout.zero_stage == 2 and cost.keeps_gradients(workload.width)
     held, updated = share.parameters, trained.parameters
     shard = updated_shard = _shard(workload, layout, share)
     if trained is not share:
@@ -292,7 +296,7 @@ def _states(
     return (
         0.0 if layout.offload_parameters != "none" else weights,
         # Those that are reduced go where the optimizer is.
-        0.0 if away and reduced else gradients,
+        0.0 if away and reduced and not kept else gradients,
         0.0 if away else optimizer - moments_saved(workload, layout, share),
     )
 

@@ -177,11 +177,12 @@ def _communication(
     """What the engine's buffers are is what its own cost says of them."""
     cost, width = workload.cost, workload.width
     padded = padded_share(workload, layout, share)
-    engine, why = cost.buffers_at_loss(layout, width, padded), cost.buffers_at_loss.__doc__
-    experts = 0.0
+    held, experts = cost.buffers_at_end, 0.0
     if memory.workspace:
-        engine, why = cost.buffers(layout, width, padded), cost.buffers.__doc__
-        experts = stacked(workload, share)
+        held, experts = cost.buffers, stacked(workload, share)
+    elif memory.logits:
+        held = cost.buffers_at_loss
+    engine, why = held(layout, width, padded), held.__doc__
     freed = memory.activations + memory.logits + memory.workspace
     owners = max(0.0, exchanged(workload, layout, share) - freed)
     step = micro_batch_memory(workload, *micro_batch_of(layout))
