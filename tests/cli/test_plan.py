@@ -60,10 +60,8 @@ llama-3.1-8b-pretrain  8.03B parameters
     assert names.split()[:4] == ["engine/model", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed/hf"
     assert "\n  - engine deepspeed with model hf: asked for\n" in why
-    assert re.search(
-        r"\n  - loss chunked: auto; loss whole alone needs \d+\.\d of 79\.1 GiB, and with ", why
-    )
-    assert re.search(r"\n  - recompute none: auto; recompute full (alone )?is \d+% slower", why)
+    assert "\n  - loss chunked: auto\n" in why
+    assert "\n  - recompute none: auto\n" in why, "the table compares, the text does not"
     assert ledger.startswith("  compared with one process in fp32\n  exact             initial")
 
 
@@ -104,15 +102,11 @@ def _printed(text: str) -> tuple[str, float]:
     return name, float(number.replace(",", "")) * _UNITS["".join(unit) or "B"]
 
 
-def test_explain_lists_every_alternative(dmt: Dmt) -> None:
-    brief = shown(dmt, LLAMA_70B, *EIGHT_NODES).split("\n\n")[4]
+def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     whole = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--explain")
-    full = whole.split("\n\n")[4]
-    assert len(full.splitlines()) > 2 * len(brief.splitlines())
-    ((degree, listed),) = re.findall(r"- tensor (\d+): auto\n((?:      .*\n)+)", full)
-    alternatives = listed.splitlines()
-    assert {int(line.split()[1]) for line in alternatives} == {1, 2, 4, 8} - {int(degree)}
-    assert all(re.search("slower|needs|faster|as fast", line) for line in alternatives)
+    (degree,) = re.findall(r"- tensor (\d+): auto\n", whole)
+    others = re.findall(r"parallel\.tensor=(\d+)", whole)
+    assert set(others) == {str(int(degree) // 2), str(2 * int(degree))} & {"1", "2", "4", "8"}
     formulas = re.findall(r"\w (\S+ \S+) = (.+)\n +(\w.+)\n", whole)
     for shown_value, formula, symbols in formulas:
         values = dict(map(_printed, symbols.split(", ")))

@@ -1,12 +1,10 @@
-"""Reasons and remedies: every number in them is one that can be computed again."""
+"""Reasons and remedies: what is said of another layout is what the planner answers."""
 
 import json
 import random
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.dimensions import DIMENSION, IN_REASONS, settings
+from toolkit.plan.dimensions import DIMENSION, IN_REASONS
 from toolkit.plan.estimate import Setup, estimate
-from toolkit.plan.explain import SHOWN, Decision, choice, decision, decisions, what_if
+from toolkit.plan.explain import Decision, choice, decision, decisions, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.remedies import over, prices, remedies
@@ -73,72 +71,11 @@ def asked(wanted: Recipe, chosen: Search, values: dict[str, Any]) -> Search:
     return explore(wanted.with_values(values), chosen.cluster)
 
 
-FIELDS = {one.name: one.field for one in IN_REASONS}
-NUMBERS = re.compile(
-    r"needs (?:at least )?([\d.,]+) of [\d.,]+ GiB|is ([\d.]+)% (slower|faster)|"
-    r"is as fast and (?:saves nothing|takes ([\d.]+) GiB (more|less))"
-)
-
-
-def says(text: str, chosen: Search, answer: Search) -> None:
-    """The numbers of a part of a sentence are those of the planner's answer."""
-    told = NUMBERS.search(text)
-    assert told is not None, text
-    other = answer.best
-    if told[1]:
-        needs = {f"{other.memory_gib:.1f}", f"{other.host_gib:,.0f}"}
-        assert not answer.fits and told[1] in needs, text
-        return
-    assert answer.fits and other.step_s and chosen.best.step_s, text
-    relative = other.step_s / chosen.best.step_s - 1
-    if told[2]:
-        sign, digits = 1 if told[3] == "slower" else -1, len(told[2].partition(".")[2])
-        assert f"{sign * 100 * relative:.{digits}f}" == told[2], text
-        return
-    assert abs(relative) < 0.0005, text
-    more = other.memory_gib - chosen.best.memory_gib
-    if told[4]:
-        assert f"{abs(more):.1f}" == told[4] and (more > 0) == (told[5] == "more"), text
-
-
-def holds(text: str, wanted: Recipe, chosen: Search) -> None:
-    """A sentence about an alternative is what the planner answers when asked for it."""
-    name = next(name for name in sorted(FIELDS, key=len, reverse=True) if text.startswith(name))
-    field = FIELDS[name]
-    shown = text.removeprefix(name).split()[0].rstrip(",")
-    value = {"true": True, "false": False}.get(shown, int(shown) if shown.isdigit() else shown)
-    key = DIMENSION[field].key
-    others, _, with_others = text.partition(", and with ")
-    is_alone = f"{shown} alone " in others
-    if with_others or not is_alone:
-        says(with_others or others, chosen, asked(wanted, chosen, {key: value}))
-    if is_alone:
-        best = chosen.best
-        same = settings(best.layout) | {
-            "parallel.engine": best.pair.engine, "parallel.model": best.pair.model,
-        }  # fmt: skip
-        follows = ["kernels.compile", "kernels.fused", "kernels.experts"]
-        follows += ["parallel.sequence"] * (field == "tp" and value == 1)
-        follows += ["parallel.virtual_pipeline"] * (field == "pp" and value == 1)
-        follows += ["kernels.context"] * (field == "cp" and value == 1)
-        for one in follows:
-            same[one] = attrgetter(one)(wanted)
-        if same["parallel.zero.hpz"] == 1:
-            same["parallel.zero.hpz"] = wanted.parallel.zero.hpz
-        says(others, chosen, asked(wanted, chosen, same | {key: value}))
-
-
 @pytest.mark.slow
 def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> None:
-    """One sentence of each of 200 recipes on clusters, chosen at random."""
-    source, checked, decided_by, changed = random.Random(7), 0, set(), set()
+    """One of each of 200 recipes on clusters, chosen at random."""
+    source, changed = random.Random(7), set()
     for wanted, chosen in some_plans(200):
-        for dimension in source.sample(IN_REASONS, len(IN_REASONS)):
-            if alternatives := decision(chosen, dimension, SHOWN).alternatives:
-                holds(source.choice(alternatives), wanted, chosen)
-                checked += 1
-                decided_by.add(dimension.field)
-                break
         job, best = chosen.job, chosen.best
         check(estimate(Setup(workload_of(job, best.pair), best.layout, chosen.cluster)))
         one = next(what_if(chosen, source.sample(IN_REASONS, len(IN_REASONS))), None)
@@ -153,34 +90,20 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
         if room(chosen.best, chosen.cluster) == "fits":
             assert chosen.best.memory_gib * (1 + MARGIN) <= limit
         assert chosen.fits == (room(chosen.best, chosen.cluster) != "does not fit")
-    assert checked > 180 and len(decided_by) > 8 and len(changed) > 6
+    assert len(changed) > 6
 
 
-def test_every_sentence_of_a_large_plan_holds() -> None:
-    wanted = load_recipe(RECIPES / f"{SEVENTY[1]}.yaml")
-    wanted = placed_on(wanted, parse_cluster(SEVENTY[0]))
-    chosen = explore(wanted)
-    texts = [text for one in decisions(chosen, SHOWN)[1:] for text in one.alternatives]
-    assert sum(" alone " in text for text in texts) > 5
-    for text in texts:
-        holds(text, wanted, chosen)
-
-
-def test_context_is_compared_with_tensor_parallel() -> None:
-    """By what a rank receives, and by the best layout without."""
+def test_context_and_tensor_parallel_by_what_a_rank_receives() -> None:
     wanted = load_recipe(RECIPES / "llama/llama-3.1-8b-pretrain-128k.yaml")
     fewer = {"training.global_batch_size": 8, "parallel.engine": "megatron"}
     wanted = placed_on(wanted.with_values(fewer), parse_cluster("2x8xh100-80gb"))
     chosen = explore(wanted)
-    degree, exchange = (decision(chosen, DIMENSION[one], SHOWN) for one in ("cp", "exchange"))
+    degree, exchange = (decision(chosen, DIMENSION[one]) for one in ("cp", "exchange"))
     assert "MiB per layer and pass, with tensor 16 instead 3,840 MiB" in degree.why
-    assert degree.alternatives[0].startswith("context 1")
     assert "MiB of keys and values per layer and rank" in exchange.why
-    for text in (*degree.alternatives, *exchange.alternatives):
-        holds(text, wanted, chosen)
     short = explore(wanted.with_values({"training.sequence_length": 8192}))
     assert short.best.layout.cp == 1
-    assert "only if nothing fits otherwise" in decision(short, DIMENSION["cp"], SHOWN).why
+    assert "only if nothing fits otherwise" in decision(short, DIMENSION["cp"]).why
 
 
 def test_a_plan_says_why_a_layout_was_chosen_and_how_much_memory_is_free() -> None:
@@ -219,46 +142,11 @@ def test_the_shortlist_has_a_safer_layout() -> None:
     assert replace(chosen, fitting=(*tight,)).shortlist(5) == tight
 
 
-def test_what_a_change_brings_with_it_is_not_told() -> None:
-    """Without pipeline stages there are no virtual ones, without tensor ranks no sequence
-    parallel."""
-    chosen = search(*on("16x8xa100-80gb", "mistral/mixtral-8x7b-pretrain", expert=8))
-    by_name = decided(chosen)
-    (no_pipeline,) = (one for one in by_name["pipeline"].alternatives if one.split()[1] == "1")
-    assert "with" in no_pipeline and "virtual" not in no_pipeline
-    (no_tensor,) = (one for one in by_name["tensor"].alternatives if one.split()[1] == "1")
-    assert "with" in no_tensor and "sequence" not in no_tensor
-
-
-def test_another_engine() -> None:
-    chosen = found(*SEVENTY)
-    alternatives = decisions(chosen)[0].alternatives
-    other = search(*on(*SEVENTY, engine="deepspeed", model="hf")).best
-    slower = round(100 * (other.step_s / chosen.best.step_s - 1))  # type: ignore[operator]
-    assert any(
-        one.startswith("engine deepspeed with model hf, with zero 3, recompute full")
-        and one.endswith(f"is {slower}% slower")
-        for one in alternatives
-    )
-    assert any(
-        re.match(r"engine ddp with model hf needs at least \d+", one) for one in alternatives
-    )
-
-
 def test_what_is_asked_for_is_not_argued_about() -> None:
     reasons = llama_8b(engine="megatron", model="megatron", tensor=2, recompute="full").reasons
     assert "engine megatron with model megatron: asked for" in reasons
     assert "tensor 2: asked for" in reasons
     assert "recompute full: asked for" in reasons
-
-
-def test_a_reason_names_the_nearest_alternatives() -> None:
-    chosen = found(*SEVENTY)
-    tensor = decided(chosen)["tensor"]
-    assert tensor.what == "tensor 8"
-    assert [one.split()[1] for one in tensor.alternatives] == ["4", "2", "1"]
-    short = next(one for one in decisions(chosen, SHOWN) if one.what == "tensor 8")
-    assert short.reason == "; ".join(("tensor 8: auto", *tensor.alternatives[:SHOWN]))
 
 
 def test_notes() -> None:

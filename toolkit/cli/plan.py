@@ -325,12 +325,10 @@ def _reasons(plan: Plan) -> Iterator[Text]:
 
 
 def _explained(found: Search) -> Iterator[Text]:
-    """Every decision with all its alternatives, and what fixed settings cost."""
-    yield Text("  why, and what each alternative would have cost", "dim")
+    """Every decision, what fixed settings cost, and what other values would."""
+    yield Text("  why", "dim")
     for one in decisions(found):
         yield Text.assemble("  - ", (one.what, "bold"), f": {one.why}")
-        for alternative in one.alternatives:
-            yield Text(f"      {alternative}")
     for price in prices(found):
         yield Text(f"  - {price}")
     yield Text("  what if: the best plan with one setting changed", "dim")

@@ -118,7 +118,7 @@ def memory_parts(memory: Memory) -> dict[str, float]:
         "activations": memory.activations,
         "logits and loss": memory.logits,
         "one layer's backward": memory.workspace,
-        "communication": memory.buffers,
+        "buffers": memory.buffers,
         "allocator reserve": memory.reserve,
         "CUDA and NCCL": memory.context,
     }

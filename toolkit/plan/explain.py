@@ -1,12 +1,8 @@
-"""Explains the choice of a layout: for each decision, the cost of the alternatives.
+"""Explains the choice of a layout. What another value would cost is what the planner answers
+to a recipe that states it (`what_if`)."""
 
-Every figure is what the planner answers to two requests: a recipe that states the other value
-and nothing else, and one that also states every other decision as chosen.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from toolkit.errors import PlanError
@@ -16,7 +12,6 @@ from toolkit.plan import context_notes
 from toolkit.plan.dimensions import (
     DIMENSION,
     IN_REASONS,
-    SETTABLE,
     Choice,
     Dimension,
     division_text,
@@ -33,14 +28,10 @@ from toolkit.plan.search import (
     Candidate,
     Search,
     equally_fast,
-    ranked,
     room,
     search,
-    shortage,
 )
 
-SHOWN = 2
-"""Alternatives of a decision that its reason names."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
 
@@ -52,13 +43,11 @@ class Decision:
     """`tensor 8`."""
     why: str
     """`asked for`, or the reason."""
-    alternatives: tuple[str, ...]
-    """The cost of each other value, the nearest ones first."""
 
     @property
     def reason(self) -> str:
         """The decision in one line."""
-        return "; ".join((f"{self.what}: {self.why}", *self.alternatives[:SHOWN]))
+        return f"{self.what}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ def what_if(found: Search, dimensions: Iterable[Dimension] = IN_REASONS) -> Iter
         if not dimension.open(choice) or dimension.of(found.job) != "auto":
             continue
         chosen = getattr(found.best.layout, dimension.field)
-        others = _others(found, dimension, None)
+        others = _others(found, dimension)
         if isinstance(chosen, int) and dimension.tried == "all":
             lower = [one for one in others if one < chosen]
             others = lower[-1:] + others[len(lower) :][:1]
@@ -90,11 +79,11 @@ def what_if(found: Search, dimensions: Iterable[Dimension] = IN_REASONS) -> Iter
                 yield WhatIf(dimension.key, value, best)
 
 
-def decisions(found: Search, most: int | None = None) -> list[Decision]:
-    """Every decision of the search's best layout, each with `most` alternatives or all."""
+def decisions(found: Search) -> list[Decision]:
+    """Every decision of the search's best layout."""
     choice, layout = _choice(found), found.best.layout
     shown = [one for one in IN_REASONS if one.open(choice) or one.used(layout)]
-    return [_pair(found, most), *(decision(found, one, most) for one in shown)]
+    return [_pair(found), *(decision(found, one) for one in shown)]
 
 
 def _choice(found: Search) -> Choice:
@@ -180,52 +169,28 @@ def stated(found: Search, values: Mapping[str, Any]) -> Candidate | None:
     return None if answered is None else answered.best
 
 
-def _pair(found: Search, most: int | None) -> Decision:
+def _pair(found: Search) -> Decision:
     best, asked = found.best, found.job.parallel
-    others = [pair for pair in _best_by(found, lambda one: one.pair) if pair != best.pair]
-    costs = (cost for pair in others if (cost := _other_pair(found, pair)))
-    alternatives = tuple(islice(costs, most))
     stated = [name for name in Pair._fields if getattr(asked, name) != "auto"]
     why = "auto; the only one that can do this"
     if len(stated) == len(Pair._fields):
         why = "asked for"
     elif stated:
         why = f"{stated[0]} asked for"
-    elif others:
+    elif any(one.pair != best.pair for one in (*found.fitting, *found.too_large)):
         why = _auto(found)
-    return Decision(str(best.pair), why, alternatives)
+    return Decision(str(best.pair), why)
 
 
-def _other_pair(found: Search, pair: Pair) -> str:
-    """The cost of another engine or model implementation, with its best layout."""
-    known = [one for one in found.fitting if one.pair == pair]
-    if known:
-        other: Candidate | None = ranked(known, found.cluster)[0]
-    else:
-        other = stated(found, {"parallel.engine": pair.engine, "parallel.model": pair.model})
-    if other is None:
-        return ""
-    if short := shortage(other, found.cluster):
-        return f"{pair} needs at least {short}"
-    return f"{pair}, with {', '.join(_strategy(other.layout))}, {_slower(found, other)}"
-
-
-def decision(found: Search, dimension: Dimension, most: int | None) -> Decision:
-    """The decision about one dimension of the layout, with `most` alternatives or all."""
+def decision(found: Search, dimension: Dimension) -> Decision:
+    """The decision about one dimension of the layout."""
     chosen = getattr(found.best.layout, dimension.field)
     what, note = dimension.named(chosen), _note(found, dimension.field)
     if isinstance(chosen, tuple) and dimension.of(found.job) == ():
         why = f"{division_text(chosen)} by speed and memory of the groups"
-        return Decision(what, f"{why}{_evenly(found, dimension)}", ())
-    if dimension.of(found.job) != "auto":
-        return Decision(what, f"asked for{note}", ())
-    values = _others(found, dimension, found.best.pair)
-    if dimension.field != "recompute":
-        values.sort(key=lambda one: _distance(one, chosen))
-    if dimension.field == "cp":  # what other forms of parallelism cost in its place
-        values.sort(key=lambda one: one > 1)
-    costs = (cost for value in values if (cost := _cost(found, dimension, value)))
-    return Decision(what, f"{_auto(found)}{note}", tuple(islice(costs, most)))
+        return Decision(what, f"{why}{_evenly(found, dimension)}")
+    auto = dimension.of(found.job) == "auto"
+    return Decision(what, f"{_auto(found) if auto else 'asked for'}{note}")
 
 
 def _evenly(found: Search, dimension: Dimension) -> str:
@@ -241,92 +206,13 @@ def _evenly(found: Search, dimension: Dimension) -> str:
     return f"; evenly it {_slower(found, even[0])}" if even else ""
 
 
-def _cost(found: Search, dimension: Dimension, value: Any) -> str:
-    """The cost of another value: what the planner chooses for it, and what it costs with all
-    else as chosen, if that is another layout."""
-    known = [one for one in found.fitting if getattr(one.layout, dimension.field) == value]
-    # The products of experts follow from the size of a micro batch.
-    sized = dimension.field == "micro_batch" and found.job.spec.moe_layers
-    best: Candidate | None
-    name, only = dimension.named(value), alone(found, dimension, value)
-    if known and dimension.tried == "all" and not sized:
-        best = ranked(known, found.cluster)[0]
-    elif dimension.tried == "rule" and only and not shortage(only, found.cluster):
-        # A kernel changes all layouts nearly alike: they are not searched for its sake.
-        return f"{name} alone {_slower(found, only)}"
-    else:
-        best = stated(found, {dimension.key: value})
-    if best is None:
-        return ""
-    if short := shortage(best, found.cluster):
-        return f"{name} needs at least {short}"
-    text = _compared(found, dimension, name, best, only)
-    return f"{text} ({why})" if (why := _untried(found, best)) else text
-
-
-def _others(found: Search, dimension: Dimension, pair: Pair | None) -> list[Any]:
-    """Other values of a decision, ascending, of layouts of one pair or of all. Of recompute no
-    numbers of layers: each layout has its own."""
+def _others(found: Search, dimension: Dimension) -> list[Any]:
+    """Other values of a decision, ascending. Of recompute no numbers of layers: each layout has
+    its own."""
     field = dimension.field
-    seen = _best_by(found, lambda one: getattr(one.layout, field), pair)
+    seen = {getattr(one.layout, field) for one in (*found.fitting, *found.too_large)}
     values = {*seen, *dimension.unneeded(_choice(found))} - {getattr(found.best.layout, field)}
     return sorted(one for one in values if field != "recompute" or isinstance(one, str))
-
-
-def _untried(found: Search, other: Candidate) -> str:
-    """Why the search has not tried another layout."""
-    island, places = found.cluster.island, found.fallback.offload
-    if (other.layout.offload_optimizer, other.layout.offload_parameters) != places:
-        return "offload is tried only if nothing fits without it"
-    if other.layout.tp > island >= found.best.layout.tp:
-        return "tensor groups across nodes are tried only if nothing else fits"
-    return ""
-
-
-def _compared(
-    found: Search, dimension: Dimension, name: str, best: Candidate, only: Candidate | None
-) -> str:
-    """The cost of a value, from the best layout that has it and the chosen one with it."""
-    changes, slower = _changes(found, best, dimension), _slower(found, best)
-    if only is None or only.layout == best.layout or not changes:
-        return f"{name}{changes and f', with {changes},'} {slower}"
-    short = shortage(only, found.cluster)
-    cost = f"needs {short}" if short else _slower(found, only)
-    if cost == slower:
-        return f"{name} {slower}"
-    return f"{name} alone {cost}, and with {changes} it {slower}"
-
-
-def alone(found: Search, dimension: Dimension, value: Any) -> Candidate | None:
-    """The chosen layout with one decision changed, and what follows from it; None if there is
-    no such layout."""
-    best = found.best
-    values: dict[str, Any] = {
-        "parallel.engine": best.pair.engine,
-        "parallel.model": best.pair.model,
-    }
-    for one in SETTABLE:
-        follows = one.tried == "rule" or _is_implied(one, dimension, value)
-        if not follows and one.of(found.job) == "auto":
-            values[one.key] = getattr(best.layout, one.field)
-    return stated(found, values | {dimension.key: value})
-
-
-def _is_implied(inner: Dimension, dimension: Dimension, value: Any) -> bool:
-    """Whether a dimension has one value because another one has this value."""
-    return inner.within == dimension.field and value == 1
-
-
-def _best_by(
-    found: Search, key: Callable[[Candidate], Any], pair: Pair | None = None
-) -> dict[Any, Candidate]:
-    """The best candidate of each value; if nothing fits with a value, the smallest one."""
-    best: dict[Any, Candidate] = {}
-    too_large = sorted(found.too_large, key=lambda one: one.memory_gib)
-    for one in (*found.fitting, *too_large):
-        if pair in (None, one.pair):
-            best.setdefault(key(one), one)
-    return best
 
 
 def _slower(found: Search, other: Candidate) -> str:
@@ -345,21 +231,6 @@ def _slower(found: Search, other: Candidate) -> str:
     return f"is {relative:.0%} slower" if relative >= 0.02 else f"is {relative:.1%} slower"
 
 
-def _changes(found: Search, other: Candidate, dimension: Dimension) -> str:
-    """Other differences of another layout."""
-    mine, theirs = vars(found.best.layout), vars(other.layout)
-    if other.pair != found.best.pair:
-        return described(other)
-    return ", ".join(
-        one.named(theirs[one.field])
-        for one in IN_REASONS
-        if one is not dimension
-        and not _is_implied(one, dimension, theirs[dimension.field])
-        and mine[one.field] != theirs[one.field]
-        and (not one.within or theirs[one.within] > 1)
-    )
-
-
 def _strategy(layout: Layout) -> Iterator[str]:
     """The non-default parts of a layout, and always ZeRO."""
     for one in IN_REASONS:
@@ -371,14 +242,6 @@ def _strategy(layout: Layout) -> Iterator[str]:
 def described(one: Candidate) -> str:
     """A whole layout in a few words."""
     return ", ".join((f"engine {one.pair.engine}", *_strategy(one.layout)))
-
-
-def _distance(value: Any, chosen: Any) -> tuple[float, str]:
-    """Nearest values first."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return 0.0, str(value)
-    larger, smaller = max(value, chosen, 1), max(1, min(value, chosen))
-    return larger / smaller, str(value)
 
 
 def _auto(found: Search) -> str:

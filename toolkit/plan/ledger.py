@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.backend import ANY, BACKENDS
+from toolkit.backend import BACKENDS
 from toolkit.features.base import hooks
 from toolkit.layout import Layout, Pair, padded_vocab
 from toolkit.models.config_keys import is_dropout
@@ -245,9 +245,7 @@ def _refused(pair: Pair) -> Iterator[tuple[str, str]]:
         yield f"{', '.join(ones)} above 1", f"not in {pair}"
     stages = sorted({s for one in others for s in one.zero_stages} - set(support.zero_stages))
     if stages:
-        shards = "a pipeline still accumulates the gradients that they shard"
-        why = shards if support.largest("pipeline") == ANY else f"not in {pair}"
-        yield f"ZeRO {', '.join(map(str, stages))}", why
+        yield f"ZeRO {', '.join(map(str, stages))}", f"not in {pair}"
     places = {place for one in others for place in one.offload_optimizer}
     if missing := places - support.offload_optimizer:
         yield f"offload to {', '.join(sorted(missing))}", f"not in {pair}"

@@ -15,7 +15,7 @@ from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
-from toolkit.plan.explain import SHOWN, choice, decisions, groups
+from toolkit.plan.explain import choice, decisions, groups
 from toolkit.plan.plan import BatchCost, LengthCost, Plan
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.request import PlanRequest
@@ -120,7 +120,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
 def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     """A line per decision, and what to know before the run."""
     job, best = found.job, found.best
-    yield from (one.reason for one in decisions(found, SHOWN))
+    yield from (one.reason for one in decisions(found))
     yield from groups(found)
     yield from choice(found)
     yield _attention_reason(_with_context(job, best))

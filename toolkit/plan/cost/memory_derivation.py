@@ -44,7 +44,7 @@ def memory_derivations(
         "activations": _activations(workload, layout, share, memory),
         "logits and loss": _logits(workload, layout, memory),
         "one layer's backward": _workspace(workload, layout, memory),
-        "communication": _communication(workload, layout, share, memory),
+        "buffers": _buffers(workload, layout, share, memory),
         "allocator reserve": Derivation(
             memory.reserve,
             "idle_bytes + reserve * (allocated_bytes + idle_bytes)",
@@ -171,7 +171,7 @@ def _workspace(workload: Workload, layout: Layout, memory: Memory) -> Derivation
     return total(memory.workspace, parts, source)
 
 
-def _communication(
+def _buffers(
     workload: Workload, layout: Layout, share: StageShare, memory: Memory
 ) -> Derivation:
     """What the engine's buffers are is what its own cost says of them."""
