@@ -287,7 +287,7 @@ MISTAKES = {
     "engine with a stage": M(
         "engine: auto", "engine: zero3", "parallel.engine", "deepspeed, and `zero: {stage: 3}`"
     ),
-    "GPU without its memory": M("gpu: cpu", "gpu: A100", "cluster.gpu", "`a100-80gb`"),
+    "GPU with other memory": M("gpu: cpu", "gpu: A100-64GB", "cluster.gpu", "`a100-"),
     "a folder of texts": M(
         'files: ["{stdlib}/*.py"]', "files: [../..]", "data.train.files", "**/*.txt"
     ),
@@ -307,7 +307,7 @@ MISTAKES = {
     ),
     "own tag": M("seed: 1", "seed: !env SEED", "training.seed", "remove the tag"),
     "unknown alias": M("seed: 1", "seed: *other", "(file)", "fix the YAML"),
-    "GPU": M("gpu: cpu", "gpu: h100", "cluster.gpu", "describe yours by the closest"),
+    "GPU": M("gpu: cpu", "gpu: p100", "cluster.gpu", "describe yours by the closest"),
     "GPU like none": M("gpu: cpu", "gpu: {memory_gib: 3}", "cluster.gpu.like", "add `like:`"),
     "GPU like an unknown one": M(
         "gpu: cpu", "gpu: {like: a10gg}", "cluster.gpu.like", "did you mean `a10g`?"

@@ -219,9 +219,10 @@ def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
     if capacity is not None and one.memory_gib > capacity:
         needed, missing = f"{one.memory_gib:.1f}", f"{one.memory_gib - capacity:.1f}"
         return Shortage(needed, f"{capacity:g}", "per GPU", "", missing)
+    host = one.host_gib if cluster.gpu.memory_gib is not None else _on_host(one, cluster)
     for size, capacity, where, on in (
         (
-            _on_host(one, cluster),
+            host,
             cluster.host_memory_gib,
             "of host memory per node",
             " on the host",
@@ -235,9 +236,7 @@ def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
 
 
 def _on_host(one: Candidate, cluster: Cluster) -> float:
-    """GiB of one node's memory: where there are no accelerators, its processes share it."""
-    if cluster.gpu.memory_gib is not None:
-        return one.host_gib
+    """GiB of a node without accelerators, whose processes share its memory."""
     return one.host_gib + one.memory_gib * min(cluster.gpus_per_node, one.layout.world)
 
 

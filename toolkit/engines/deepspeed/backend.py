@@ -143,21 +143,21 @@ class DeepSpeedCost(EngineCost):
         weights, and their second copy; one data-parallel rank gathers those that are offloaded.
         Stage 1 keeps a micro batch's gradients until the next one's; if the optimizer is
         offloaded, it has an fp32 bucket, and stages 1 and 2 room for the largest gradient."""
-        stage, trained = layout.zero_stage, share.trained
+        stage, trained, ranks = layout.zero_stage, share.trained, layout.dp * layout.cp
         elements = min(BUCKET, trained.parameters)
         bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
         if stage == 0:
             return 0.0
         if stage == 3:
             loaded = width * min(LIVE_PARAMETERS, share.parameters)
-            if _ranks(layout) == 1:
+            if ranks == 1:
                 return FP32_BYTES * BUCKET + loaded * (layout.offload_parameters != "none")
             copy = width * share.parameters / layout.hpz if layout.hpz > 1 else 0.0
             return FP32_BYTES * BUCKET + cast + loaded + copy
         if layout.offload_optimizer != "none":
             room = width * trained.output
             if stage == 1:
-                return room + FP32_BYTES * trained.parameters / _ranks(layout) + cast
+                return room + FP32_BYTES * trained.parameters / ranks + cast
             return room + 3 * bucket + cast
         if stage == 1 and layout.gradient_accumulation > 1:
             return width * trained.parameters + cast
@@ -178,16 +178,17 @@ class DeepSpeedCost(EngineCost):
     def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:
         """The embedding's gradient and its fp32 copy, buckets, and the part whose norm is taken
         in fp64; what stage 1 keeps; in stage 3, fp32 gradients of a group of parameters."""
-        stage, trained, away = layout.zero_stage, share.trained, layout.offload_optimizer
+        stage, trained, ranks = layout.zero_stage, share.trained, layout.dp * layout.cp
+        away = layout.offload_optimizer
         if stage == 0:
             return 0.0
-        largest, shard = trained.output, trained.parameters / _ranks(layout)
+        largest, shard = trained.output, trained.parameters / ranks
         own = width * largest
         if stage == 3:
             if away == "none":
                 return FP32_BYTES * (BUCKET + min(SUB_GROUP, shard))
-            own *= 1 + (_ranks(layout) > 1 or layout.offload_parameters != "none")
-            part = largest / _ranks(layout)
+            own *= 1 + (ranks > 1 or layout.offload_parameters != "none")
+            part = largest / ranks
             norm = FP64_BYTES * min(NORM_ELEMENTS, part)
             return FP32_BYTES * BUCKET + own + FP64_BYTES * part + norm
         elements = min(BUCKET, trained.parameters)
@@ -199,11 +200,6 @@ class DeepSpeedCost(EngineCost):
             return max(own + FP32_BYTES * largest + buckets, norm)
         keeps = width * trained.parameters * (layout.gradient_accumulation > 1)
         return max(own + FP32_BYTES * largest + keeps, norm)
-
-
-def _ranks(layout: Layout) -> int:
-    """Over which ZeRO shards."""
-    return layout.dp * layout.cp
 
 
 class DeepSpeedBackend(Backend):

@@ -97,6 +97,9 @@ def offload_parts_s(
     the update (ZeRO-Infinity, arXiv:2104.07857).
     """
     layout, efficiency = place.layout, place.efficiency
+    places = {layout.offload_optimizer, layout.offload_parameters}
+    if places == {"none"} and not layout.offload_activations:
+        return {}
     host = place.cluster.host_link_bytes_per_s * efficiency["link.host"]
     on_node = min(place.cluster.gpus_per_node, layout.world)
     disk = place.cluster.nvme_bytes_per_s * efficiency["link.nvme"] / on_node
