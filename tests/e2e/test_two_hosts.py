@@ -134,7 +134,8 @@ def test_a_host_is_cut_off_and_another_joins(hosts: TwoHosts, project: Project) 
     assert run.losses == expected
     assert resized(run.run_dir) == [(2, 1), (1, 2)]
     one, other = events(run.run_dir, "restart")
-    assert 3 <= one["from_step"] < other["from_step"]
+    # Of four steps, the save of the second is whole before that of the third begins.
+    assert 2 <= one["from_step"] < other["from_step"]
     repeated = [event["dropped_metrics_lines"] for event in events(run.run_dir, "resume")]
     assert repeated[0] <= 2, "what was in flight"
     assert repeated[1] == 0, "a host that joins costs no step"
