@@ -278,7 +278,7 @@ def export(
     from toolkit.models.new_folder import check_destination
     from toolkit.run.model_card import is_generated, write_card
 
-    if to == "megatron" and (checkpoint / "config.json").is_file():
+    if to != "huggingface" and (checkpoint / "config.json").is_file():
         _to_megatron(checkpoint, dst)
         output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
         return
@@ -286,7 +286,7 @@ def export(
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
     if private and push_to_hub is None:
         raise CheckpointError("--private: nothing is uploaded", fix="add --push-to-hub REPO")
-    if to == "megatron" and (shard_size or compare or push_to_hub):
+    if to != "huggingface" and (shard_size or compare or push_to_hub):
         raise CheckpointError("--to megatron: not with options of a Hugging Face folder")
     if found.manifest.adapter is not None and not merged:
         _refuse_for_adapters(shard_size, compare, to)
@@ -298,7 +298,7 @@ def export(
     if verify:
         _verify_first(found)
     with byte_progress("export", nbytes) as tick:
-        if to == "megatron":
+        if to != "huggingface":
             _run_to_megatron(found, dst, merged)
         else:
             exporting.export(found.folder, dst, tick, merged=merged, **limit)
@@ -345,7 +345,7 @@ def _to_megatron(source: Path, dst: Path) -> None:
 
 def _refuse_for_adapters(shard_size: str | None, compare: str | None, to: str) -> None:
     """Raise CheckpointError for options that need a whole model."""
-    if to == "megatron":
+    if to != "huggingface":
         raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
     if shard_size is not None:
         fix = "remove --shard-size, or add --merged"

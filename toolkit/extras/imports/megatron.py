@@ -39,6 +39,7 @@ from toolkit.optimizers.base import MOMENTS
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.interpreter import python
 from toolkit.system.untrusted import read_bytes, regular_inside
+from toolkit.text.terminal import tell
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -235,7 +236,7 @@ def read(folder: Path, config_folder: Path, dst: Path) -> None:
     )
     keys = {*missing, *unexpected}
     for note in _check_fit(folder, sizes, model.gpt["vocab_size"], keys):
-        print(note)
+        tell(note, sys.stdout)
     chunk.load_state_dict({**chunk.state_dict(), **loaded["model"]})
     parts: dict[str, list[tuple[Tensor, Block]]] = {}
     for values, block in _blocks(chunk, model):
@@ -301,7 +302,7 @@ def main() -> None:
     try:
         write(*map(Path, folders)) if verb == "write" else read(*map(Path, folders))
     except DmtError as error:
-        print(error.message, file=sys.stderr)
+        tell(error.message)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
