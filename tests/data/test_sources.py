@@ -70,6 +70,16 @@ def test_order_is_not_the_file_systems(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(open_text(tmp_path, "*.txt")) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("content", "what"), [(b"PAR1\x15\x04", "Parquet"), (gzip.compress(b"a"), "gzip")]
+)
+def test_binary_files_are_not_text(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=what) as raised:
+        open_text(tmp_path, "a.txt")
+    assert "kind: hf" in str(raised.value.fix)
+
+
 def test_exclude_files_and_folders(tmp_path: Path) -> None:
     write_files(tmp_path, a_txt="a", b_txt="b", test__c_txt="c", test__deep__d_txt="d")
     assert list(open_text(tmp_path, "**/*.txt", exclude=("test", "b*"))) == ["a"]
@@ -107,7 +117,7 @@ def test_not_utf8_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         assert list(open_text(tmp_path, "*.txt")) == ["caf\ufffd", "\ufffd\ufffd", "good"]
     assert len(caplog.records) == 1
-    assert "2 of 3 files are not UTF-8" in caplog.text
+    assert "not UTF-8: 2 of 3 files" in caplog.text
 
 
 def test_fingerprint_follows_the_content(tmp_path: Path) -> None:

@@ -26,6 +26,17 @@ logger = logging.getLogger(__name__)
 STDLIB = "{stdlib}"
 """In a recipe, stands for the standard library folder of the running Python."""
 
+_ROWS = "write `kind: hf` (or `kind: chat`, `kind: preference`) with its path"
+_UNPACK = "unpack it; for rows of compressed JSON lines, " + _ROWS
+_SIGNATURES = {
+    b"PAR1": ("a Parquet file", _ROWS),
+    b"ARROW1": ("an Arrow file", _ROWS),
+    b"\x1f\x8b": ("compressed with gzip", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", _UNPACK),
+    b"PK\x03\x04": ("a zip archive", _UNPACK),
+}
+"""How binary files begin that are taken for text, what they are, and the way to read them."""
+
 _MOMENT_S = 1.0
 _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
@@ -80,6 +91,21 @@ def find_files(patterns: Sequence[str], base: Path, exclude: Sequence[str] = ())
             fix="narrow the globs under `exclude`",
         )
     return list(found)
+
+
+def find_texts(patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()) -> list[Path]:
+    """`find_files`, each of text. Raises DataError also for a known binary format."""
+    found = find_files(patterns, base, exclude)
+    for path in found:
+        try:
+            with path.open("rb") as stream:
+                start = stream.read(max(map(len, _SIGNATURES)))
+        except OSError as error:
+            raise unreadable(path, error) from error
+        for signature, (what, fix) in _SIGNATURES.items():
+            if start.startswith(signature):
+                raise DataError(f"{path} is {what}, not text", fix=fix)
+    return found
 
 
 def _expand(pattern: str, base: Path) -> str:

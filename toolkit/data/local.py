@@ -22,7 +22,7 @@ from toolkit.data.chat.conversations import (
 )
 from toolkit.data.chat.named import stated_template
 from toolkit.data.dropped import DroppedRows
-from toolkit.data.files import find_files
+from toolkit.data.files import find_texts
 from toolkit.data.formats.base import format_of
 from toolkit.data.formats.columns import check_column
 from toolkit.data.formats.compressed import undecodable
@@ -206,7 +206,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
-                find_files(here, Path.cwd(), () if remote else source.exclude)
+                find_texts(here, Path.cwd(), () if remote else source.exclude)
     except (DataError, BackendUnavailable) as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 

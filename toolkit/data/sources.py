@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from toolkit.data.files import content_fingerprint, find_files, fingerprint_of
+from toolkit.data.files import content_fingerprint, find_texts, fingerprint_of
 from toolkit.data.formats.base import format_of, texts_of_rows
 from toolkit.data.formats.columns import CORRECT, check_column
 from toolkit.data.formats.files import ListedFile
@@ -34,7 +34,7 @@ def open_source(
     if isinstance(source, HfSource):
         return _open_rows(open_records(source, base=base, cache=cache, track=track))
     source = with_copies(source, cache, track)
-    texts = find_files(source.files, base, source.exclude)
+    texts = find_texts(source.files, base, source.exclude)
     return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
 
 
@@ -73,7 +73,7 @@ class TextDocuments:
             yield decoded(ListedFile.of(path).blocks(), partial(not_utf8.append, path))
         if not_utf8:
             logger.warning(
-                "%d of %d files are not UTF-8; their undecodable bytes were replaced by U+FFFD "
+                "not UTF-8: %d of %d files; their undecodable bytes were replaced by U+FFFD "
                 "(the first is %s)",
                 len(not_utf8),
                 len(self.files),
