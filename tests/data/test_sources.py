@@ -193,6 +193,16 @@ def test_hf_file_kinds(tmp_path: Path, name: str, write: Callable[[Path], None])
     assert list(documents) == TEXTS
 
 
+@pytest.mark.parametrize("form", ["dictionary", "view"])
+def test_text_in_other_arrow_types(tmp_path: Path, form: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {"dictionary": pa.dictionary(pa.int32(), pa.string()), "view": pa.string_view()}
+    pq.write_table(pa.table({"text": pa.array(TEXTS, types[form])}), tmp_path / "a.parquet")
+    assert list(open_hf(tmp_path, "a.parquet")) == TEXTS
+
+
 def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the total of a progress bar; they are hashed before."""
     opened, really = list[ListedFile](), ListedFile.open

@@ -27,8 +27,11 @@ def arrow_kinds(schema: Any) -> dict[str, str]:
     """What each column of a `pyarrow.Schema` holds, as `check_column` names it."""
     kinds = {}
     for field in schema:
+        # pandas writes its categories as dictionaries.
         kind = str(field.type)
-        if kind in ("string", "large_string"):
+        if kind.startswith("dictionary<"):
+            kind = str(field.type.value_type)
+        if kind in ("string", "large_string", "string_view"):
             kind = TEXT
         elif kind.startswith(("list<", "large_list<")) and _MESSAGE.search(kind):
             kind = MESSAGES
