@@ -250,6 +250,18 @@ def test_preferences_share_the_mask_of_their_prompt(tmp_path: Path) -> None:
     assert len(samples_of(build(tmp_path, {"kind": "preference"}))) == 2
 
 
+def test_pairs_of_equal_answers_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [{"role": "assistant", "content": text} for text in ("four", "five")]
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[:1]}
+    pairs = [{**row, "rejected": [answers[equal]]} for equal in (1, 0, 0)]
+    write(tmp_path / "rows.jsonl", pairs)
+    build(tmp_path, {"kind": "preference"})
+    assert "2 with two equal answers (the first: " in caplog.text
+    assert "rows.jsonl:2)" in caplog.text
+
+
 def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:
     turns = chat("Hi", "one", "two")["messages"]
     write(tmp_path / "rows.jsonl", [{"messages": turns}])

@@ -76,6 +76,9 @@ class ChatReport:
     cut_off: int = 0
     """Those of them whose trained tokens lay behind the cut."""
     rewritten: int = 0
+    equal: int = 0
+    """Preferences whose two answers are equal."""
+    first_equal: str = ""
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -89,6 +92,7 @@ class ChatReport:
             (self.malformed, f"malformed rows dropped (the first: {self.first_malformed})"),
             (self.too_long, f"too long and {did}"),
             (self.untrained, "without a trained token dropped"),
+            (self.equal, f"with two equal answers (the first: {self.first_equal})"),
             (self.rewritten, "made into one sample per assistant turn"),
         ]
         said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
@@ -285,6 +289,10 @@ class _Maker:
             pair = preference_of(row, self._source)
             self._note_reading(row, *pair)
             self._check_text(*pair)
+            if pair[0] == pair[1]:
+                first = self.report.first_equal or str(self._rendered)
+                self.report = replace(self.report, first_equal=first)
+                self._count(equal=1)
             return [tuple(self._template.mark(one, "completion") for one in pair)]
         example = conversation_of(row, self._source)
         self._note_reading(row, example)
