@@ -132,7 +132,7 @@ def choice(found: Search) -> Iterator[str]:
                 f"{fastest.memory_gib:.1f} GiB and leaves no such margin"
             )
         return
-    other = "no layout leaves more"
+    other = "no layout leaves a margin"
     if roomy:
         safest = min(roomy, key=lambda one: one.step_s or 0.0)
         other = (
@@ -306,7 +306,7 @@ def _why_offloaded(found: Search) -> str:
     stated = {zero.offload_optimizer, zero.offload_parameters} - {"auto"}
     if stated and table()[found.best.pair].offload_together:
         return "; the engine moves optimizer and parameters together"
-    return "; nothing fits without"
+    return "; without it nothing is as fast with a margin of memory"
 
 
 def _idle(layout: Layout) -> str:

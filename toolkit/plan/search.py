@@ -92,7 +92,8 @@ class Search:
     job: PlanRequest
     cluster: Cluster
     fallback: Fallback
-    """The least fallback with which anything fits; the largest one if nothing does."""
+    """The least fallback with which anything fits; the largest one if nothing does. Where no
+    layout with it that has a margin of memory is chosen, `fitting` has more offload, too."""
     fitting: tuple[Candidate, ...]
     """Best first; empty where nothing fits."""
     too_large: tuple[Candidate, ...]
@@ -137,7 +138,7 @@ class Search:
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
     """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
-    without them.
+    without them, and offload also if nothing with a margin of memory is chosen without it.
 
     Raises PlanError if no layout suits the model or spreads the batch.
     """
@@ -148,6 +149,29 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
             break
     if found is None:
         raise _no_layout(job, cluster, tried)
+    return _with_offload(found, tried[tried.index(found.fallback) + 1 :])
+
+
+def _with_offload(found: Search, further: Sequence[Fallback]) -> Search:
+    """The same where the chosen layout has a margin of memory; otherwise next to layouts with
+    more offload, until one with a margin is chosen."""
+    first, cluster = found.fallback, found.cluster
+    if cluster.gpu.memory_gib is None:  # a CPU: it would offload to its own memory
+        return found
+    for one in further:
+        if not found.fits or room(found.best, cluster) == "fits":
+            break
+        same = replace(one, largest_tensor=first.largest_tensor)
+        if one.offload == first.offload or one.context != first.context:
+            continue
+        other = _search(found.job, cluster, same)
+        if other is not None and other.fits:
+            found = replace(
+                found,
+                fitting=tuple(ranked([*found.fitting, *other.fitting], cluster)),
+                considered=found.considered + other.considered,
+                rejected=Counter(found.rejected) + Counter(other.rejected),
+            )
     return found
 
 
