@@ -113,9 +113,6 @@ MISTAKES = {
     "negative rate": M(
         "learning_rate: 3e-4", "learning_rate: -1", "optimizer.learning_rate", "more than 0"
     ),
-    "rate of thousands": M(
-        "learning_rate: 3e-4", "learning_rate: 3e4", "optimizer.learning_rate", "exponent"
-    ),
     "quoted float": M(
         "weight_decay: 0.1", "weight_decay: '0.1'", "optimizer.weight_decay", "quotes: 0.1"
     ),

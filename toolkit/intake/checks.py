@@ -144,9 +144,6 @@ def _decay(recipe: Recipe) -> Iterator[Problem]:
 
 def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
     low, high = recipe.schedule.min_learning_rate, recipe.optimizer.learning_rate
-    if high >= 1:
-        fix = "write e.g. 3e-4; is the sign of the exponent missing?"
-        yield Problem("optimizer.learning_rate", f"{high:g}", "less than 1", fix)
     if low > high:
         allowed = f"at most optimizer.learning_rate ({high})"
         fix = f"set schedule.min_learning_rate to {high / 10:g}"
