@@ -45,6 +45,16 @@ LENGTHS = {"mistral/mixtral-8x7b-pretrain": 8192, GPT_OSS: 4096, GEMMA_2: 4096}
 Case = tuple[str, int, int, str]
 """Recipe, nodes of eight H100 (or `gpus`), size of a micro batch, settings of `parallel`, and
 the rank of an `adapter` and tokens of a sequence (`length`)."""
+ALONE = (
+    f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1",
+    f"deepspeed zero.stage=3 {OFFLOADED} gpus=1",
+    f"deepspeed zero.stage=2 {OFFLOADED} gpus=1",
+    f"deepspeed zero.stage=1 {OFFLOADED} gpus=1",
+    "deepspeed zero.stage=1 gpus=1",
+    "deepspeed zero.stage=2 gpus=1",
+    "deepspeed zero.stage=3 gpus=1",
+)
+"""Layouts of one data-parallel rank under DeepSpeed."""
 CASES: list[Case] = [
     (LLAMA_1B, 1, 1, "fsdp zero.stage=3"),
     (LLAMA_1B, 1, 2, "fsdp zero.stage=2"),
@@ -128,26 +138,14 @@ CASES: list[Case] = [
     (GPT_OSS, 2, 1, "megatron pipeline=2 expert=8 zero.stage=1"),
     (GPT_OSS, 1, 1, "megatron expert=8 zero.stage=1 recompute=full"),
     # One data-parallel rank.
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} gpus=1"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED} gpus=1"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=1 {OFFLOADED} gpus=1"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=1 gpus=1"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=2 gpus=1"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3 gpus=1"),
+    *((LLAMA_1B, 1, 1, words) for words in ALONE),
     (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=1 gpus=4"),
     (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=2 gpus=4"),
     (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=3 gpus=4"),
     (LLAMA_1B, 1, 1, f"fsdp zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1"),
     (LLAMA_1B, 1, 1, "megatron zero.stage=1 gpus=1"),
     # There with so few tokens that the backward pass, not the loss, is the peak.
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED} gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=1 {OFFLOADED} gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=1 gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=2 gpus=1 length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3 gpus=1 length=256"),
+    *((LLAMA_1B, 1, 1, f"{words} length=256") for words in ALONE),
     (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} length=256"),
     (LLAMA_1B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED} length=256"),
     (LLAMA_1B, 1, 1, f"deepspeed zero.stage=1 {OFFLOADED} length=256"),
