@@ -154,6 +154,21 @@ def test_shape_in_a_folder_is_read(tmp_path: Path, dmt: Dmt) -> None:
     assert f"weights, {parameters} parameters, 51.2k tokens" in shown
 
 
+def test_keys_that_transformers_ignores_are_named(tmp_path: Path, dmt: Dmt) -> None:
+    """Every tool and release leaves some; a base class's own are no news."""
+    path = without_config(tmp_path, "./weights")
+    (tmp_path / "weights").mkdir()
+    config = {
+        "model_type": "llama", "unsloth_fixed": True, "tokenizer_class": "X",
+        "_attn_implementation_autoset": True, "chunk_size_feed_forward": 0,
+    }  # fmt: skip
+    (tmp_path / "weights/config.json").write_text(json.dumps(config))
+    note = dmt("check", "--json", path).json["recipes"][0]["note"]
+    assert note.endswith(
+        "does not read unsloth_fixed, tokenizer_class, _attn_implementation_autoset"
+    )
+
+
 def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:
     files = []
     for index in range(20):

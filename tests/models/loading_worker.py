@@ -1,5 +1,6 @@
 """What every rank of test_megatron_loading.py does: load a Hugging Face folder into TP2·PP2."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,6 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import megatron_model
 from toolkit.models.families.tensors import Block
 from toolkit.models.megatron import cpu
-from toolkit.models.weights import SafetensorsWeights
-
-
-class Counted(SafetensorsWeights):
-    """A source that remembers what was asked of it."""
-
-    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
-        super().__init__(folder, shapes, prefix)
-        self.blocks: list[Block] = []
-
-    def read_block(self, block: Block) -> Tensor:
-        self.blocks.append(block)
-        return super().read_block(block)
 
 
 def rectangles_read(folder: Path) -> list[Any]:
@@ -36,9 +24,13 @@ def rectangles_read(folder: Path) -> list[Any]:
     from toolkit.models.megatron import weights
 
     config = AutoConfig.from_pretrained(folder)
-    meta = hf.meta_model(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
-    source = Counted(folder, shapes, meta.base_model_prefix)
+    source, asked = hf.pretrained_weights(folder, config), list[Block]()
+
+    def read_block(block: Block, read: Callable[[Block], Tensor] = source.read_block) -> Tensor:
+        asked.append(block)
+        return read(block)
+
+    source.read_block = read_block  # type: ignore[method-assign]
     layout = Layout(tp=2, pp=2, sequence_parallel=True)
     model = megatron_model(config.to_dict())
     megatron.join_groups(layout, seed=1)
@@ -49,5 +41,5 @@ def rectangles_read(folder: Path) -> list[Any]:
         (block.tensor, block.columns, block.rows)
         if block.transposed
         else (block.tensor, block.rows, block.columns)
-        for block in source.blocks
+        for block in asked
     ]

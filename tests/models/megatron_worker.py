@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.engines.distributed import join, leave
 from toolkit.layout import Layout
+from toolkit.models import huggingface as hf
 from toolkit.models.families import megatron_model
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron import model as megatron
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.models.megatron.weights import fill, shards
-from toolkit.models.weights import SafetensorsWeights
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
@@ -129,12 +129,9 @@ def run(case: Case) -> dict[str, float]:
     )
     state = {"": chunks[0]} if len(chunks) == 1 else dict(enumerate(chunks))
     if case.load is None:
-        with torch.device("meta"):
-            meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.folder))
-        shapes = {name: tuple(p.shape) for name, p in meta.state_dict().items()}
-        for tied in meta.all_tied_weights_keys:
-            del shapes[tied]
-        source = SafetensorsWeights(Path(case.folder), shapes, meta.base_model_prefix)
+        source = hf.pretrained_weights(
+            Path(case.folder), AutoConfig.from_pretrained(case.folder)
+        )
         for shard in shards(chunks, described):
             shard.parameter.data.fill_(float("nan"))  # what is not filled would show
         fill(chunks, described, source)

@@ -1,14 +1,13 @@
 """Model types without a family file: counted, checked, initialised, trained and stored."""
 
 import re
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.dmt import Dmt
 from tests.models.configs import CONFIGS, config_of
@@ -128,8 +127,7 @@ def test_check_names_file_line_and_suggestion(tmp_path: Path, dmt: Dmt):
 def test_a_published_config_may_have_keys_that_nothing_reads():
     config = tiny("cohere2") | {"auto_map": {}, "attn_implementation": "x"}
     assert published(config) == tiny("cohere2")
-    known = {"model_type": "llama", "auto_map": {}}
-    assert published(known) == known
+    assert published({"model_type": "llama", "auto_map": {}}) == {"model_type": "llama"}
 
 
 @pytest.mark.parametrize(
@@ -153,19 +151,3 @@ def test_own_initialisations_are_the_modules():
     assert torch.equal(again.read(steps, 32, 64), whole[32:])
     assert not torch.equal(other.read(steps, 0, 64), whole)
     assert whole.abs().max() <= own.get_parameter(steps).abs().max() * 1.1
-
-
-@pytest.mark.parametrize("model_type", ["gpt_oss", "olmoe"])
-def test_published_weights_are_read(tmp_path: Path, model_type: str):
-    """Experts in one tensor, as gpt_oss stores them, and in one each."""
-    config = AutoConfig.for_model(**tiny(model_type))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = AutoModelForCausalLM.from_config(config)
-    theirs.save_pretrained(tmp_path)
-    section = ModelSection(hub=str(tmp_path), init="pretrained")
-    built = hf.build_config(section)
-    ours = hf.empty_model(built, torch.device("cpu"))
-    hf.fill(ours, hf.weight_source(section, built, 0))
-    for name, parameter in theirs.named_parameters():
-        assert torch.equal(ours.get_parameter(name), parameter), name

@@ -31,19 +31,6 @@ def test_distribution_is_that_of_transformers(family: str) -> None:
         assert torch.equal(ours_, theirs), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_reads_back_bit_for_bit(family: str, tmp_path: Path) -> None:
-    model = filled(section(family))
-    model.save_pretrained(tmp_path)
-    ours = dict(model.named_parameters())
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    pretrained = filled(ModelSection(hub=str(tmp_path), init="pretrained"), seed=99)
-    for name, parameter in reloaded.named_parameters():
-        assert torch.equal(parameter, ours[name]), name
-    for name, parameter in pretrained.named_parameters():
-        assert torch.equal(parameter, ours[name]), name
-
-
 def test_any_range_equals_the_same_part_of_the_whole() -> None:
     config = hf.build_config(section("mixtral", vocab_size=5000))
     weights = RandomWeights(hf.meta_model(config), seed=3)
@@ -130,7 +117,7 @@ def test_checkpoint_that_holds_more_than_the_model_is_refused(
         file.rename(tmp_path / "part.safetensors")
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
-        DataError, match=r"holds model\.layers\.1.* and 6 more, which the model"
+        DataError, match=r"holds model\.layers\.1.* and 6 more, which the model does"
     ):
         hf.weight_source(section_, config, 1)
 

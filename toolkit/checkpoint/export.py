@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
-from toolkit.models.families import family_of
+from toolkit.models.families.tensors import overlaps
 from toolkit.models.new_folder import appearing
 from toolkit.models.safetensors_stream import (
     LARGEST_FILE_BYTES,
     TensorToWrite,
     write_model,
 )
+from toolkit.models.saved_names import saved_tensors
 from toolkit.models.weights import checkpoint_names, is_correction_bias
 
 COMPANIONS = "hf"
@@ -130,20 +132,31 @@ def _entries(
     state: SavedState | Merged, dtype: torch.dtype, config: PretrainedConfig
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
-    family = family_of(config.model_type)
-    if family.stacked_experts:
-        tensors = {
-            name: (shape, [piece.name for piece in checkpoint_names(name, shape)])
-            for name, shape in hf.parameter_shapes(config).items()
-        }
-    else:
-        tensors = {n: (shape, [n]) for n, shape in hf.checkpoint_shapes(config).items()}
-    for name, (shape, parts) in tensors.items():
-        kept = _dtype_of(name, dtype)
+    model = hf.meta_model(config)
+    shapes = hf.parameter_shapes(config)
+    for name, saved in saved_tensors(model).items():
+        start = 0
+        for piece in saved if name in shapes else ():  # a tied head is the embedding
+            kept, stop = _dtype_of(name, dtype), start + piece.numel
+            pieces = partial(_elements, state, name, shapes[name], start, stop, kept)
+            yield TensorToWrite(piece.name, kept, piece.shape, pieces)
+            start = stop
 
-        def pieces(parts: list[str] = parts, kept: torch.dtype = kept) -> Iterator[Tensor]:
-            for part in parts:
-                for piece in state.in_pieces("weight", part):
-                    yield piece.to(kept)
 
-        yield TensorToWrite(family.published_name(name), kept, shape, pieces)
+def _elements(
+    state: SavedState | Merged,
+    name: str,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+) -> Iterator[Tensor]:
+    """Elements [start, stop) of the flattened parameter `name`, in pieces."""
+    tensors = checkpoint_names(name, shape)
+    for tensor, low, high in overlaps(tensors, lambda one: one.numel, start, stop):
+        offset = 0
+        for piece in state.in_pieces("weight", tensor.name):
+            part = piece.reshape(-1)[max(low - offset, 0) : max(high - offset, 0)]
+            offset += piece.numel()
+            if part.numel():
+                yield part.to(dtype)

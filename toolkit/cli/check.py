@@ -24,7 +24,7 @@ from toolkit.data.local import local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.intake.load import Examined, examine, placed
-from toolkit.models.hub import ShapeUnknown, model_config
+from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
@@ -148,17 +148,18 @@ def _independent(problem: Problem, examined: Examined) -> bool:
 
 
 def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
-    """Plan and render without the network; returns the plan, or why there is none.
+    """Plan and render without the network; returns the plan, and a note or why there is none.
 
     Raises RecipeError or PlanError when the recipe is wrong.
     """
     try:
         config = model_config(recipe.model, download=False)
+        note = ignored_keys(recipe.model, download=False)
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
         return None, f"not planned: {error.message}"
     recipe = recipe.with_values({"model.config": config})
-    return decide(recipe, None, download=False, explained=False).plan, None
+    return decide(recipe, None, download=False, explained=False).plan, note
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:

@@ -45,20 +45,37 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
     return {**config, "vocab_size": rows}
 
 
-def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
+def ignored_keys(model: ModelSection, *, download: bool = True) -> str | None:
+    """A note about keys of the config in `hub` that transformers does not read; None without
+    any. Raises what `model_config` raises."""
+    if model.config is not None:
+        return None
+    path, stated, config = _read_config(model, download)
+    unread = [key for key in stated if key not in config and stated[key] is not None]
+    return f"{path}: transformers does not read {', '.join(unread)}" if unread else None
+
+
+def _read_config(
+    model: ModelSection, download: bool
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The config.json of `hub`, what it states, and what is read of that."""
     assert model.hub is not None, "checked at load"
     path = Path(model.hub) / "config.json"
     if not Path(model.hub).is_dir():
         path = _hub_config(model.hub, model.revision, download)
     try:
         stated: dict[str, Any] = read_json(path)
-        config = published(stated)
-        problems = check_config(config)
+        return path, stated, published(stated)
     except (OSError, ValueError, AttributeError) as error:
         raise PlanError(
             f"model.hub: cannot read {path}: {error}",
             fix="check the folder, or set model.config",
         ) from error
+
+
+def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
+    path, stated, config = _read_config(model, download)
+    problems = check_config(config)
     if stated.get("quantization_config") is not None:
         raise PlanError(
             f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",

@@ -36,11 +36,13 @@ from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.remote_code import asks_to_run_code, runs_code
+from toolkit.models.saved_names import saved_tensors
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
     RandomWeights,
     ResizedWeights,
     SafetensorsWeights,
+    Saved,
     WeightSource,
     checkpoint_names,
     correction_biases,
@@ -193,10 +195,14 @@ def restore_buffers(
     DeepSpeed casts buffers to bf16 together with the parameters, which distorts the positions;
     a model created on the meta device has none.
     """
-    with init_empty_weights(include_buffers=False):
-        reference = dict(new_model(config, torch.float32).named_buffers())
+    reference = _computed_buffers(config)
     for name, buffer in model.named_buffers():
         buffer.data = reference[name].to(device or buffer.device)
+
+
+def _computed_buffers(config: PretrainedConfig) -> dict[str, Tensor]:
+    with init_empty_weights(include_buffers=False):
+        return dict(new_model(config, torch.float32).named_buffers())
 
 
 def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> WeightSource:
@@ -205,13 +211,25 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
         return RandomWeights(meta_model(config), seed)
     assert model.hub is not None, "checked at load"
     stored = stored_config(model, config)
-    meta, shapes = meta_model(stored), parameter_shapes(stored)
-    folder = snapshot_folder(model.hub, model.revision)
-    weights = SafetensorsWeights(folder, shapes, meta.base_model_prefix)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for head, embedding in meta.all_tied_weights_keys.items():
-            weights.stored_copy(head, embedding)  # refuses one that differs; once per run
+    weights = pretrained_weights(snapshot_folder(model.hub, model.revision), stored)
     return resized(weights, model, config, seed)
+
+
+def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWeights:
+    """The weights of the model of `config` in a Hugging Face folder."""
+    model = meta_model(config)
+    tensors, tied = saved_tensors(model), model.all_tied_weights_keys
+
+    def buffers() -> dict[str, Tensor]:
+        computed = _computed_buffers(config)
+        return {tensors[name][0].name: computed[name] for name in tensors.keys() & computed}
+
+    saved = Saved(tensors, tied, model.base_model_prefix, buffers)
+    weights = SafetensorsWeights(folder, parameter_shapes(config), saved)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for head, embedding in tied.items():
+            weights.stored_copy(head, embedding)  # refuses one that differs; once per run
+    return weights
 
 
 def stored_config(model: ModelSection, config: PretrainedConfig) -> PretrainedConfig:

@@ -12,11 +12,11 @@ also hold the stack, a tensor per expert is a slice of it.
 """
 
 import re
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
-from toolkit.models.families import FAMILIES, family_of
+from toolkit.models.families import family_of
 from toolkit.models.families.tensors import Block, overlaps
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
@@ -83,16 +83,6 @@ class Piece:
         return prod(self.shape)
 
 
-_OF_STACK = re.compile(r"\.experts\.(\d+)\.\w+$")
-"""A tensor per expert that is a slice of a published stack, and the expert's number."""
-
-
-def is_of_stack(name: str) -> bool:
-    """Whether this checkpoint tensor is one expert's slice of a stack, as in published
-    checkpoints."""
-    return _OF_STACK.search(name) is not None
-
-
 def weight_name(model: nn.Module, name: str, shape: Sequence[int]) -> str:
     """The name that weights have for parameter `name` of a transformers model.
 
@@ -137,15 +127,6 @@ def _overlaps(
     return overlaps(pieces, lambda piece: piece.numel, start, stop)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The position of a checkpoint tensor inside a model's flattened parameter."""
-
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
-
-
 class CheckpointTensors:
     """The positions of a model's checkpoint tensors in its flattened parameters.
 
@@ -154,20 +135,23 @@ class CheckpointTensors:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         for parameter, shape in shapes.items():
             start = 0
             for piece in checkpoint_names(parameter, shape):
-                self._places[piece.name] = _Place(parameter, start, piece.shape)
+                self._places[piece.name] = parameter, start, piece.shape
                 start += piece.numel
+
+    def place(self, tensor: str) -> tuple[str, int, tuple[int, ...]]:
+        """The parameter that holds a checkpoint tensor, the tensor's start in it, its shape."""
+        return self._places[tensor]
 
     def flat_rows(self, block: Block) -> tuple[str, int, int, int]:
         """Parameter, first and last element, and row length of the rows that hold `block`."""
-        place = self._places[block.tensor]
-        rows = block.stored.rows
-        length = prod(place.shape[1:])
-        start = place.start + rows[0] * length
-        return place.parameter, start, place.start + rows[1] * length, length
+        parameter, offset, shape = self._places[block.tensor]
+        first, last = block.stored.rows
+        length = prod(shape[1:])
+        return parameter, offset + first * length, offset + last * length, length
 
 
 # --- random ---------------------------------------------------------------------------
@@ -317,7 +301,7 @@ class RandomWeights:
         return _cut(block, self)
 
 
-def _cut(block: Block, source: "RandomWeights | ResizedWeights") -> Tensor:
+def _cut(block: Block, source: "RandomWeights | ResizedWeights | SafetensorsWeights") -> Tensor:
     """A rectangle of what `source` reads, a few rows at a time."""
     name, start, stop, length = source.tensors.flat_rows(block)
     each, apart = block.stored.steps
@@ -424,40 +408,47 @@ _NOISE = np.float32(1e-9**0.5)
 # --- pretrained -----------------------------------------------------------------------
 
 
-TIED_HEAD = "lm_head.weight"
-"""The output projection, which is the embedding itself in a model with tied embeddings."""
-
 _BUFFER = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)")
 """Rotary frequencies and causal masks, which older releases of transformers saved."""
 
 _COMPARED_ELEMENTS = 1 << 24
 
 
+@dataclass(frozen=True)
+class Saved:
+    """How transformers saves a model; by default, as `shapes` say."""
+
+    tensors: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    """The tensors that a parameter or buffer becomes, in order."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that are the same as another, which alone is saved, and the other."""
+    base_prefix: str = ""
+    """The name under which it holds its decoder: some checkpoints leave it out."""
+    buffers: Callable[[], Mapping[str, Tensor]] = dict
+    """Computes the buffers, by their names in a checkpoint."""
+
+
 class SafetensorsWeights:
     """Weights read from the safetensors of a Hugging Face folder, never by pickle.
 
-    `shapes` are the parameters of the model to fill; `base_prefix` is the name under
-    which it holds its decoder (some checkpoints leave it out); `config_name` is how to
-    call the model's config in a message. Every parameter is looked up in advance, so a
-    checkpoint that does not match is refused before anything is loaded.
+    `shapes` are the parameters of the model to fill. One that is not stored as transformers
+    saves it has its own name, or those of `checkpoint_names`. Every parameter is looked up in
+    advance, so a checkpoint that does not match is refused before anything is loaded.
 
     Raises DataError for missing or damaged files, missing tensors, wrong shapes, and tensors
     that the model does not have, except `buffers`.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        shapes: dict[str, tuple[int, ...]],
-        base_prefix: str = "",
-        config_name: str = "`model.config`",
+        self, folder: Path, shapes: dict[str, tuple[int, ...]], saved: Saved | None = None
     ) -> None:
         self.folder = folder
         self.shapes = shapes
-        self.base_prefix = base_prefix
-        self.config_name = config_name
         self.stored = SafetensorsFolder(folder)
-        self._check()
+        self.tensors = CheckpointTensors(shapes)
+        self._saved = saved or Saved()
+        self._pieces = {name: self._stored_pieces(name) for name in shapes}
+        self._check_shapes()
         self.buffers = self._other_tensors()
         """Stored names of tensors that models compute themselves."""
 
@@ -468,59 +459,61 @@ class SafetensorsWeights:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
-        pieces = self._pieces(name, self.shapes[name])
         parts = [
-            self._read_piece(piece.name, low, high)
-            for piece, low, high in _overlaps(pieces, start, stop)
+            self._read_piece(piece, low, high)
+            for piece, low, high in _overlaps(self._pieces[name], start, stop)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """The stored tensors of a parameter: some models' experts are also stored stacked."""
-        stacked = self.find(name) is not None
-        return [Piece(name, shape)] if stacked else checkpoint_names(name, shape)
-
-    def _read_piece(self, name: str, start: int, stop: int) -> Tensor:
+    def _read_piece(self, piece: Piece, start: int, stop: int) -> Tensor:
         """Read only the rows that hold [start, stop)."""
-        tensor_slice = self._slice(name)
-        shape = tensor_slice.get_shape()
-        row = prod(shape[1:])
+        row = prod(piece.shape[1:])
         first, last = start // row, -(-stop // row)
-        rows: Tensor = tensor_slice[first:last]
-        return self._finite(name, rows).reshape(-1)[start - first * row : stop - first * row]
-
-    def _finite(self, name: str, values: Tensor) -> Tensor:
-        finite: Tensor = self.stored.finite(self.stored_name(name), values)
-        return finite
+        rows: Tensor = self.stored.part(piece.name)[first:last]
+        rows = self.stored.finite(piece.name, rows)
+        return rows.reshape(-1)[start - first * row : stop - first * row]
 
     def read_block(self, block: Block) -> Tensor:
-        """See `WeightSource.read_block`; only the rectangle is read."""
-        tensor, stored = self._slice(block.tensor), block.stored
+        """See `WeightSource.read_block`; only the rectangle is read, except of a tensor that is
+        stored as a part of another."""
+        parameter, start, shape = self.tensors.place(block.tensor)
+        pieces = self._pieces[parameter]
+        piece, low, _ = next(_overlaps(pieces, start, start + prod(shape)))
+        stacked = piece.shape != shape and piece.shape[1:] == shape
+        if len(shape) > 2 or (not stacked and piece.shape != shape):
+            return _cut(block, self)
+        stored = block.stored
         each, apart = stored.steps
-        if stored.columns is None:
-            vector: Tensor = self._finite(block.tensor, tensor[slice(*stored.rows)])
-            return vector[::each]
+        sides = (stored.rows,) if stored.columns is None else (stored.rows, stored.columns)
+        expert = (low // prod(shape),) if stacked else ()
         # Files are read without gaps.
-        rectangle: Tensor = tensor[slice(*stored.rows), slice(*stored.columns)]
-        rectangle = self._finite(block.tensor, rectangle)[::each, ::apart]
-        return rectangle.T if block.transposed else rectangle
+        values: Tensor = self.stored.part(piece.name)[(*expert, *(slice(*s) for s in sides))]
+        values = self.stored.finite(piece.name, values)
+        if stored.columns is None:
+            return values[::each]
+        values = values[::each, ::apart]
+        return values.T if block.transposed else values
 
-    def _slice(self, name: str) -> Any:
-        part, expert = self.stored.part(self.stored_name(name)), _OF_STACK.search(name)
-        return _Slice(part, int(expert[1])) if expert else part
+    def stored_name(self, *names: str) -> str | None:
+        """How a file calls the first of `names` that it has, with or without `base_prefix`."""
+        prefix = f"{self._saved.base_prefix}."
+        ways = ((name, name.removeprefix(prefix)) for name in names)
+        return next((one for way in ways for one in way if one in self.files), None)
 
-    def stored_name(self, name: str) -> str:
-        """The checkpoint's own name of a tensor. Raises DataError if it has none."""
-        stored = self.find(name)
-        if stored is None:
-            raise DataError(f"{self.folder} has no tensor {name}", fix=self._check_config)
-        return stored
+    def _saved_names(self, name: str) -> list[str]:
+        return [piece.name for piece in self._saved.tensors.get(name, ())]
 
-    def find(self, name: str) -> str | None:
-        """The checkpoint's own name of a tensor; None when it has none."""
-        candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
-        candidates += [family.published_name(name) for family in FAMILIES.values()]
-        return next((found for found in candidates if found in self.files), None)
+    def _stored_pieces(self, name: str) -> list[Piece]:
+        """The stored tensors of a parameter. Raises DataError if any is missing."""
+        shape = self.shapes[name]
+        own = [Piece(name, shape)]
+        ways = self._saved.tensors.get(name, own), own, checkpoint_names(name, shape)
+        for way in ways:
+            found = [(self.stored_name(piece.name), piece.shape) for piece in way]
+            if all(stored is not None for stored, _ in found):
+                return [Piece(stored, shape) for stored, shape in found if stored is not None]
+        missing = next(piece.name for piece in ways[0] if not self.stored_name(piece.name))
+        raise DataError(f"{self.folder} has no tensor {missing}", fix=self._check_config)
 
     def stored_copy(self, head: str, embedding: str) -> str | None:
         """The stored name of a tied head; None when only the embedding is stored.
@@ -528,10 +521,11 @@ class SafetensorsWeights:
         Both are read, some rows at a time. Raises DataError when they differ, in which
         case transformers does not tie them, whatever the config says.
         """
-        stored = self.find(head)
-        if stored is None:
+        stored = self.stored_name(*self._saved_names(head), head)
+        first = self.stored_name(*self._saved_names(embedding), embedding)
+        if stored is None or first is None:
             return None
-        copy, original = self._slice(head), self._slice(embedding)
+        copy, original = self.stored.part(stored), self.stored.part(first)
         shape = tuple(original.get_shape())
         step = max(1, _COMPARED_ELEMENTS // prod(shape[1:]))
         same = (copy.get_dtype(), tuple(copy.get_shape())) == (original.get_dtype(), shape)
@@ -547,61 +541,43 @@ class SafetensorsWeights:
         return stored
 
     def _other_tensors(self) -> list[str]:
-        """Raise DataError if additional stored tensors are not buffers."""
-        names = [p.name for item in self.shapes.items() for p in self._pieces(*item)]
-        mine = {self.find(name) for name in (*names, TIED_HEAD)}
+        """Raise DataError if additional stored tensors are not buffers as the model computes
+        them."""
+        mine = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        for head in self._saved.tied:
+            mine.update(filter(None, map(self.stored_name, (*self._saved_names(head), head))))
         others = sorted(name for name in self.files if name not in mine)
-        if weights := [name for name in others if not _BUFFER.fullmatch(name)]:
+        weights = [name for name in others if not _BUFFER.fullmatch(name)]
+        for name, value in self._saved.buffers().items() if weights else ():
+            stored = self.stored_name(name)
+            if stored in weights and self._holds(stored, value):
+                weights.remove(stored)
+        if weights:
             more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
             raise DataError(
                 f"{self.folder} holds {', '.join(weights[:3])}{more}, which the model does not "
-                "have",
+                "have or computes otherwise",
                 fix=self._check_config,
             )
         return others
 
+    def _holds(self, stored: str, value: Tensor) -> bool:
+        values: Tensor = self.stored.part(stored)[...]
+        return torch.equal(values.float(), value.float())
+
     @property
     def _check_config(self) -> str:
-        return f"check that {self.config_name} describes this checkpoint"
+        return (
+            "check that `model.config` describes this checkpoint; if it does, save the model "
+            "with transformers' save_pretrained(…, save_original_format=False)"
+        )
 
-    def _check(self) -> None:
-        counted: Counter[str] = Counter()
-        for name, shape in self.shapes.items():
-            pieces = self._pieces(name, shape)
-            for piece in pieces:
-                found = tuple(self._slice(piece.name).get_shape())
-                counted[self.stored_name(piece.name)] += piece.numel
-                wrong = found != shape if len(pieces) == 1 else prod(found) != piece.numel
-                if wrong:
-                    raise DataError(
-                        f"{self.folder}: {piece.name} has shape {found}, the model needs "
-                        f"{shape if len(pieces) == 1 else piece.numel}",
-                        fix=self._check_config,
-                    )
-        for stored, numel in counted.items():
-            shape = tuple(self.stored.part(stored).get_shape())
-            if prod(shape) != numel:
+    def _check_shapes(self) -> None:
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            found = tuple(self.stored.part(piece.name).get_shape())
+            if found != piece.shape:
                 raise DataError(
-                    f"{self.folder}: {stored} has shape {shape}, the model needs {numel} "
-                    "elements",
+                    f"{self.folder}: {piece.name} has shape {found}, the model needs "
+                    f"{piece.shape}",
                     fix=self._check_config,
                 )
-
-
-class _Slice:
-    """One expert's part of a stack in a file, sliceable like safetensors' tensors."""
-
-    def __init__(self, stack: Any, expert: int) -> None:
-        self._stack = stack
-        self._expert = expert
-
-    def get_shape(self) -> list[int]:
-        """Its shape, without the experts."""
-        shape: list[int] = self._stack.get_shape()[1:]
-        return shape
-
-    def __getitem__(self, places: slice | tuple[slice, ...]) -> Tensor:
-        """A part of it."""
-        places = places if isinstance(places, tuple) else (places,)
-        part: Tensor = self._stack[(self._expert, *places)]
-        return part

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.adapters.lora import spec_of
 from toolkit.backend import BACKENDS
-from toolkit.models.hub import model_config
+from toolkit.models.hub import ignored_keys, model_config
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
@@ -30,7 +30,8 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
 
 def show_plan(recipe: Recipe, plan: Plan) -> None:
     """The decisions with their reasons, and the ledger."""
-    for line in [*plan.reasons, *summary(ledger_of(recipe, plan))]:
+    note = ignored_keys(recipe.model)
+    for line in [*plan.reasons, *([note] if note else []), *summary(ledger_of(recipe, plan))]:
         tell(line)
 
 

@@ -27,7 +27,6 @@ from toolkit.extras.imports.base import (
 )
 from toolkit.extras.imports.pickles import load_pickle
 from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
-from toolkit.models.weights import TIED_HEAD
 from toolkit.optimizers.base import MOMENTS
 
 STEP = "step"
@@ -251,7 +250,7 @@ def _check_rest(
         for key in stored
         if key.startswith((*parts,)) and not key.startswith(state)
     }
-    rest -= {*names, TIED_HEAD}
+    rest -= {*names, "lm_head.weight"}  # of tied embeddings
     if more := sorted(name for name in rest if name.endswith((".weight", ".bias"))):
         raise CheckpointError(
             f"{where} has {', '.join(more[:3])}, the recipe's model does not",

@@ -51,12 +51,12 @@ def family_of(model_type: str) -> Family:
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:
-    """A published config; for a type without a family file, without the keys that transformers
-    does not read, since many configs contain such keys."""
+    """A published config without the keys that transformers does not read, which many have:
+    remains of other releases and tools."""
     model_type = config.get("model_type")
-    if model_type in FAMILIES or model_type not in model_types():
+    if model_type not in FAMILIES and model_type not in model_types():
         return config
-    family = generic(str(model_type))
+    family = family_of(str(model_type))
     return {k: v for k, v in config.items() if k in family.keys or k in family.aliases}
 
 

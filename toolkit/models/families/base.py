@@ -5,7 +5,6 @@ key states, which megatron-core model computes the same function, and what megat
 express. It is data and arithmetic: no torch, no megatron-core.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -152,9 +151,6 @@ NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attent
 """A layer's norms in most families: megatron-core's names inside it, each with the
 checkpoint's."""
 
-STACKED_NAMES = ((r"\.experts\.(?:stack|\d+)\.(\w+)$", r".experts.\1"),)
-"""`Family.published_names` where checkpoints hold a layer's experts in one tensor."""
-
 
 def all_layers(settings: Settings) -> range:
     """Every layer's number."""
@@ -188,9 +184,6 @@ class Family:
     """transformers does not train the input embedding of `pad_token_id`."""
     stacked_experts: bool = False
     """Published checkpoints hold a layer's experts in one tensor, as transformers does."""
-    published_names: tuple[tuple[str, str], ...] = ()
-    """Names in published checkpoints that differ from transformers 5: pattern of the model's
-    name → stored name."""
 
     # The model's shape, see ModelSpec. A bias that is None here, or False except for the
     # attention output's, follows the config's keys.
@@ -238,9 +231,3 @@ class Family:
     def spellings_of(self, own: str) -> list[str]:
         """The other spellings of this family's key `own`."""
         return [alias for alias, name in self.aliases.items() if name == own]
-
-    def published_name(self, name: str) -> str:
-        """The name under which transformers saves the checkpoint tensor `name`."""
-        for pattern, stored in self.published_names:
-            name = re.sub(pattern, stored, name)
-        return name

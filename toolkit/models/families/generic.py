@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.models.config_keys import ROPE, Key, Kind
 from toolkit.models.families.base import (
-    STACKED_NAMES,
     Attention,
     Family,
     MegatronModel,
@@ -84,7 +83,6 @@ def generic(model_type: str) -> Family:
         attention=_attention,
         freezes_padding=False,
         stacked_experts=stacked,
-        published_names=STACKED_NAMES if stacked else (),
     )
 
 

@@ -74,7 +74,6 @@ GPT_NEOX = Family(
     unsupported,
     strict_heads=True,
     freezes_padding=False,
-    published_names=((r"^lm_head\.", "embed_out."),),
     gated_mlp=False,
     mlp_bias=True,
     fused_qkv=True,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from toolkit.models.config_keys import SIZE, Key, keys_of
 from toolkit.models.families import common, llama
-from toolkit.models.families.base import STACKED_NAMES, Family, MegatronModel, Settings
+from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.llama_like import even_layers
 from toolkit.models.families.mixtures import mixture, unsupported_normalised_router
 from toolkit.models.families.shape import counted, moe_layers
@@ -90,7 +90,6 @@ GPT_OSS = Family(
     attention=lambda _: "eager",  # sdpa has no sinks
     shape=lambda settings: replace(counted(settings), scores="sinks"),
     stacked_experts=True,
-    published_names=STACKED_NAMES,
     mlp_bias=True,
     theta=150_000.0,
     rope=_YARN,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from toolkit.models.config_keys import CHUNKED_TYPES, FLAG, SWITCHES, Key, keys_of
 from toolkit.models.families import common, llama
 from toolkit.models.families.base import (
-    STACKED_NAMES,
     ChunkedLayers,
     Family,
     MegatronModel,
@@ -130,5 +129,4 @@ LLAMA4_TEXT = Family(
     interleaved=True,
     shape=shape,
     stacked_experts=True,
-    published_names=STACKED_NAMES,
 )

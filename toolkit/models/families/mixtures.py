@@ -91,12 +91,6 @@ MIXTRAL = Family(
     _unsupported_mixtral,
     aliases={"num_experts": "num_local_experts"},
     theta=1e6,
-    published_names=(
-        (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
-        (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
-        (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
-        (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
-    ),
 )
 
 
