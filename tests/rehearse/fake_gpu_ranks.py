@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from tests.engines.parity_worker import Case, recipe  # noqa: E402
 from toolkit.backend import BACKENDS  # noqa: E402
-from toolkit.checkpoint import copies  # noqa: E402
+from toolkit.checkpoint.copies import HostCopies  # noqa: E402
 from toolkit.engines.base import Engine  # noqa: E402
 from toolkit.rehearse.gpu.rank import rehearse  # noqa: E402
 from toolkit.run.assignment import decide  # noqa: E402
@@ -94,34 +94,31 @@ def run(case: dict[str, object], world: int, rank: int, bug: str) -> dict[str, o
     cluster = wanted.cluster.model_copy(update={"gpu": "h100-80gb"})
     assignment = decide(wanted.model_copy(update={"cluster": cluster}), None)
     engines: list[Engine] = []
-    order: list[str] = []
+    streams: list[tuple[str, int]] = []
 
     def change(engine: Engine) -> None:
         engines.append(engine)
         BUGS[bug](engine)
 
-    _write_down(order)
+    _write_down(streams)
     found = rehearse(assignment, rank, MODE, change)
     adamw = _adamw(engines[0])
-    return {**asdict(found), "engine": assignment.plan.engine, "order": order, **adamw}
+    return {**asdict(found), "engine": assignment.plan.engine, "streams": streams, **adamw}
 
 
-def _write_down(order: list[str]) -> None:
-    """Into `order`, the copies of a save, the waits of a stream for them, and updates."""
-    end, wait = copies.HostCopies.end, torch.cuda.Stream.wait_event
+def _write_down(streams: list[tuple[str, int]]) -> None:
+    """The streams of a save's copies and of updates."""
+    copy = HostCopies.of
 
-    def ended(self: copies.HostCopies) -> Callable[[], None]:
-        order.append("copied")
-        return end(self)
+    def note(event: str) -> None:
+        streams.append((event, torch.cuda.current_stream().stream_id))
 
-    def waits(self: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        if event is copies._copied:
-            order.append("waits" if self is torch.cuda.current_stream() else "another waits")
-        wait(self, event)
+    def copied(self: HostCopies, values: torch.Tensor) -> torch.Tensor:
+        note("copy")
+        return copy(self, values)
 
-    copies.HostCopies.end = ended  # type: ignore[method-assign]
-    torch.cuda.Stream.wait_event = waits  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(lambda *_: order.append("updates"))
+    HostCopies.of = copied  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(lambda *_: note("update"))
 
 
 def _adamw(engine: Any) -> dict[str, object]:

@@ -36,9 +36,6 @@ class Saves:
     def tell(self) -> None:
         pass
 
-    def prepare(self, _engine: object) -> None:
-        pass
-
     def finish(self) -> None:
         pass
 

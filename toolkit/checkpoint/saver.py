@@ -1,15 +1,13 @@
 """Saving on all ranks: every rank writes its own file, and they are committed together or not
 at all.
 
-Training stops only while a rank copies its state to host memory; a GPU copies while it
-computes. Writing, hashing and committing happen in a thread, which communicates by messages:
-of collectives in one group, two threads would mix the order. One save is in flight at most; the
-next one waits for it.
+Training stops only while a rank copies its state to host memory. Writing, hashing and
+committing happen in a thread, which communicates by messages: of collectives in one group, two
+threads would mix the order. One save is in flight at most; the next one waits for it.
 """
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,23 +70,6 @@ class Saver:
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
-        self._pinning: Future[None] | None = None
-
-    def prepare(self, state: Iterable[StateShard]) -> None:
-        """Pin the host memory that saves of this `state` will need, in the thread, while
-        training goes on: at the first save it would wait for that."""
-        if not self.asynchronous:
-            return
-        on_gpu = Counter(
-            (values.dtype, values.numel())
-            for shard in state
-            if shard.saved_here and shard.in_memory
-            for values in map(shard.get, shard.quantities)
-            if values.device.type == "cuda"
-        )
-        if on_gpu:
-            device = torch.cuda.current_device()
-            self._pinning = self._thread.submit(self._copies.pin, on_gpu, device)
 
     def save(
         self,
@@ -100,17 +81,14 @@ class Saver:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
         A run continues from all `quantities`; an export needs the weights alone.
-        Of a run with adapters, only what trains. Returns when the state may change again; what
-        a GPU would change first calls `copies.wait_for_copies`. The copy then runs alongside
-        the next forward and backward pass. `finished` returns how it ended.
+        Of a run with adapters, only what trains. Returns when the state may change again.
+        `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
         failpoint("checkpoint.begin")
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
-        if self._pinning is not None:
-            self._pinning.result()
         self._copies.begin()
         copies = self._copies if self.asynchronous else None
         entries = list(entries_of(state, copies, quantities))
@@ -255,11 +233,8 @@ class _Values:
 
     def keep(self, copies: HostCopies) -> None:
         """Copy the values to host memory, unless they come from elsewhere anyway."""
-        shard = self._shard
-        values = shard.get(self._quantity)
-        self._kept = (
-            copies.of(values, temporary=not shard.trains) if shard.in_memory else values
-        )
+        values = self._shard.get(self._quantity)
+        self._kept = copies.of(values) if self._shard.in_memory else values
 
     def pieces(self, block: Block, offset: int) -> list[Tensor]:
         """One block's values on the host."""

@@ -116,10 +116,9 @@ class Engine(Protocol):
     def state(self) -> "Iterator[StateShard]":
         """This rank's elements of the training state: fp32 weights and Adam's moments.
 
-        Before it changes them, a step calls `checkpoint.copies.wait_for_copies`: the GPU may
-        still copy them for a save. What is put into them counts from the next step on. The
-        weights that the model computes with do not follow until `follow_state`: an engine that
-        continues is built with them.
+        A step changes them on the current stream, on which a save copies them. What is put into
+        them counts from the next step on. The weights that the model computes with do not
+        follow until `follow_state`: an engine that continues is built with them.
         """
 
     def follow_state(self) -> None:

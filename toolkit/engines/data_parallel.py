@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.copies import wait_for_copies
 from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
@@ -117,7 +116,6 @@ class DataParallelEngine(Engine):
             # As torch.nn.utils.clip_grads_with_norm_ does, for shards too.
             torch._foreach_mul_(list(self.gradients()), self.clip / (norm + 1e-6))
         adam.set_learning_rate(self.optimizer, learning_rate)
-        wait_for_copies()
         self.optimizer.step()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -87,7 +87,6 @@ class RunCheckpoints:
             self.directory.checkpoints, section.keep, section.keep_best or 0
         )
         self.saver = Saver(self.store, asynchronous=section.asynchronous, group=group)
-        self._prepared = False
         self.saved_at = 0
         """Step of the last save that was started, or of the checkpoint that was loaded."""
         self.load_s: float | None = None
@@ -302,14 +301,6 @@ class RunCheckpoints:
         if manifest.wandb_id is not None and not self.directory.tracker_state("wandb").exists():
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
             posted.save(self.directory.tracker_state("wandb"))
-
-    def prepare(self, engine: Engine) -> None:
-        """Let the saver prepare, once, for what the first save will copy. After an update, when
-        all moments exist."""
-        if not self._prepared:
-            self._prepared = True
-            adapted = self.assignment.recipe.adapter is not None
-            self.saver.prepare(one for one in engine.state() if one.trains or not adapted)
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Start saving, unless this step is already saved.

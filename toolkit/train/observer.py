@@ -303,8 +303,6 @@ class Observer:
             if not stopping:
                 self._balance(progress.step)
             self.checkpoints.save(self.engine, progress, self.start.phases.begin)
-        elif every and not self._skipping:
-            self.checkpoints.prepare(self.engine)
         if stopping:
             self._finish_saving()
             self.compare(progress)

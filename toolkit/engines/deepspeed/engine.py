@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.copies import wait_for_copies
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
@@ -161,8 +160,6 @@ class DeepSpeedEngine(Engine):
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
             if last and self.plain:
                 norm = self._plain_norm()
-            if last:
-                wait_for_copies()
             self.engine.step()
         applied = self.engine.was_step_applied()
         mean_loss, *metrics, norm = self._read(joint_sums.result(), norm)

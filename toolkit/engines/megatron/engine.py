@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from toolkit.adapters.megatron import attach
 from toolkit.batch import MicroBatch, row_log_probs
-from toolkit.checkpoint.copies import wait_for_copies
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
@@ -213,7 +212,6 @@ class MegatronEngine(Engine):
         skipped = refusal(count, found.loss, max_loss, gradient_sum)
         grad_norm = math.inf
         if skipped is None:  # otherwise, gradients are cleared when the next step begins
-            wait_for_copies()
             with cpu.cuda_type_names():
                 updated, norm, _ = self.optimizer.step()
             self._ungathered = True

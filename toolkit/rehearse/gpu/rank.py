@@ -169,7 +169,7 @@ def _save(engine: Engine, *, adapter: bool) -> SaveCopies:
                 values = shard.get(quantity)
                 found.append((values.nbytes, values.device.type))
                 if shard.in_memory:
-                    copies.of(values, temporary=not shard.trains)
+                    copies.of(values)
     copies.end()  # the thread that writes waits for what this returns
     from_gpu = sum(nbytes for nbytes, kind in found if kind == device.GPU.type)
     return SaveCopies(sum(nbytes for nbytes, _ in found), from_gpu, len(found))
