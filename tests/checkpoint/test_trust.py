@@ -30,6 +30,7 @@ from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
 from toolkit.errors import DataError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
+from toolkit.models.families.tensors import Block
 from toolkit.models.hub import model_config as plan_model_config
 from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
 from toolkit.run import jsonl
@@ -67,7 +68,8 @@ def a_checkpoint(folder: Path) -> Path:
 
 def a_state(folder: Path) -> Load:
     checkpoint = a_checkpoint(folder)
-    return lambda: SavedState(checkpoint).shapes
+    norm = Block("model.norm.weight", (0, 64), None, False)
+    return lambda: SavedState(checkpoint).read("weight", norm)
 
 
 def a_manifest(folder: Path) -> Load:
@@ -128,6 +130,7 @@ def users_deepspeed_file(folder: Path) -> Load:
 
 REFUSED: dict[str, Callable[[Path], Load]] = {
     f"{CHECKPOINT}/state-00000.safetensors": a_state,
+    f"{CHECKPOINT}/index.json": a_state,
     f"{CHECKPOINT}/manifest.json": a_manifest,
     f"{CHECKPOINT}/hf/config.json": an_export,
     f"{CHECKPOINT}/hf/tokenizer.json": a_tokenizer,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.making import saved_run
 from toolkit.checkpoint import saved_state
 from toolkit.checkpoint.convert import convert
+from toolkit.checkpoint.index import INDEX
 from toolkit.checkpoint.manifest import Manifest, record_of
 from toolkit.checkpoint.verify import coverage_problems, verify
 from toolkit.errors import CheckpointError
@@ -27,7 +28,10 @@ def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
     change(tensors)
     save_file(tensors, state)
     manifest = Manifest.read(checkpoint)
-    manifest.with_files(manifest.files | {state.name: record_of(state)}).write(checkpoint)
+    files = manifest.files | {state.name: record_of(state)}
+    (checkpoint / INDEX).unlink()
+    del files[INDEX]  # as in release 0.1
+    manifest.with_files(files).write(checkpoint)
     return checkpoint
 
 
@@ -68,6 +72,16 @@ def test_named(change: Callable[[Tensors], object], told: str, tmp_path: Path) -
 
 def test_a_good_one_is_good(tmp_path: Path) -> None:
     assert verify(changed(tmp_path, dict.copy)).problems == ()
+
+
+def test_an_index_of_other_files_is_named(tmp_path: Path) -> None:
+    checkpoint = saved_run(tmp_path, 5) / "checkpoints" / "step-00000005"
+    assert verify(checkpoint).problems == ()
+    index = checkpoint / INDEX
+    index.write_text(index.read_text().replace("[0:35]", "[0:34]"))
+    manifest = Manifest.read(checkpoint)
+    manifest.with_files(manifest.files | {INDEX: record_of(index)}).write(checkpoint)
+    assert verify(checkpoint).problems[0] == "index.json is not the index of its files"
 
 
 def test_convert_holds_little_and_fills_files(

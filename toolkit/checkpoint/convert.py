@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from toolkit.checkpoint.index import INDEX, is_state_file
 from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in, write_synced
-from toolkit.checkpoint.saved_state import SavedState, is_state_file
+from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import block_shape, dtype_of, key_of, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder
 from toolkit.errors import CheckpointError
@@ -55,7 +56,7 @@ def convert(
     with appearing(dst) as hidden:
         files |= write_state_files(hidden, entries, limit)
         for name in manifest.files:
-            if not is_state_file(name):
+            if not is_state_file(name) and name != INDEX:
                 files[name] = write_synced(hidden / name, file_in(src, name).read_bytes())
         for inner in {(hidden / name).parent for name in files} - {hidden}:
             sync_folder(inner)

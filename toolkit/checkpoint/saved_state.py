@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toolkit.checkpoint.index import DAMAGED, read_index
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.shards import (
     STORED,
@@ -21,7 +22,7 @@ from toolkit.checkpoint.shards import (
     dtype_of,
     joint_shape,
     parameter_blocks,
-    parse_key,
+    rectangle,
     whole_quantity,
 )
 from toolkit.errors import CheckpointError
@@ -29,7 +30,6 @@ from toolkit.models.families.tensors import Block, ends
 
 ELEMENTS_AT_ONCE = 1 << 24
 """Elements of one tensor that are in memory while it is copied."""
-_DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,9 @@ class StoredRectangle:
     """A stored rectangle of a tensor."""
 
     block: Block
-    file: Path
+    file: str
     key: str
     """Its name in the file, which states the rectangle."""
-    dtype: str
-    """Its dtype, by safetensors' name."""
-    shape: tuple[int, ...]
-
-
-def is_state_file(name: str) -> bool:
-    """Whether this path in a checkpoint is one of its tensor files."""
-    return "/" not in name and Path(name).match("state-*.safetensors")
 
 
 class SavedState:
@@ -58,7 +50,7 @@ class SavedState:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._handles: dict[Path, Any] = {}
+        self._handles: dict[str, Any] = {}
 
     def close(self) -> None:
         """Close the files: a mapped file keeps its disk space after it is removed."""
@@ -66,17 +58,8 @@ class SavedState:
         self.__dict__.pop("_index", None)
 
     @cached_property
-    def _index(self) -> dict[tuple[str, str], list[tuple[Block, Path, str]]]:
-        """Quantity and tensor → its stored rectangles, each with its file and name there."""
-        index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
-        named = Manifest.read(self.folder).files
-        for path in (file_in(self.folder, name) for name in named if is_state_file(name)):
-            for key in self._open(path).keys():  # noqa: SIM118 - no mapping
-                if (parsed := parse_key(key)) is None:
-                    raise CheckpointError(f"{path} holds {key}, which is no part of a state")
-                quantity, block = parsed
-                index.setdefault((quantity, block.tensor), []).append((block, path, key))
-        return index
+    def _index(self) -> dict[str, str]:
+        return read_index(self.folder)
 
     @cached_property
     def _adapters_alone(self) -> bool:
@@ -85,11 +68,11 @@ class SavedState:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor with its shape: (rows,) or (rows, columns)."""
-        found: dict[str, tuple[int, ...]] = {}
-        for (quantity, tensor), parts in self._index.items():
-            if quantity == "weight":
-                found[tensor] = joint_shape([block for block, _, _ in parts])
-        return dict(sorted(found.items()))
+        return {
+            tensor: joint_shape([part.block for part in self.parts(quantity, tensor)])
+            for quantity, tensor in sorted(self.names())
+            if quantity == "weight"
+        }
 
     @property
     def nbytes(self) -> int:
@@ -102,20 +85,29 @@ class SavedState:
 
     def quantities(self, tensor: str) -> list[str]:
         """The stored quantities of a tensor: only the weight if it is frozen."""
-        return [quantity for quantity in STORED if (quantity, tensor) in self._index]
+        return [quantity for quantity in STORED if f"{quantity}/{tensor}" in self._index]
 
     def names(self) -> list[tuple[str, str]]:
         """Every quantity and tensor for which something is stored."""
-        return list(self._index)
+        names = (name.partition("/") for name in self._index)
+        return [(quantity, tensor) for quantity, _, tensor in names]
 
-    def parts(self, quantity: str, tensor: str) -> list[StoredRectangle]:
-        """The stored rectangles of a tensor."""
-        found = []
-        for block, path, key in self._index.get((quantity, tensor), ()):
-            header = self._open(path).get_slice(key)
-            shape = tuple(header.get_shape())
-            found.append(StoredRectangle(block, path, key, header.get_dtype(), shape))
-        return found
+    def parts(self, quantity: str, tensor: str) -> Iterator[StoredRectangle]:
+        """The stored rectangles of a tensor. Raises CheckpointError for what is none."""
+        name = f"{quantity}/{tensor}"
+        for part in self._index.get(name, "").split():
+            number, bracket, rest = part.partition("[")
+            block = rectangle(bracket + rest)
+            if block is None or quantity not in STORED:
+                raise CheckpointError(
+                    f"{self.folder} holds {name}{bracket}{rest}, which is no part of a state"
+                )
+            yield StoredRectangle(block, f"state-{number}.safetensors", name + bracket + rest)
+
+    def stored_form(self, part: StoredRectangle) -> tuple[str, tuple[int, ...]]:
+        """Type, by safetensors' name, and shape of a rectangle in its file."""
+        header = self._slice(part)
+        return header.get_dtype(), tuple(header.get_shape())
 
     def read(self, quantity: str, block: Block) -> Tensor:
         """A rectangle in the block's orientation: fp32, [rows, columns] or [rows].
@@ -126,11 +118,11 @@ class SavedState:
             return self.read(quantity, block.stored).T
         found = 0
         values: Tensor | None = None
-        for stored, path, key in self._index.get((quantity, block.tensor), ()):
-            common = intersection(stored, block)
+        for stored in self.parts(quantity, block.tensor):
+            common = intersection(block, stored.block)
             if common is None:
                 continue
-            part = self._read_part(path, key, stored, common)
+            part = self._read_part(stored, common)
             if block_numel(common) == block_numel(block):
                 return part
             if values is None:
@@ -151,24 +143,28 @@ class SavedState:
         for piece in pieces(whole_quantity(quantity, tensor, self.shapes[tensor])):
             yield self.read(quantity, piece)
 
-    def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
+    def _read_part(self, stored: StoredRectangle, part: Block) -> Tensor:
+        axes = _inside(part, stored.block)
+        whole = self._slice(stored)
         try:
-            whole = self._open(path).get_slice(key)
-            places = _inside(part, stored)
-            values: Tensor = whole[tuple(slice(one.start, one.stop) for one in places)]
+            values: Tensor = whole[tuple(slice(axis.start, axis.stop) for axis in axes)]
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
-        return values[tuple(slice(None, None, one.step) for one in places)]
+            raise self._unreadable(stored, error) from error
+        return values[tuple(slice(None, None, axis.step) for axis in axes)]
 
-    def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, "pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read: {error}", fix=_DAMAGED
-                ) from error
-        return self._handles[path]
+    def _slice(self, stored: StoredRectangle) -> Any:
+        """What reads the elements of a rectangle that are asked for."""
+        try:
+            if stored.file not in self._handles:
+                path = file_in(self.folder, stored.file)
+                self._handles[stored.file] = safe_open(path, "pt")
+            return self._handles[stored.file].get_slice(stored.key)
+        except (OSError, SafetensorError) as error:
+            raise self._unreadable(stored, error) from error
+
+    def _unreadable(self, stored: StoredRectangle, error: Exception) -> CheckpointError:
+        path = self.folder / stored.file
+        return CheckpointError(f"{path} cannot be read: {error}", fix=DAMAGED)
 
     def load(self, shard: StateShard) -> None:
         """Load all quantities of a rank's shard; frozen shards of a run with adapters keep the
@@ -212,6 +208,8 @@ def pieces(whole: Block) -> Iterator[Block]:
 
 def intersection(a: Block, b: Block) -> Block | None:
     """The intersection of two rectangles of the same tensor."""
+    if a.rows[1] <= b.rows[0] or b.rows[1] <= a.rows[0]:
+        return None  # as most are
     rows = _common(a.row_numbers, b.row_numbers)
     columns = _common(a.column_numbers, b.column_numbers)
     if not rows or not columns:

@@ -11,6 +11,7 @@ every checkpoint serves every layout and engine.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -35,7 +36,8 @@ _KINDS = {
 STORED = tuple(_KINDS)
 """Every quantity."""
 
-_KEY = re.compile(rf"({'|'.join(STORED)})/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
+_KEY = re.compile(rf"({'|'.join(STORED)})/(.+)(\[.+\])")
+_RECTANGLE = re.compile(r"\[([\d:]+)(?:,([\d:]+))?\]")
 _NUMBERS = re.compile(r"(\d+):(\d+)(?::(\d+))?")
 
 
@@ -201,15 +203,23 @@ def _spelt(numbers: range) -> str:
 def parse_key(key: str) -> tuple[str, Block] | None:
     """Quantity and rectangle of a stored name; None for a foreign one."""
     match = _KEY.fullmatch(key)
+    block = None if match is None else rectangle(match[3])
+    if match is None or block is None:
+        return None
+    return match[1], replace(block, tensor=match[2])
+
+
+@lru_cache(1 << 16)  # many tensors are cut alike
+def rectangle(spelt: str) -> Block | None:
+    """The rectangle `[0:64,0:95:2]` of a tensor without a name; None if it is invalid."""
+    match = _RECTANGLE.fullmatch(spelt)
     if match is None:
         return None
-    quantity, tensor, *axes = match.groups()
-    rows, columns = (None if axis is None else _numbers(axis) for axis in axes)
-    if rows is None or (columns is None) != (axes[1] is None):
+    rows, columns = (None if axis is None else _numbers(axis) for axis in match.groups())
+    if rows is None or (columns is None) != (match[2] is None):
         return None
     steps = rows.step, columns.step if columns else 1
-    block = Block(tensor, ends(rows), ends(columns) if columns else None, False, steps)
-    return quantity, block
+    return Block("", ends(rows), ends(columns) if columns else None, False, steps)
 
 
 def _numbers(spelt: str) -> range | None:

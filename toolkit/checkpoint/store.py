@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from toolkit.checkpoint.index import INDEX, write_index
 from toolkit.checkpoint.manifest import MANIFEST, Manifest
 from toolkit.checkpoint.validation import lowest
 from toolkit.errors import CheckpointError
@@ -111,12 +112,14 @@ class CheckpointStore:
     def commit(self, manifest: Manifest) -> str | None:
         """Turn a completely written folder into a checkpoint; then remove the oldest.
 
-        Returns a problem that occurred after the commit. Raises OSError before that.
+        Returns a problem that occurred after the commit. Before that, raises OSError or
+        CheckpointError.
         """
         partial = self.partial(manifest.step)
         final = self.folder / folder_name(manifest.step)
         failpoint("checkpoint.hashed")
-        manifest.write(partial)
+        index = write_index(partial, manifest.files)
+        manifest.with_files(manifest.files | {INDEX: index}).write(partial)
         sync_folder(partial)
         failpoint("checkpoint.manifest")
         if final.exists():

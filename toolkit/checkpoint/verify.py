@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.export import COMPANIONS, check_complete
+from toolkit.checkpoint.index import INDEX, index_of, read_index
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
 from toolkit.checkpoint.shards import block_numel, block_shape, dtype_of, kept, whole_quantity
@@ -64,6 +65,8 @@ def _present(folder: Path) -> set[str]:
 
 def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
     try:
+        if read_index(state.folder) != index_of(state.folder, manifest.files):
+            yield f"{INDEX} is not the index of its files"
         yield from coverage_problems(state, manifest.freeze, manifest.optimizer)
         if any(name.startswith(f"{COMPANIONS}/") for name in manifest.files):
             check_complete(state)
@@ -90,12 +93,13 @@ def coverage_problems(
             yield f"{tensor} has {', '.join(sorted(more))}, which {optimizer} does not keep"
         for quantity in expected[: 1 if tensor in frozen else None]:
             whole = whole_quantity(quantity, tensor, shape)
-            parts = state.parts(quantity, tensor)
+            parts = [*state.parts(quantity, tensor)]
             dtype = _DTYPES[dtype_of(quantity)]
             for part in parts:
-                if (part.dtype, part.shape) != (dtype, block_shape(part.block)):
+                found, sizes = state.stored_form(part)
+                if (found, sizes) != (dtype, block_shape(part.block)):
                     yield (
-                        f"{part.file.name}: {part.key} holds {part.dtype} {list(part.shape)}, "
+                        f"{part.file}: {part.key} holds {found} {list(sizes)}, "
                         "not what its name says"
                     )
             yield from uncovered(quantity, whole, [part.block for part in parts])

@@ -30,7 +30,7 @@ def contents(folder: Path) -> list[Held]:
     """Every tensor of a checkpoint. Raises CheckpointError for files that are damaged."""
     state = SavedState(folder)
     return [
-        Held(name, shape, len(state.parts("weight", name)), len(state.quantities(name)) > 1)
+        Held(name, shape, len([*state.parts("weight", name)]), len(state.quantities(name)) > 1)
         for name, shape in state.shapes.items()
     ]
 
