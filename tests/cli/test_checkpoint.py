@@ -128,7 +128,7 @@ def test_list_needs_no_torch(run: Path) -> None:
 def test_verify_names_every_problem(run: Path, capsys: Captured) -> None:
     code, out, err = dmt(capsys, "verify", run)
     assert code == 0 and "step-00000010 is the newest finished checkpoint" in err
-    assert "is whole: 5 files" in out
+    assert "is whole: 6 files" in out
     folder = run / "checkpoints" / "step-00000010"
     (folder / "notes.txt").write_text("mine")
     assert dmt(capsys, "verify", folder)[0] == 0
