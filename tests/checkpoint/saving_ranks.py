@@ -21,7 +21,7 @@ from tests.forked import ForkedRanks
 from tests.processes import HANG_S
 from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.saver import SaveOutcome, Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, whole_block
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.engines.distributed import join
@@ -95,7 +95,7 @@ def _train(rank: int, start: Start) -> Told:
     if found is not None:
         SavedState(found.folder).load(shard)
     resumed_at = 0 if found is None else found.manifest.step
-    outcomes: list[Saved | None] = []
+    outcomes: list[SaveOutcome | None] = []
     for step in range(resumed_at + 1, STEPS + 1):
         train_step(shard, step)
         outcomes.append(saver.finished())

@@ -15,7 +15,7 @@ from toolkit.checkpoint import store as store_module
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.saver import SaveOutcome, Saver
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
@@ -31,7 +31,7 @@ def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saver]:
     saver.close()
 
 
-def save(saver: Saver, step: int) -> Saved:
+def save(saver: Saver, step: int) -> SaveOutcome:
     saver.save(replace(MANIFEST, step=step), make_state(step), COMPANIONS)
     saved = saver.finished(wait=True)
     assert saved is not None

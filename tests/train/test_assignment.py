@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tests.data import hub
 from tests.e2e.conftest import RECIPE
 from toolkit.cli.main import main
 from toolkit.errors import PlanError, RecipeError, RunFailed
@@ -67,6 +69,25 @@ def test_a_restart_starts_from_the_checkpoint_that_was_chosen_first(tmp_path):
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(stated))
     found = decide(recipe_on(tmp_path, 2, *start), tmp_path / "run")
     assert found.recipe.model.checkpoint == chosen
+
+
+def test_a_run_keeps_the_commit_of_an_unpinned_data_set(tmp_path, monkeypatch):
+    """Otherwise it could not continue after any commit there, as to the data set's README."""
+    data = f"data.train={{kind: hf, path: {hub.NAME}}}"
+    with hub.running() as repository:
+        monkeypatch.setattr(constants, "ENDPOINT", repository.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        first = decide(recipe_on(tmp_path, 2, data), tmp_path / "run")
+        write(first, ["dmt"])
+        repository.files["README.md"] = b"more"
+        again = decide(recipe_on(tmp_path, 2, data), tmp_path / "run")
+        other = decide(recipe_on(tmp_path, 2, data), tmp_path / "other")
+    before, after, newer = (one.recipe.data.train.revision for one in (first, again, other))
+    assert len(before) == 40 and after == before != newer
+    # A run of 0.1 has none, and the hub of the moment identifies its data.
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe_on(tmp_path, 2, data)))
+    unpinned = decide(recipe_on(tmp_path, 2, data), tmp_path / "run")
+    assert unpinned.recipe.data.train.revision is None
 
 
 def test_ranks_that_plan_show_what_dmt_launch_shows(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from toolkit.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint that can be continued."""
 
     folder: Path
@@ -32,7 +32,7 @@ def find_newest(
     *,
     expected: bool,
     verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None,
-) -> Found | None:
+) -> ResumePoint | None:
     """The newest checkpoint that verifies, the same on every rank; collective.
 
     `verifying` gets the number of bytes of a checkpoint that this rank verifies; the function
@@ -51,7 +51,7 @@ def find_newest(
             for damaged in skipped if dist.get_rank() == 0 else ():
                 with suppress(OSError):  # a disk that cannot be written: skipped each time
                     set_aside(damaged, "damaged")
-            return Found(folder, manifest, tuple(skipped.values()))
+            return ResumePoint(folder, manifest, tuple(skipped.values()))
         skipped[folder] = f"{folder.name}: {problems[0]}"
     if not expected:
         return None

@@ -38,7 +38,7 @@ from toolkit.system.failpoints import failpoint
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveOutcome:
     """How a save ended, the same on every rank."""
 
     manifest: Manifest
@@ -69,7 +69,7 @@ class Saver:
         self._group = group
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[Saved] | None = None
+        self._in_flight: Future[SaveOutcome] | None = None
 
     def save(
         self,
@@ -100,7 +100,7 @@ class Saver:
         if not self.asynchronous:
             self._in_flight.exception()  # waits
 
-    def finished(self, *, wait: bool = False) -> Saved | None:
+    def finished(self, *, wait: bool = False) -> SaveOutcome | None:
         """The outcome of the save in flight, once; None while it runs or without one.
 
         Unless it waits, ranks see it at different times.
@@ -122,7 +122,7 @@ class Saver:
         companions: Mapping[str, bytes],
         began: float,
         copied: Callable[[], None],
-    ) -> Saved:
+    ) -> SaveOutcome:
         """Write, gather, commit; in the thread."""
         leader = dist.get_rank() == 0
 
@@ -146,7 +146,7 @@ class Saver:
             )
         if problem is not None and leader:
             self.store.abandon(manifest.step)
-        return Saved(manifest, time.monotonic() - began, problem, complaint)
+        return SaveOutcome(manifest, time.monotonic() - began, problem, complaint)
 
     def _write_own(
         self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]

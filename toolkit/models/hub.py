@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -134,6 +135,15 @@ def answers(hub: str, revision: str | None) -> bool:
     except Exception:  # noqa: BLE001 - of whichever client the hub's library has
         return False
     return True
+
+
+def dataset_commit(hub: str) -> str | None:
+    """The newest commit of a data set; None if the hub has none or does not answer in time."""
+    from huggingface_hub import HfApi
+
+    with suppress(Exception):  # of whichever client the hub's library has
+        return _in_time(lambda: HfApi().dataset_info(hub, timeout=LIMIT_S).sha, LIMIT_S)
+    return None
 
 
 def download_file(hub: str, name: str, revision: str | None, limit_s: float = LIMIT_S) -> Path:

@@ -248,7 +248,7 @@ class RowsSource(SourceSection):
     name: NonEmpty | None = None
     """Dataset configuration name, e.g. `en`."""
     revision: NonEmpty | None = None
-    """Hub revision of the dataset."""
+    """Hub revision of the dataset. Default: the newest commit when the run begins."""
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
     malformed: Literal["error", "drop"] = "error"

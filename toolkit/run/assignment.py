@@ -25,11 +25,13 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe, placed
 from toolkit.launcher import LAUNCHERS
+from toolkit.models.hub import dataset_commit
 from toolkit.plan.cost.prediction import Prediction, predict
 from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.places import is_remote
+from toolkit.recipe.schema import Recipe, RowsSource, Source
 from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
@@ -92,11 +94,14 @@ def decide(
     """Plan a recipe and render its backend's configuration; writes nothing.
 
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
-    tokenizer is loaded for `model.resize_embeddings: auto`. `explained`: see `plan_of`.
+    tokenizer is loaded for `model.resize_embeddings: auto`, and no commit of a data set is
+    looked up. `explained`: see `plan_of`.
     """
     recipe = with_embedding_rows(resolved(adopt_engine_config(recipe)), download=download)
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = _with_start(recipe, run_dir)
+    if download:
+        recipe = _with_commits(recipe, run_dir)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster, explained=explained)
@@ -131,6 +136,38 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
             problem = Problem("model.checkpoint", error.message, allowed, error.fix)
             raise RecipeError([problem]) from error
     return recipe.with_values({"model.checkpoint": chosen})
+
+
+def _with_commits(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe with the newest commit of every data set of the hub that states no revision:
+    what is committed later must not change the data of a run. A run keeps what it began with.
+    """
+    stated: dict[str, str | None] = {}
+    with suppress(DmtError):
+        before = load_recipe(RunDirectory(run_dir).recipe).data
+        for source in (*before.sources, *before.validation_sources):
+            if isinstance(source, RowsSource):
+                stated[source.path] = source.revision
+
+    def pinned(source: Source) -> Source:
+        if not isinstance(source, RowsSource) or source.revision or not _of_hub(source.path):
+            return source
+        if source.path not in stated:
+            stated[source.path] = dataset_commit(source.path)
+        return source.with_values({"revision": stated[source.path]})
+
+    values = {}
+    for name in ("train", "validation"):
+        found = getattr(recipe.data, name)
+        if found is not None:
+            several = isinstance(found, tuple)
+            values[f"data.{name}"] = tuple(map(pinned, found)) if several else pinned(found)
+    return recipe.with_values(values)
+
+
+def _of_hub(path: str) -> bool:
+    """Whether the path of a loaded recipe, in which local ones are absolute, is a hub id."""
+    return not (is_remote(path) or path.startswith(("/", "~")) or Path(path).exists())
 
 
 def write(

@@ -15,13 +15,13 @@ from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
 from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import (
-    Found,
+    ResumePoint,
     check_shared_disk,
     find_newest,
     require_whole,
 )
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
-from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.saver import SaveOutcome, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.data.build import TrainingData
@@ -92,13 +92,13 @@ class RunCheckpoints:
         self.load_s: float | None = None
         """Seconds that loading took; None if nothing was loaded."""
         self._stall_s = 0.0
-        self._found: Found | None = None
+        self._found: ResumePoint | None = None
         self._saved: SavedState | None = None
         """The tensors of the checkpoint that the run continues from."""
         self._base: str | None = None
         """See `Manifest.base`; known on rank 0."""
 
-    def find(self, config: PretrainedConfig, phases: Phases) -> Found | None:
+    def find(self, config: PretrainedConfig, phases: Phases) -> ResumePoint | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
         Raises CheckpointError if the recipe forbids resuming, if recipe, model or data differ,
@@ -123,7 +123,7 @@ class RunCheckpoints:
         self._check_same_run(found, config)
         return found
 
-    def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
+    def _check_same_run(self, found: ResumePoint, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
         manifest = found.manifest
         if not self.data.is_cursor(manifest.data_fingerprint, manifest.consumed_samples):
@@ -211,7 +211,7 @@ class RunCheckpoints:
         weights = SavedWeights(saved, hf.parameter_shapes(stored))
         return hf.resized(weights, model, config, seed)
 
-    def have_ended(self, found: Found, steps: int) -> bool:
+    def have_ended(self, found: ResumePoint, steps: int) -> bool:
         """Whether the run of `steps` steps finished with this checkpoint; prints a message.
         Then its last validation is done, too.
 
@@ -266,14 +266,14 @@ class RunCheckpoints:
             self._warn(f"{folder}, the best checkpoint, is not exported: {problems[0]}")
         return last
 
-    def take(self, found: Found) -> None:
+    def take(self, found: ResumePoint) -> None:
         """Continue after a checkpoint from which nothing is loaded: all steps are done."""
         assert self._saved is not None, "found"
         self._saved.close()
         self.saved_at = found.manifest.step
         self.load_s = 0.0
 
-    def load(self, engine: Engine, found: Found, phases: Phases) -> None:
+    def load(self, engine: Engine, found: ResumePoint, phases: Phases) -> None:
         """Load the rest of the state into the engine, which was built with the saved
         weights."""
         assert self._saved is not None, "found"
@@ -345,7 +345,7 @@ class RunCheckpoints:
         """Close the saver; no save is in flight."""
         self.saver.close()
 
-    def tell(self, *, wait: bool = False) -> Saved | None:
+    def tell(self, *, wait: bool = False) -> SaveOutcome | None:
         """Report a finished save, once; called after every step, does not block."""
         saved = self.saver.finished(wait=wait)
         if saved is None or not self.leader:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from toolkit.adapters.weights import AdaptedWeights
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.resume import Found
+from toolkit.checkpoint.resume import ResumePoint
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, recipe_data
 from toolkit.data.lengths import cut
@@ -115,7 +115,7 @@ def _reference(
     data: TrainingData,
     steps: int,
     checkpoints: RunCheckpoints,
-    found: Found | None,
+    found: ResumePoint | None,
 ) -> RunReference | None:
     """The reference model's log-probabilities, if the objective reads them.
 
@@ -165,7 +165,9 @@ def _counted_weights(
     return CountedWeights(source, doing, start.plan.layout, start.phases)
 
 
-def _resume(start: Start, checkpoints: RunCheckpoints, engine: Engine, found: Found) -> None:
+def _resume(
+    start: Start, checkpoints: RunCheckpoints, engine: Engine, found: ResumePoint
+) -> None:
     """Load optimizer states and progress."""
     start.together.run(lambda: checkpoints.load(engine, found, start.phases))
     start.progress.continue_at(found.manifest)
