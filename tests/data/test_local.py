@@ -135,6 +135,38 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         )
 
 
+def test_what_nothing_reads_is_noted(recipe: Path) -> None:
+    answer = {**CHAT[1], "thinking": "x", "loss": False, "name": None}
+    row = {"id": 1, "url": None, "messages": [CHAT[0], answer], "history": [["a", "b"]]}
+    (recipe.parent / "noted.jsonl").write_text(json.dumps(row))
+    pa.parquet.write_table(pa.Table.from_pylist([row]), recipe.parent / "noted.parquet")
+    columns = "data.train: columns that nothing reads: id"
+    keys = "data.train: keys of messages that nothing reads: thinking"
+    unused = "data.train: `data.chat_template` is not used for its rows: prompt and completion"
+    for file, template, expected in (
+        ("noted.jsonl", "chatml", f"{columns}; {keys}"),
+        ("noted.jsonl", "'{{ messages[0].reasoning }}'", columns),
+        ("noted.parquet", "chatml", columns),
+        ("chat.jsonl", "chatml", None),
+        ("plain.jsonl", "chatml", f"{unused} are texts"),
+    ):
+        source = f"data.train={{kind: chat, path: ./{file}}}"
+        verdict = judge(recipe, (source, SFT, f"data.chat_template={template}"))
+        assert (verdict.problems, verdict.note) == ((), expected)
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+def test_the_template_of_a_tokenizer_is_looked_at(recipe: Path, as_config: bool) -> None:
+    row = {"messages": [CHAT[0], {**CHAT[1], "thinking": "x", "mood": "y"}]}
+    (recipe.parent / "noted.jsonl").write_text(json.dumps(row))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].mood }}"
+    tokenizer.save_pretrained(recipe.parent / "own", save_jinja_files=not as_config)
+    source = "data.train={kind: chat, path: ./noted.jsonl}"
+    verdict = judge(recipe, (source, SFT, "data.tokenizer=./own"))
+    assert verdict.note == "data.train: keys of messages that nothing reads: thinking"
+
+
 def test_a_later_file_without_the_column(recipe: Path) -> None:
     several = 'data.train={kind: hf, path: "./[bt]*.jsonl"}'
     (problem,) = judge(recipe, (several,)).problems

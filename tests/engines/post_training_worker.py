@@ -23,7 +23,8 @@ from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
 from toolkit.data.chat.dataset import ChatSamples, chat_samples
-from toolkit.data.chat.tokens import ChatReport, StoredChats
+from toolkit.data.chat.report import ChatReport
+from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine

@@ -20,7 +20,7 @@ from toolkit.cli.conflict_tables import lines, record
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
-from toolkit.data.local import local_problems
+from toolkit.data.local import chat_notes, local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.intake.load import Examined, examine, placed
@@ -43,7 +43,7 @@ class Verdict:
     """None when there are problems."""
     problems: tuple[Problem, ...] = ()
     note: str | None = None
-    """What could not be checked, and why."""
+    """What could not be checked, and why; what nothing reads."""
     parameters: int | None = None
     """Of the model; None where its shape is not known here."""
     reports: tuple[Report, ...] = ()
@@ -132,6 +132,8 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
     problems = tuple(placed(problem, path, overrides) for problem in found)
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
+    if good is not None:
+        note = "; ".join([*filter(None, [note]), *chat_notes(good)]) or None
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
-from toolkit.data.chat.named import template_text
+from toolkit.data.chat.named import stated_template
 from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.interleave import Interleaving
@@ -29,7 +29,6 @@ from toolkit.errors import DataError
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import (
     BatchRampSection,
-    ChatRowsSource,
     ChatSource,
     DataSection,
     DocumentSource,
@@ -181,9 +180,9 @@ def build_data(
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
-    if any(isinstance(source, ChatRowsSource) for source in data.sources):
+    if data.chat_template is not None:
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
-        tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
+        tokenizer.chat_template = stated_template(data.chat_template, base)
     rows = 2 if data.kind == "preference" else 1
     lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows, ramp)
     builder = _Builder(data, tokenizer, lengths.longest, vocab_size, seed, base, track)

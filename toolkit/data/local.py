@@ -6,7 +6,7 @@ hub, and deep in a file, are found when the data is built.
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from toolkit.data.chat.conversations import (
     conversation_of,
     needs_template,
     preference_of,
+    template_keys,
+    unread_columns,
 )
-from toolkit.data.chat.named import stated_template
+from toolkit.data.chat.named import known_template, reads, stated_template
+from toolkit.data.chat.report import not_read, template_unused
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import find_texts
 from toolkit.data.formats.base import format_of
@@ -60,6 +63,8 @@ from toolkit.recipe.schema import (
 _FILES_OF_A_FOLDER = 8
 _FIRST_ROWS = 10_000
 """Chats that are parsed: a second."""
+_NOTED_ROWS = 1_000
+"""Chats whose keys are looked at."""
 _PLACES = ("files", "path", "prefix")
 """The settings that say where a source is, each of other kinds."""
 
@@ -218,17 +223,53 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
     """
     parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
     dropped = DroppedRows(source)
-    known = ((file, format_of(file)) for file in files)
-    rows = (
-        form.rows(source, ListedFile.of(file).whole)
-        for file, form in known
-        if form is not None and not form.states_columns
-    )
-    for place, row in islice(chain.from_iterable(rows), _FIRST_ROWS):
+    for place, row in islice(_rows(source, files), _FIRST_ROWS):
         try:
             parse(row, source)
         except MalformedRow as error:
             dropped.add(f"{place}: {error}")
+
+
+def _rows(source: RowsSource, files: list[Path]) -> Iterator[tuple[object, object]]:
+    """The rows of those files that do not state their columns."""
+    for file in files:
+        form = format_of(file)
+        if form is not None and not form.states_columns:
+            yield from form.rows(source, ListedFile.of(file).whole)
+
+
+def chat_notes(recipe: Recipe) -> Iterator[str]:
+    """What the chats in a good recipe's local files hold that nothing reads."""
+    if not LAUNCHERS[recipe.launch.launcher].same_files:
+        return
+    data = recipe.data
+    for key, source in data.named_sources:
+        if isinstance(source, ChatSource | PreferenceSource) and not is_remote(source.path):
+            files = local_files(source, Path.cwd()) or []
+            columns, _ = _columns(source, files)
+            if columns:
+                for note in _notes_of(data, source, columns, files):
+                    yield f"{key}: {note}"
+
+
+def _notes_of(
+    data: DataSection,
+    source: ChatSource | PreferenceSource,
+    columns: Mapping[str, str],
+    files: list[Path],
+) -> Iterator[str]:
+    if data.chat_template is not None and not needs_template(source, columns):
+        yield template_unused("its rows")
+    filled = [name for name, kind in columns.items() if kind != "null"]
+    parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
+    keys, template = dict[str, None](), known_template(data, Path.cwd())
+    for _, row in islice(_rows(source, files), _NOTED_ROWS if template else 0):
+        with suppress(MalformedRow):  # dropped
+            parsed = parse(row, source)
+            for example in parsed if isinstance(parsed, tuple) else [parsed]:
+                keys |= dict.fromkeys(template_keys(example))
+    unread = (key for key in keys if not reads([template or ""], key))
+    yield from not_read(tuple(unread_columns(source, filled)), tuple(unread))
 
 
 def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:

@@ -117,13 +117,14 @@ AdapterTargets: TypeAlias = (
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
 ColumnName: TypeAlias = Literal[
-    "messages", "conversations", "tools", "system", "prompt", "completion",
-    "instruction", "input", "output", "chosen", "rejected",
+    "messages", "conversations", "tools", "system", "history", "chat_template_kwargs",
+    "prompt", "completion", "instruction", "input", "output", "chosen", "rejected",
 ]  # fmt: skip
 ColumnNames: TypeAlias = Annotated[
     dict[ColumnName, NonEmpty],
-    Wording("a map from messages, conversations, tools, system, prompt, completion, "
-            "instruction, input, output, chosen, rejected to a column's name"),
+    Wording("a map from messages, conversations, tools, system, history, "
+            "chat_template_kwargs, prompt, completion, instruction, input, output, chosen, "
+            "rejected to a column's name"),
 ]  # fmt: skip
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 

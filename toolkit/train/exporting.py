@@ -50,7 +50,7 @@ def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """
     template = tokenizer.chat_template
     chats = any(isinstance(source, ChatRowsSource) for source in recipe.data.sources)
-    if not chats or not isinstance(template, str):
+    if not chats or template is None:
         return
     added = add_end_tokens(folder, ChatTemplate(template, tokenizer).turn_ends())
     if added:

@@ -20,7 +20,7 @@ from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
-from toolkit.data.chat import tokens
+from toolkit.data.chat import maker, workers
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.errors import DataError
 
@@ -175,7 +175,7 @@ def test_what_has_nothing_to_train(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 of 3 samples have no trained token: .* no turn"):
         build(tmp_path)
     write(tmp_path / "rows.jsonl", [chat("Hi" * 100, "Hello")])
-    with pytest.raises(DataError, match=r"1 of 1 samples.* behind the first 128 tokens"):
+    with pytest.raises(DataError, match=r"1 of 1 samples.* after the first 128 tokens"):
         build(tmp_path)
     with pytest.raises(DataError, match="all 1 conversations are longer than 128"):
         build(tmp_path, {"too_long": "drop"})
@@ -207,7 +207,7 @@ def test_a_template_that_never_ends_is_an_error_with_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where rows are dropped: which ones must not depend on the machine."""
-    monkeypatch.setattr(tokens, "LIMIT_S", 0.5)
+    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
     costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
@@ -260,6 +260,124 @@ def test_pairs_of_equal_answers_are_counted(
     build(tmp_path, {"kind": "preference"})
     assert "2 with two equal answers (the first: " in caplog.text
     assert "rows.jsonl:2)" in caplog.text
+
+
+def test_pairs_that_are_equal_when_they_are_cut_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [[{"role": "assistant", "content": "x" * 200 + end}] for end in "abb"]
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[0]}
+    write(tmp_path / "rows.jsonl", [{**row, "rejected": one} for one in answers])
+    samples = samples_of(build(tmp_path, {"kind": "preference"}))
+    report = samples.chats.report
+    assert (report.equal, report.equal_when_cut, len(samples)) == (1, 2, 3)
+    assert "2 with answers that differ only after the cut (the first: " in caplog.text
+    assert "rows.jsonl:2)" in caplog.text
+    build(tmp_path, {"kind": "preference"}, length=512)
+    assert samples_of(build(tmp_path, {"kind": "preference"}, 512)).chats.report.equal == 1
+
+
+def test_what_nothing_reads_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = chat("Hi", "Hello"), chat("a", "b")
+    one["messages"][1] |= {"thinking": "x", "loss": True, "name": None}
+    rows = [{"id": 1, "note": None, **one}, {**other, "id": 2, "score": [], "url": "u"}]
+    write(tmp_path / "rows.jsonl", rows)
+    build(tmp_path)
+    said = [one.getMessage() for one in caplog.records]
+    assert said == [
+        "rows.jsonl: columns that nothing reads: id, url",
+        "rows.jsonl: keys of messages that nothing reads: thinking",
+    ]
+    template = CHATML.template + "{# messages[0].reasoning_content #}"
+    report = samples_of(build(tmp_path, chat_template=template)).chats.report
+    assert report.unread_keys == () and report.unread_columns == ("id", "url")
+
+
+def test_rows_of_weight_0_alone_are_named(tmp_path: Path) -> None:
+    row = chat("Hi", "Hello")
+    row["messages"][1]["loss"] = False
+    write(tmp_path / "rows.jsonl", [row, row])
+    with pytest.raises(DataError, match=r"2 of 2 samples .*: of 2 .* have `weight: 0`"):
+        build(tmp_path)
+
+
+def test_a_template_next_to_texts_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    build(tmp_path)
+    assert "`data.chat_template` is not used for 1 rows: prompt and completion" in caplog.text
+    caplog.clear()
+    build(tmp_path, chat_template=None)
+    assert not caplog.records
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    template = "{% if loud %}LOUD{% endif %}" + CHATML.template
+    rows = [
+        chat("Hi", "Hello"),
+        {**chat("Hi", "Hello"), "chat_template_kwargs": {"loud": True}},
+    ]
+    write(tmp_path / "rows.jsonl", rows)
+    plain, loud = texts(samples_of(build(tmp_path, chat_template=template)))
+    assert loud == "LOUD" + plain
+
+
+def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
+    """As `apply_chat_template` of transformers chooses it."""
+    templates = {"default": CHATML.template, "tool_use": "{{ tools }}" + CHATML.template}
+    tokenizer = make_tokenizer(("<|im_end|>", "<|im_start|>"))
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [{**chat("two", "is"), "tools": tools}, chat("two", "is")]
+    write(tmp_path / "rows.jsonl", rows)
+    data = build(tmp_path, chat_template=None, tokenizer="tokenizer")
+    for number, row in enumerate(rows):
+        (one,) = samples_of(data).conversations(number)
+        rendered = tokenizer.apply_chat_template(
+            row["messages"], tools=row.get("tools"), tokenize=False
+        )
+        assert one.ids.tolist() == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert data.tokenizer.chat_template == templates  # saved with an export
+
+
+def test_rows_that_are_read_as_before_continue_their_run(tmp_path: Path) -> None:
+    """The fingerprint of rows in which nothing is newly read is the one without them."""
+    rows = [chat("Hi", "Hello"), {**chat("a", "b"), "id": None, "history": []}]
+    write(tmp_path / "rows.jsonl", rows)
+    report = samples_of(build(tmp_path)).chats.report
+    assert (report.rows, report.newly_read) == (2, 0)
+    old = {**chat("Hi", "Hello"), "images": ["x.png"]}
+    muted = {"messages": [*rows[0]["messages"][:1], {**rows[0]["messages"][1], "loss": False}]}
+    more = [{**rows[0], "history": [["a", "b"]]}, {**rows[0], "system": "x"}, old, muted]
+    write(tmp_path / "rows.jsonl", [*rows, *more])
+    report = samples_of(build(tmp_path, {"malformed": "drop"}, 512)).chats.report
+    assert (report.newly_read, report.malformed) == (4, 1)
+
+
+def test_processes_make_the_same_samples_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [chat(f"Hi {number}", f"Hello {number}") for number in range(3000)]
+    rows[2000] = {"messages": []}
+    write(tmp_path / "rows.jsonl", rows)
+    monkeypatch.setattr(workers, "ALONE", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    samples = samples_of(build(tmp_path, {"malformed": "drop"}))
+    expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
+    assert texts(samples) == expected
+    assert (samples.chats.report.rows, samples.chats.report.malformed) == (3000, 1)
+    # The first error is that of the first row, and a template that never ends is one.
+    with pytest.raises(DataError, match=r"rows\.jsonl:2001: it has no messages"):
+        build(tmp_path)
+    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
+    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'Hi 900' %}}{costly}{{% endif %}}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:901: the chat template takes more"):
+        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
 
 
 def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from toolkit.data.chat.conversations import (
     check_columns,
     conversation_of,
     preference_of,
+    unread_columns,
 )
 from toolkit.data.formats.arrow import rows_of
 from toolkit.errors import DataError
@@ -67,6 +68,35 @@ def pair(row: object, **settings: Any) -> Any:
             (USER, ANSWER),
         ),
         ({"prompt": [USER], "completion": [ANSWER]}, {}, (USER, ANSWER)),
+        # LLaMA-Factory's earlier turns are pairs.
+        (
+            {"instruction": "a", "output": "b", "history": [["Hi", "Hello"]], "system": "x"},
+            {},
+            (
+                {"role": "system", "content": "x"},
+                USER,
+                ANSWER,
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+            ),
+        ),
+        ({"messages": [USER, ANSWER], "system": "Be kind."}, {}, (SYSTEM, USER, ANSWER)),
+        (
+            {"messages": [SYSTEM, USER, ANSWER], "system": "Be kind."},
+            {},
+            (SYSTEM, USER, ANSWER),
+        ),
+        (
+            {"prompt": [SYSTEM, USER], "completion": [ANSWER], "history": [USER, ANSWER]},
+            {},
+            (SYSTEM, USER, ANSWER, USER, ANSWER),
+        ),
+        # As in Axolotl's and other tools' messages.
+        (
+            {"messages": [USER, ANSWER | {"train": False}, USER, ANSWER | {"loss": True}]},
+            {},
+            (USER, ANSWER | {"weight": 0}, USER, ANSWER),
+        ),
         (
             {"messages": [{**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER]},
             {},
@@ -82,6 +112,35 @@ def pair(row: object, **settings: Any) -> Any:
 )
 def test_forms(row: object, settings: dict[str, Any], messages: tuple[Any, ...]) -> None:
     assert parse(row, **settings).messages == messages
+
+
+def test_context_of_prompts_and_pairs() -> None:
+    context = {"system": "Be kind.", "history": [["a", "b"]]}
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    found = parse({"instruction": "Hi", "output": "Hello", **context})
+    assert found == Conversation((SYSTEM, *earlier, USER, ANSWER), n_prompt=4)
+    for prompt in ({"prompt": [USER]}, {"prompt": "Hi"}):
+        found, other = pair({"chosen": [ANSWER], "rejected": [ANSWER], **prompt, **context})
+        assert found == other == Conversation((SYSTEM, *earlier, USER, ANSWER), n_prompt=4)
+
+
+@pytest.mark.parametrize(
+    "stated", [{"enable_thinking": False, "x": None}, '{"enable_thinking": false}']
+)
+def test_template_arguments(stated: object) -> None:
+    found = parse({"messages": [USER, ANSWER], "chat_template_kwargs": stated})
+    assert found.template_arguments == {"enable_thinking": False}
+
+
+def test_columns_that_nothing_reads() -> None:
+    source = ChatSource.model_validate({"kind": "chat", "path": "x"})
+    assert unread_columns(source, ["messages", "id", "tools", "system", "input"]) == [
+        "id",
+        "input",
+    ]
+    assert unread_columns(source, ["instruction", "output", "input", "text"]) == ["text"]
+    pairs = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
+    assert unread_columns(pairs, ["good", "rejected", "score", "history"]) == ["score"]
 
 
 def test_prompt_and_completion() -> None:
@@ -186,6 +245,14 @@ MALFORMED: list[tuple[object, str]] = [
     ),
     ({**messages(USER, ANSWER), "tools": "add"}, "`tools` is not JSON"),
     ({"instruction": 3, "output": "x"}, "content of instruction is not text"),
+    ({**messages(USER, ANSWER), "history": [["Hi"]]}, "`history` is not a list of pairs"),
+    ({**messages(USER, ANSWER), "history": [["Hi", 1]]}, "content of message 1 is not text"),
+    ({**messages(SYSTEM, USER, ANSWER), "system": "x"}, "`system` is not what its first"),
+    ({**messages(USER, ANSWER), "chat_template_kwargs": {"tools": []}}, "sets `tools`"),
+    ({**messages(USER, ANSWER), "images": ["a.png"]}, "it has `images`, and only text"),
+    (messages(USER, {**ANSWER, "train": "no"}), "message 1 has the train 'no', which is not"),
+    ({"prompt": "a", "completion": "b", "system": "c"}, "`system` needs lists of messages"),
+    ({"prompt": "a", "completion": "b", "tools": [{}]}, "`tools` needs lists of messages"),
     ({"prompt": [], "completion": [ANSWER]}, "the prompt has no messages"),
     ({"prompt": [USER], "completion": []}, "the completion has no messages"),
     ({"prompt": [USER], "completion": [USER]}, "does not begin with an assistant turn"),

@@ -6,8 +6,8 @@ an unknown role.
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias
 
 from toolkit.data.formats.columns import TEXT, Broken
 from toolkit.errors import DataError
@@ -22,17 +22,29 @@ _REQUIRED: dict[str, tuple[ColumnName, ...]] = {
     "alpaca": ("instruction", "output"),
 }
 """Columns that a format needs. The order decides which one `auto` tries first."""
-_OPTIONAL: dict[str, tuple[ColumnName, ...]] = {
-    "messages": ("tools",),
-    "sharegpt": ("tools", "system"),
-    "prompt_completion": ("tools",),
-    "alpaca": ("input", "system"),
-}
 _ANSWERS: tuple[ColumnName, ...] = ("chosen", "rejected")
-_PREFERENCE: tuple[ColumnName, ...] = ("prompt", *_ANSWERS, "tools")
+_CONTEXT: tuple[ColumnName, ...] = ("system", "history", "tools", "chat_template_kwargs")
+"""Columns that every format may have; texts without a template may not."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_READ_BEFORE: dict[str, tuple[ColumnName, ...]] = {
+    "messages": ("messages", "tools"),
+    "sharegpt": ("conversations", "tools", "system"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "alpaca": ("instruction", "output", "input", "system"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+}
+"""The columns that `_READING` 0 of `toolkit/data/chat/tokens.py` read."""
+_NOT_TRAINED = ("loss", "train")
+"""Keys of a message whose false means `weight: 0`."""
+_MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "weight"})
 _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _FUNCTION_CALL = "function_call"
+_RESERVED = {
+    "messages", "conversations", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+}  # fmt: skip
+"""What a template gets from the toolkit, not from `chat_template_kwargs`."""
 
 
 class MalformedRow(Exception):
@@ -50,6 +62,8 @@ class Conversation:
     """Descriptions (JSON schemas) of the tools that the assistant may call."""
     n_prompt: int | None = None
     """Messages of the prompt, if the data separates prompt and completion."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Variables for the template (`chat_template_kwargs`)."""
 
     def assistant_turns(self, loss_on: str = "assistant") -> list[int]:
         """Indices of the assistant's messages that `loss_on` selects, as in `ChatSource`."""
@@ -86,26 +100,58 @@ class PlainText:
 Example: TypeAlias = Conversation | PlainText
 
 
+@dataclass(frozen=True)
+class _Context:
+    """What columns beside the messages add to a conversation."""
+
+    system: str
+    history: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    template_arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], source: ChatRowsSource) -> Self:
+        system, history, tools, arguments = (row.get(source.column(n)) for n in _CONTEXT)
+        stated = _stated(_json(arguments, "`chat_template_kwargs`")) if arguments else {}
+        if taken := _RESERVED & stated.keys():
+            raise MalformedRow(f"`chat_template_kwargs` sets `{min(taken)}`")
+        system = _text(system or "", "`system`")
+        return cls(system, tuple(_history(history or [])), _tools(tools), stated)
+
+    def conversation(self, turns: list[Any], n_completion: int | None = None) -> Conversation:
+        """All turns as a conversation, of which the last `n_completion` are the completion."""
+        turns = list(turns)
+        first = [turns.pop(0)] if turns and _is_system(turns[0]) else []
+        if self.system and not first:
+            first = [{"role": "system", "content": self.system}]
+        messages = _messages([*first, *self.history, *turns])
+        if self.system and messages[0]["content"] != self.system:
+            raise MalformedRow("`system` is not what its first message says")
+        n_prompt = None if n_completion is None else len(messages) - n_completion
+        return Conversation(messages, self.tools, n_prompt, self.template_arguments)
+
+    def check_plain(self) -> None:
+        """Raise MalformedRow if texts without a template would lose something."""
+        for name in _CONTEXT:
+            attribute = "template_arguments" if name == "chat_template_kwargs" else name
+            if getattr(self, attribute):
+                raise MalformedRow(f"`{name}` needs lists of messages: texts have no template")
+
+
 def conversation_of(value: object, source: ChatSource) -> Example:
     """Parse one row. Raises MalformedRow unless it is a conversation of the source's format."""
     row = _columns_of(value)
-    form = source.format if source.format != "auto" else _detected(row, source)
-    found = {
-        name: row.get(source.column(name)) for name in (*_REQUIRED[form], *_OPTIONAL[form])
-    }
-    missing = [source.column(n) for n in _REQUIRED[form] if found[n] is None]
-    if missing:
-        raise MalformedRow(f"`{missing[0]}` is missing or null")
-    tools = _tools(found.get("tools"))
-    if form == "alpaca":
-        messages = _alpaca(found)
-        return Conversation(messages, n_prompt=len(messages) - 1)
+    form = _form(row, source)
+    for name in map(source.column, _REQUIRED[form]):
+        if row.get(name) is None:
+            raise MalformedRow(f"`{name}` is missing or null")
+    context = _Context.of(row, source)
     if form == "prompt_completion":
-        return _answered(found["prompt"], found["completion"], tools)
-    turns = found[_REQUIRED[form][0]]
-    if found.get("system"):
-        turns = [{"role": "system", "content": found["system"]}, *_list(turns, form)]
-    return Conversation(_messages(turns), tools)
+        prompt, completion = (row[source.column(name)] for name in _REQUIRED[form])
+        return _answered(prompt, completion, context)
+    if form == "alpaca":
+        return context.conversation(_alpaca(row, source), n_completion=1)
+    return context.conversation(_list(row[source.column(_REQUIRED[form][0])], "messages"))
 
 
 def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Example]:
@@ -115,8 +161,8 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
     Raises MalformedRow.
     """
     row = _columns_of(value)
-    prompt: Any
-    prompt, chosen, rejected, tools = (row.get(source.column(name)) for name in _PREFERENCE)
+    prompt: Any = row.get(source.column("prompt"))
+    chosen, rejected = (row.get(source.column(name)) for name in _ANSWERS)
     for name in _ANSWERS:
         if row.get(source.column(name)) is None:
             raise MalformedRow(f"`{source.column(name)}` is missing or null")
@@ -129,21 +175,19 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
             prompt = _asked(prompt, said) if isinstance(prompt, str) else said
     elif prompt is None:
         raise MalformedRow("`prompt` is missing or null")
-    described = _tools(tools)
-    return _answered(prompt, chosen, described), _answered(prompt, rejected, described)
+    context = _Context.of(row, source)
+    return _answered(prompt, chosen, context), _answered(prompt, rejected, context)
 
 
 def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
     """Raise DataError unless rows with these columns can be read as the recipe states."""
-    if isinstance(source, ChatSource):
-        try:
-            form = source.format if source.format != "auto" else _detected(columns, source)
-        except MalformedRow as error:
-            fix = "set `format`, and map its columns in `columns` (docs/chat.md)"
-            raise DataError(f"`{source.path}`: {error}", fix=fix) from error
-        needed, known = _REQUIRED[form], (*_REQUIRED[form], *_OPTIONAL[form])
-    else:
-        form, needed, known = "preference", _ANSWERS, _PREFERENCE
+    try:
+        form = _form(columns, source)
+    except MalformedRow as error:
+        fix = "set `format`, and map its columns in `columns` (docs/chat.md)"
+        raise DataError(f"`{source.path}`: {error}", fix=fix) from error
+    needed = _REQUIRED.get(form, _ANSWERS)
+    known = _read(form)
     for stated in source.columns:
         if stated not in known:
             raise DataError(
@@ -182,16 +226,65 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
     return columns.get(source.column(answer)) != TEXT
 
 
+def unread_columns(
+    source: ChatSource | PreferenceSource, columns: Collection[str]
+) -> list[str]:
+    """Those of the columns of a row that `conversation_of` and `preference_of` do not read."""
+    read = {source.column(name) for name in _read(_form(columns, source))}
+    return [name for name in columns if name not in read]
+
+
+def template_keys(example: Example) -> Iterator[str]:
+    """Keys of the messages that only a template may read."""
+    if isinstance(example, Conversation):
+        for message in example.messages:
+            yield from (key for key in message if key not in _MESSAGE_KEYS)
+
+
+def as_read_before(
+    row: Mapping[str, Any], source: ChatSource | PreferenceSource
+) -> dict[str, Any]:
+    """The row as `_READING` 0 of `toolkit/data/chat/tokens.py` saw it: without null keys at any
+    depth, and without what it ignored."""
+    names = {source.column(name) for name in _READ_BEFORE[_form(row, source)]}
+    return {
+        name: [_without_loss(one) for one in value] if isinstance(value, list) else value
+        for name, value in without_nulls(row).items()
+        if name in names
+    }
+
+
+def _without_loss(turn: Any) -> Any:
+    if isinstance(turn, dict):
+        return {key: value for key, value in turn.items() if key not in _NOT_TRAINED}
+    return turn
+
+
+def _read(form: str) -> tuple[ColumnName, ...]:
+    """The columns that are read of rows of a form."""
+    if form == "preference":
+        return ("prompt", *_ANSWERS, *_CONTEXT)
+    if form == "alpaca":
+        return ("input", *_REQUIRED[form], *_CONTEXT)
+    return (*_REQUIRED[form], *_CONTEXT)
+
+
 def _columns_of(row: object) -> dict[str, Any]:
     if isinstance(row, Broken):
         raise MalformedRow(row.why)
     if not isinstance(row, dict):
         raise MalformedRow("it is not a JSON object")
+    if media := next((name for name in _MEDIA if row.get(name)), None):
+        raise MalformedRow(f"it has `{media}`, and only text is trained")
     return row
 
 
-def _detected(columns: Collection[str], source: ChatSource) -> str:
-    """The format that has these columns."""
+def _form(columns: Collection[str], source: ChatSource | PreferenceSource) -> str:
+    """The form of a row with these columns."""
+    if isinstance(source, PreferenceSource):
+        return "preference"
+    if source.format != "auto":
+        return source.format
     for form, required in _REQUIRED.items():
         if all(source.column(name) in columns for name in required):
             return form
@@ -199,17 +292,33 @@ def _detected(columns: Collection[str], source: ChatSource) -> str:
     raise MalformedRow(f"it has the columns {', '.join(columns) or 'none'}, and not {forms}")
 
 
-def _alpaca(found: Mapping[ColumnName, Any]) -> tuple[Message, ...]:
+def _alpaca(row: Mapping[str, Any], source: ChatSource) -> list[Message]:
     """Instruction and input, with a blank line between them, are the user's message."""
-    asked = "\n\n".join(_text(found[n], n) for n in ("instruction", "input") if found[n])
-    turns = [{"role": "user", "content": asked}]
-    if found["system"]:
-        turns.insert(0, {"role": "system", "content": found["system"]})
-    return _messages([*turns, {"role": "assistant", "content": found["output"]}])
+    stated = {name: row.get(source.column(name)) for name in ("instruction", "input")}
+    asked = "\n\n".join(_text(text, name) for name, text in stated.items() if text)
+    answer = row[source.column("output")]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
-def _answered(prompt: Any, completion: Any, tools: tuple[dict[str, Any], ...]) -> Example:
+def _history(turns: object) -> Iterator[Message]:
+    """Earlier turns: messages, or pairs of what the user and the assistant said."""
+    for turn in _list(turns, "history"):
+        if not isinstance(turn, list):
+            yield turn
+            continue
+        if len(turn) != 2:
+            raise MalformedRow("`history` is not a list of pairs, or of messages")
+        for role, said in zip(("user", "assistant"), turn, strict=True):
+            yield {"role": role, "content": said}
+
+
+def _is_system(turn: object) -> bool:
+    return isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from"))
+
+
+def _answered(prompt: Any, completion: Any, context: _Context) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
+        context.check_plain()
         if not completion.strip():
             raise MalformedRow(f"the completion {_blank(completion)}")
         return PlainText(prompt, completion)
@@ -217,10 +326,10 @@ def _answered(prompt: Any, completion: Any, tools: tuple[dict[str, Any], ...]) -
     n_prompt = len(turns) - len(completion)
     if not completion or not n_prompt:
         raise MalformedRow(f"the {'completion' if n_prompt else 'prompt'} has no messages")
-    messages = _messages(turns)
-    if messages[n_prompt]["role"] != "assistant":
+    conversation = context.conversation(turns, len(completion))
+    if conversation.messages[-len(completion)]["role"] != "assistant":
         raise MalformedRow("the completion does not begin with an assistant turn")
-    return Conversation(messages, tools, n_prompt)
+    return conversation
 
 
 def _asked(prompt: str, shared: list[Any]) -> list[Any]:
@@ -296,8 +405,11 @@ def _message(turn: object, name: str) -> Message:
         message["tool_calls"] = [
             _tool_call(c, name) for c in _list(message["tool_calls"], name)
         ]
-    if message.get("weight", 1) not in (0, 1):
-        raise MalformedRow(f"{name} has the weight {message['weight']!r}, which is not 0 or 1")
+    for key in ("weight", *_NOT_TRAINED):
+        if message.get(key, 1) not in (0, 1):
+            raise MalformedRow(f"{name} has the {key} {message[key]!r}, which is not 0 or 1")
+    if False in [message.pop(key, True) for key in _NOT_TRAINED]:
+        message["weight"] = 0
     if message.get("content") is None and not message.get("tool_calls"):
         raise MalformedRow(f"{name} has no content")
     return {**message, "content": _text(message.get("content") or "", name)}
@@ -390,7 +502,7 @@ def texts_of(example: Example) -> Iterator[str]:
     if isinstance(example, PlainText):
         yield from (example.prompt, example.completion)
         return
-    pending: list[Any] = [*example.messages, *example.tools]
+    pending: list[Any] = [*example.messages, *example.tools, example.template_arguments]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):

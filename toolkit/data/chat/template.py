@@ -7,7 +7,7 @@ so a padding token that equals the end-of-turn token does no harm.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +22,7 @@ from toolkit.data.chat.conversations import (
     PlainText,
     n_shared,
 )
+from toolkit.data.chat.named import reads
 from toolkit.data.rows import Int64Array
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
@@ -34,6 +35,7 @@ Span: TypeAlias = tuple[int, int]
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _NOW_OF_VARIABLE = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TOOL_USE = "tool_use"
 _ANSWER = "four"
 _EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
 """What shows how a template ends a turn."""
@@ -68,14 +70,15 @@ class MarkedTokens:
 class ChatTemplate:
     """A template with the tokenizer of its special tokens."""
 
-    def __init__(self, text: str | None, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Without a template (None), only plain text can be marked."""
-        self._missing = text is None
-        text = text or ""
-        self._text = _NOW.sub(lambda match: repr(_TODAY.strftime(match[2])), text)
-        if _NOW_OF_VARIABLE.search(self._text):
-            self._text = _today_macro() + self._text
-        self._marked = bool(_GENERATION.search(text))
+    def __init__(
+        self, text: str | Mapping[str, str] | None, tokenizer: "PreTrainedTokenizerFast"
+    ) -> None:
+        """Named templates are `default` and, for conversations with tools, `tool_use`, as in
+        transformers. Without a template (None), only plain text can be marked."""
+        named = {} if text is None else {"default": text} if isinstance(text, str) else text
+        self._texts = {name: _dated(one) for name, one in named.items()}
+        self._marked = {name for name, one in named.items() if _GENERATION.search(one)}
+        self.has_tool_use = _TOOL_USE in named
         self._variables = dict(tokenizer.special_tokens_map)
         self._eos = str(tokenizer.eos_token)
         self._backend = encoder(tokenizer, parse_special=True)
@@ -103,7 +106,7 @@ class ChatTemplate:
             text = before + prompt + example.completion
             start = 0 if loss_on == "all" else len(before + prompt)
             return self._closed(text, [(start, len(text))])
-        if self._missing:
+        if (name := self._name(example)) not in self._texts:
             raise DataError(
                 "the tokenizer has no chat template",
                 fix="name one in `data.chat_template`: a file, or the shipped `chatml`; or use "
@@ -117,7 +120,7 @@ class ChatTemplate:
             muted = [self._turn(example, text, turn) for turn in example.muted_turns]
             left = _without((start, len(text)), muted)
             spans = [(first, end) for first, end in left if text[first:end].strip()]
-        elif self._marked:
+        elif name in self._marked:
             spans = self._generated(example, text, generated, loss_on)
         else:
             turns = example.trained_turns(loss_on)
@@ -135,6 +138,10 @@ class ChatTemplate:
             _tokens(encoding, one.spans)
             for encoding, one in zip(encodings, marked, strict=True)
         ]
+
+    def reads(self, key: str) -> bool:
+        """Whether a template names this key of a message."""
+        return reads(self._texts.values(), key)
 
     def turn_ends(self) -> list[int]:
         """Ids of the special tokens that end trained turns, ascending: after the answers of an
@@ -162,14 +169,16 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        name = self._name(conversation)
+        marked = name in self._marked
         try:
             texts, generated = render_jinja_template(
                 [list(conversation.messages[:until])],
                 tools=list(conversation.tools) or None,
-                chat_template=self._text,
-                return_assistant_tokens_mask=self._marked,
+                chat_template=self._texts[name],
+                return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
-                **self._variables,
+                **self._variables | conversation.template_arguments,
             )
         except TemplateSyntaxError as error:
             raise DataError(
@@ -180,7 +189,11 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may do anything with what it is given
             raise MalformedRow(f"the chat template refuses it: {error}") from error
-        return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
+        return str(texts[0]), [tuple(span) for span in generated[0]] if marked else []
+
+    def _name(self, conversation: Conversation) -> str:
+        """Which template renders a conversation."""
+        return _TOOL_USE if conversation.tools and self.has_tool_use else "default"
 
     def _turn(self, conversation: Conversation, text: str, turn: int) -> Span:
         """The characters of assistant turn `turn`, with its end-of-turn token."""
@@ -289,6 +302,12 @@ def _check_complete(conversation: Conversation, text: str) -> None:
     for what, said in needed:
         if (said or "") not in text:
             raise MalformedRow(f"the chat template leaves out or changes {what}")
+
+
+def _dated(text: str) -> str:
+    """The template with `_TODAY` where it inserts today's date."""
+    text = _NOW.sub(lambda match: repr(_TODAY.strftime(match[2])), text)
+    return _today_macro() + text if _NOW_OF_VARIABLE.search(text) else text
 
 
 def _today_macro() -> str:

@@ -1,0 +1,272 @@
+"""Makes stored samples of rows: parsed, rendered, tokenised and cut.
+
+A stored sample is the number of its row in the data set, then its tokens, each that is trained
+as its bitwise complement, which is negative. A preference is two of them.
+"""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from toolkit.data.chat.conversations import (
+    Conversation,
+    Example,
+    MalformedRow,
+    PlainText,
+    as_read_before,
+    conversation_of,
+    preference_of,
+    template_keys,
+    texts_of,
+    unread_columns,
+    without_nulls,
+)
+from toolkit.data.chat.report import ChatReport
+from toolkit.data.chat.template import (
+    ChatTemplate,
+    MarkedText,
+    MarkedTokens,
+    RewrittenHistory,
+)
+from toolkit.data.rows import Int64Array
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ChatSource, PreferenceSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LIMIT_S = 30.0
+"""Of CPU time, for a row: a chat template is a program of others, which may never end."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values of a column that nothing reads whose loss means nothing."""
+
+Batch: TypeAlias = list[tuple[int, object, object]]
+"""Rows: their number in the data set, place and value."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The samples of a batch."""
+
+    stored: list[Int64Array]
+    """[1 + tokens] each."""
+    report: ChatReport
+    malformed: list[str]
+    """Place of each malformed row, and what is wrong with it."""
+
+
+class SampleMaker:
+    """Makes samples of rows; may be sent to another process."""
+
+    def __init__(
+        self,
+        source: ChatSource | PreferenceSource,
+        tokenizer: "PreTrainedTokenizerFast",
+        sequence_length: int,
+        *,
+        parse_special: bool,
+    ) -> None:
+        """`parse_special`: rows may spell out special tokens."""
+        self._source = source
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer)
+        self._special = None if parse_special else self._template.special
+        self._length = sequence_length
+        self._limit_s = LIMIT_S
+        self._counts = Counter[str]()
+        self._first = dict[str, str]()
+        """Of the report on the batch that is being made."""
+        self._rendered: object = None
+        """Place of the row that the template is rendering."""
+        self._stuck: object = None
+        """The same at the last look."""
+
+    def __call__(self, batch: Batch) -> Made:
+        """The samples of a batch, until its first malformed row unless such are dropped."""
+        self._counts, self._first = Counter(rows=len(batch)), {}
+        columns, keys, malformed = dict[str, None](), dict[str, None](), list[str]()
+        rendered = list[_Rendered]()
+        for number, place, row in batch:
+            self._rendered = place
+            examples: tuple[Example, ...] = ()
+            try:
+                examples = self._parsed(row)
+                samples = self._marked(place, examples)
+            except MalformedRow as error:
+                malformed.append(f"{place}: {error}")
+                if self._source.malformed == "error":
+                    break
+            else:
+                muted = any(map(_mutes, examples))
+                rendered += [_Rendered(number, place, muted, texts) for texts in samples]
+                columns |= dict.fromkeys(self._unread(row))
+                keys |= {key: None for one in examples for key in template_keys(one)}
+            self._note_reading(row, examples)
+        self._rendered = None
+        stored = list(self._stored(rendered))
+        noted: dict[str, Any] = {**self._counts, **self._first}
+        report = ChatReport(
+            **noted,
+            malformed=len(malformed),
+            first_malformed=next(iter(malformed), ""),
+            unread_columns=tuple(columns),
+            unread_keys=tuple(key for key in keys if not self._template.reads(key)),
+        )
+        return Made(stored, report, malformed)
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """In the main thread: raise DataError while the template renders one row for more than
+        `LIMIT_S` seconds of CPU time, up to twice as many."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handler = signal.signal(signal.SIGVTALRM, self._look)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._limit_s, self._limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler)
+
+    def _look(self, *_: object) -> None:
+        if self._rendered is not None and self._rendered is self._stuck:
+            raise DataError(
+                f"{self._rendered}: the chat template takes more than {self._limit_s:g} s of "
+                "CPU time for this row",
+                fix="correct the row, or name another template in `data.chat_template`",
+            )
+        self._stuck = self._rendered
+
+    def _parsed(self, row: object) -> tuple[Example, ...]:
+        """The conversation of a row, or the two of a preference."""
+        if isinstance(self._source, PreferenceSource):
+            examples: tuple[Example, ...] = preference_of(row, self._source)
+        else:
+            examples = (conversation_of(row, self._source),)
+        if self._special is not None:
+            for text in (text for example in examples for text in texts_of(example)):
+                if (found := self._special.search(text)) is not None:
+                    raise MalformedRow(
+                        f"it spells out the special token {found[0]}, which would be encoded "
+                        "as that token (`data.special_tokens: parse` allows it)"
+                    )
+        return examples
+
+    def _marked(
+        self, place: object, examples: tuple[Example, ...]
+    ) -> list[tuple[MarkedText, ...]]:
+        """The texts of each sample of a row: one, or the two of a preference."""
+        source, first = self._source, examples[0]
+        self._counts["plain"] += isinstance(first, PlainText)
+        if isinstance(source, PreferenceSource):
+            if first == examples[1]:
+                self._count_first("equal", place)
+            loss_on = "completion"
+        else:
+            loss_on = source.loss_on
+        try:
+            return [tuple(self._template.mark(one, loss_on) for one in examples)]
+        except RewrittenHistory as error:
+            fix = "set `rewritten_history: split` for one sample per assistant turn"
+            if isinstance(source, PreferenceSource):
+                fix = "put all but the last turn of the assistant in `prompt`"
+            elif source.rewritten_history == "split":
+                assert isinstance(first, Conversation), "plain text has no history"
+                self._counts["rewritten"] += 1
+                turns = [first.until(turn) for turn in first.trained_turns(loss_on)]
+                return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
+            raise DataError(
+                f"{place}: the chat template changes {error} when other turns follow, "
+                "so what would be trained is not what the model writes",
+                fix=f"{fix}, or name a template that keeps the history in `data.chat_template`",
+            ) from error
+
+    def _count_first(self, what: str, place: object) -> None:
+        self._counts[what] += 1
+        self._first.setdefault(f"first_{what}", str(place))
+
+    def _unread(self, row: object) -> list[str]:
+        """Columns of a row that nothing reads, and that are not empty."""
+        assert isinstance(row, dict), "it was parsed"
+        names = unread_columns(self._source, row)
+        return [name for name in names if row[name] not in _NOTHING]
+
+    def _note_reading(self, row: object, examples: tuple[Example, ...]) -> None:
+        """Count a row that `_READING` 0 of `toolkit/data/chat/tokens.py` read differently."""
+        chats = [one for one in examples if isinstance(one, Conversation)]
+        tools = [tool for chat in chats for tool in chat.tools]
+        differs = without_nulls(tools) != tools
+        differs |= bool(tools) and self._template.has_tool_use
+        with suppress(MalformedRow):
+            if isinstance(row, dict) and (before := as_read_before(row, self._source)) != row:
+                differs |= not examples or self._parsed(before) != examples
+        self._counts["newly_read"] += differs
+
+    def _stored(self, rendered: list["_Rendered"]) -> Iterator[Int64Array]:
+        tokens = iter(self._template.encode([text for one in rendered for text in one.texts]))
+        for one in rendered:
+            sample = [next(tokens) for _ in one.texts]
+            for piece in self._fitted(one, sample):
+                for marked in piece:
+                    self._counts["tokens"] += len(marked.ids)
+                    self._counts["trained_tokens"] += int(marked.trained[1:].sum())
+                    stored = np.where(marked.trained, ~marked.ids, marked.ids)
+                    yield np.concatenate([[one.number], stored])
+
+    def _fitted(
+        self, rendered: "_Rendered", sample: list[MarkedTokens]
+    ) -> list[list[MarkedTokens]]:
+        """The samples, none longer than a row and each with trained tokens, made of one."""
+        long = max(len(one.ids) for one in sample) > self._length
+        self._counts["too_long"] += long
+        pieces = [sample]
+        if long and self._source.too_long == "drop":
+            return []
+        if long and self._source.too_long == "truncate":
+            pieces = [[one.between(0, self._length) for one in sample]]
+        elif long:
+            (whole,) = sample
+            # A piece begins with the last token of the one before, which predicts its next.
+            starts = range(0, len(whole.ids) - 1, self._length - 1)
+            pieces = [[whole.between(start, start + self._length)] for start in starts]
+        kept = [piece for piece in pieces if _has_trained(piece)]
+        if long and kept and _equal_when_cut(sample, kept[0]):
+            self._count_first("equal_when_cut", rendered.place)
+        self._counts["samples"] += len(kept)
+        self._counts["untrained"] += not kept
+        cut_off = not kept and _has_trained(sample)
+        self._counts["cut_off"] += cut_off
+        self._counts["weightless"] += not kept and not cut_off and rendered.muted
+        return kept
+
+
+class _Rendered(NamedTuple):
+    """A sample before it is tokenised."""
+
+    number: int
+    """Of its row."""
+    place: object
+    muted: bool
+    """Messages of the assistant have `weight: 0`."""
+    texts: tuple[MarkedText, ...]
+
+
+def _mutes(example: Example) -> bool:
+    return isinstance(example, Conversation) and bool(example.muted_turns)
+
+
+def _has_trained(sample: list[MarkedTokens]) -> bool:
+    """Whether each of the rows has a token that is trained, and predicted by one before it."""
+    return all(one.trained[1:].any() for one in sample)
+
+
+def _equal_when_cut(sample: list[MarkedTokens], cut: list[MarkedTokens]) -> bool:
+    """Whether the rows of a pair are equal only when they are cut."""
+    whole, kept = ([one.ids.tolist() for one in rows] for rows in (sample, cut))
+    return len(sample) > 1 and kept[0] == kept[1] and whole[0] != whole[1]

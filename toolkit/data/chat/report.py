@@ -1,0 +1,128 @@
+"""What became of the rows of a data set of chats."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ChatSource, PreferenceSource
+
+_LISTS = ("unread_columns", "unread_keys")
+
+
+@dataclass(frozen=True)
+class ChatReport:
+    """Counts, the first row of some of them, and what nothing reads."""
+
+    rows: int = 0
+    malformed: int = 0
+    """Rows that were dropped because they are not conversations."""
+    first_malformed: str = ""
+    too_long: int = 0
+    """Samples longer than a row: truncated, dropped or split."""
+    untrained: int = 0
+    """Samples dropped because none of their tokens is trained; pieces of a split one are not
+    counted if other pieces remain."""
+    cut_off: int = 0
+    """Those of them whose trained tokens lay after the cut."""
+    weightless: int = 0
+    """Those of them whose turns of the assistant have `weight: 0`."""
+    rewritten: int = 0
+    equal: int = 0
+    """Preferences whose two answers are equal."""
+    first_equal: str = ""
+    equal_when_cut: int = 0
+    """Preferences whose two answers differ only after the cut."""
+    first_equal_when_cut: str = ""
+    plain: int = 0
+    """Rows of texts, which no template renders."""
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    newly_read: int = 0
+    """Rows that are read differently from `_READING` 0. A run without any continues."""
+    unread_columns: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+    """Of messages."""
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """A report that was written as JSON."""
+        stated = json.loads(file.read_text())
+        lists = {name: tuple(names) for name, names in stated.items() if name in _LISTS}
+        return cls(**stated | lists)
+
+    def __add__(self, other: "ChatReport") -> "ChatReport":
+        """Of the rows of both, the other's after these."""
+        return ChatReport(**{one.name: self._joined(one.name, other) for one in fields(self)})
+
+    def _joined(self, name: str, other: "ChatReport") -> Any:
+        mine, theirs = getattr(self, name), getattr(other, name)
+        if isinstance(mine, str):
+            return mine or theirs
+        return tuple(dict.fromkeys(mine + theirs)) if isinstance(mine, tuple) else mine + theirs
+
+    def notes(self, source: ChatSource | PreferenceSource, stated_template: bool) -> list[str]:
+        """What was dropped, changed or not read, a line each."""
+        did = {"truncate": "truncated", "drop": "dropped", "split": "split"}[source.too_long]
+        parts = [
+            (self.malformed, f"malformed rows dropped (the first: {self.first_malformed})"),
+            (self.too_long, f"too long and {did}"),
+            (self.untrained, "without a trained token dropped"),
+            (self.equal, f"with two equal answers (the first: {self.first_equal})"),
+            (
+                self.equal_when_cut,
+                f"with answers that differ only after the cut (the first: "
+                f"{self.first_equal_when_cut})",
+            ),
+            (self.rewritten, "made into one sample per assistant turn"),
+        ]
+        said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
+        found = [f"{self.rows:,} rows, {self.samples:,} samples: {said}"] if said else []
+        if self.plain and stated_template:
+            found.append(template_unused(f"{self.plain:,} rows"))
+        return [*found, *not_read(self.unread_columns, self.unread_keys)]
+
+    def check_enough(self, source: ChatSource | PreferenceSource, sequence_length: int) -> None:
+        """Raise DataError if no sample is left, or most have no trained token."""
+        if self.samples and self.untrained <= self.samples:
+            return
+        fix = "check the data with `dmt data show`"
+        if self.untrained:
+            said = (
+                f"{self.untrained:,} of {self.samples + self.untrained:,} samples have no "
+                "trained token"
+            )
+            if 2 * self.cut_off >= self.untrained:
+                said += f"; of {self.cut_off:,} they lie after the first "
+                said += f"{sequence_length:,} tokens"
+                fix = "raise `training.sequence_length`, or set `too_long: drop`"
+            elif 2 * self.weightless >= self.untrained:
+                said += f": of {self.weightless:,} the assistant's messages have `weight: 0`"
+                fix = "set the weight of messages that are to be trained to 1"
+            else:
+                said += ": their conversations have no turn of the assistant that `loss_on` "
+                said += "trains"
+                fix = "check roles and `loss_on`, and the template's `{% generation %}` blocks"
+        elif self.too_long:
+            said = f"all {self.too_long:,} conversations are longer than "
+            said += f"{sequence_length:,} tokens"
+            fix = "raise `training.sequence_length`, or set `too_long: truncate`"
+        elif self.malformed:
+            said = f"all {self.malformed:,} rows are malformed (the first: "
+            said += f"{self.first_malformed})"
+        else:
+            said = "it has no rows"
+        raise DataError(f"`{source.path}`: {said}", fix=fix)
+
+
+def template_unused(which: str) -> str:
+    """The note about `data.chat_template` next to texts."""
+    return f"`data.chat_template` is not used for {which}: prompt and completion are texts"
+
+
+def not_read(columns: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
+    """The notes about columns and keys of messages that nothing reads."""
+    said = (("columns", columns), ("keys of messages", keys))
+    return [f"{what} that nothing reads: {', '.join(names)}" for what, names in said if names]

@@ -1,0 +1,105 @@
+"""Makes samples of chats in several processes: a template is Python, which uses one core."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain, islice
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+from toolkit.data.chat.maker import Batch, Made, SampleMaker
+from toolkit.errors import DataError
+
+ALONE = 4
+"""Batches that this process renders before it starts others, which takes them 2 s."""
+_AHEAD = 2
+"""Batches per process that are read ahead."""
+
+
+def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Made]:
+    """What `make` makes of each batch, in their order: the first ones here, the others by one
+    process per core. Raises the DataError of the first batch that has one."""
+    count = len(os.sched_getaffinity(0))
+    with make.limited():
+        yield from map(make, islice(batches, ALONE if count > 1 else None))
+    if (following := next(batches, None)) is not None:
+        yield from _made_by_processes(make, chain([following], batches), count)
+
+
+def _made_by_processes(
+    make: SampleMaker, batches: Iterator[Batch], count: int
+) -> Iterator[Made]:
+    idle = SimpleQueue[Connection]()
+
+    def made(batch: Batch) -> Made:
+        connection = idle.get()
+        try:
+            connection.send(batch)
+            answer: Made | DataError = connection.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                "a process that renders chats has ended",
+                fix="see what it printed; if it was killed for want of memory, take another "
+                "machine for `dmt data prepare`",
+            ) from error
+        finally:
+            idle.put(connection)
+        if isinstance(answer, DataError):
+            raise answer
+        return answer
+
+    with ThreadPoolExecutor(count) as threads:
+        processes = []
+        try:
+            for _ in range(count):
+                process, connection = _started()
+                processes.append(process)
+                connection.send(make)
+                idle.put(connection)
+            ahead = deque[Future[Made]]()
+            for batch in batches:
+                ahead.append(threads.submit(made, batch))
+                if len(ahead) > _AHEAD * count:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def _started() -> tuple["subprocess.Popen[bytes]", Connection]:
+    """A process that ends when the other end of its connection, which is ours, is closed."""
+    ours, theirs = Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+    return process, ours
+
+
+def _serve(connection: Connection) -> None:
+    """Answer each batch with its samples, or with the error that ends the preparation."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
+    with suppress(EOFError):
+        make: SampleMaker = connection.recv()
+        with make.limited():
+            while True:
+                batch = connection.recv()
+                try:
+                    connection.send(make(batch))
+                except DataError as error:
+                    connection.send(error)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
