@@ -1,12 +1,16 @@
 """What `dmt check` finds of local files: the rows of test_every_mistake are what ranks met."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from safetensors.numpy import save, save_file
 
 from tests.data.building import train_bpe
 from tests.recipe.good import GOOD
@@ -133,6 +137,39 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
             vocab_size=(loaded.model.config or {})["vocab_size"],
             base=recipe.parent,
         )
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (None, "b.safetensors cannot be read: No such file"),
+        (lambda data: data[:-1], "b.safetensors cannot be read: .*file not fully covered"),
+        (lambda data: data[:20], "b.safetensors cannot be read: .*invalid header length"),
+        (
+            lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "b.safetensors is a Git LFS pointer to the file",
+        ),
+        (lambda _: save({"z": np.zeros(9)}), "has no tensor y, though .*index.json says so"),
+    ],
+)
+def test_weights_that_are_not_whole(
+    recipe: Path, damage: Callable[[bytes], bytes] | None, says: str
+) -> None:
+    folder = recipe.parent / "weights"
+    folder.mkdir()
+    names = {"x": "a.safetensors", "y": "b.safetensors"}
+    for name, file in names.items():
+        save_file({name: np.zeros(9)}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    overrides = ("model.hub=./weights", "model.init=pretrained")
+    assert not judge(recipe, overrides).problems
+    shard = folder / "b.safetensors"
+    damaged = None if damage is None else damage(shard.read_bytes())
+    shard.unlink()
+    if damaged is not None:
+        shard.write_bytes(damaged)
+    (problem,) = judge(recipe, overrides).problems
+    assert problem.key == "model.hub" and re.search(says, problem.found) and problem.fix
 
 
 def test_what_nothing_reads_is_noted(recipe: Path) -> None:

@@ -43,7 +43,7 @@ from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, Re
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.families import settings_of
 from toolkit.models.hub import model_config
-from toolkit.models.safetensors_folder import INDEX, SINGLE
+from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -131,6 +131,12 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
         allowed = f"a folder with {SINGLE} or {INDEX}, for `init: pretrained`"
         fix = "use a model with safetensors weights, or set model.init to random"
         yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
+        return
+    try:  # Opening a file compares its size with what its header says.
+        _ = SafetensorsFolder(folder, framework="numpy").files
+    except DataError as error:
+        allowed = "a folder with all of the model's safetensors files, whole"
+        yield Problem("model.hub", error.message, allowed, error.fix)
 
 
 def _adapter_problems(

@@ -1,6 +1,7 @@
 """The safetensors files of a Hugging Face folder: the file of each tensor, and its slices."""
 
 import math
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from toolkit.system.untrusted import read_json
 INDEX = "model.safetensors.index.json"
 """The index of tensors if there are several files."""
 SINGLE = "model.safetensors"
+_LFS = b"version https://git-lfs"
 _AGAIN = "download or copy the file again"
 
 
@@ -24,7 +26,17 @@ def open_file(path: Path, framework: str = "pt") -> Any:
     try:
         return safe_open(path, framework=framework)
     except (OSError, SafetensorError) as error:
+        if _is_lfs_pointer(path):
+            pull = "run `git lfs pull` in its folder, or download the file"
+            raise DataError(f"{path} is a Git LFS pointer to the file", fix=pull) from error
         raise DataError(f"{path} cannot be read: {error}", fix=_AGAIN) from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has left a note about a file in its place."""
+    with suppress(OSError), path.open("rb") as stream:
+        return stream.read(len(_LFS)) == _LFS
+    return False
 
 
 class SafetensorsFolder:

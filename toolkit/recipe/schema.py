@@ -579,7 +579,8 @@ class _OptimizerSettings(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null for no clipping."""
+    """Largest global gradient norm; null for no clipping. The reported norm is the one before
+    clipping."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -300,6 +300,15 @@ def test_preferences() -> None:
         ({"prompt": "Hi", "chosen": "y"}, "`rejected` is missing"),
         ({"prompt": "Hi", "chosen": "y", "rejected": [ANSWER]}, "not of one form"),
         ({"chosen": "y", "rejected": "n"}, "`prompt` is missing"),
+        # LLaMA-Factory's forms
+        (
+            {"conversations": [], "chosen": {"from": "gpt"}, "rejected": {"from": "gpt"}},
+            "`chosen` is not a list of messages, with or without `prompt`, or a text next to",
+        ),
+        (
+            {"instruction": "Hi", "input": "", "chosen": "y", "rejected": "n"},
+            "`prompt` is missing or null, and the answers are not a list of messages",
+        ),
         ({"chosen": [], "rejected": []}, "has no messages"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "has no messages"),
         ({"prompt": "Hi", "chosen": [], "rejected": []}, "has no messages"),

@@ -23,6 +23,7 @@ _REQUIRED: dict[str, tuple[ColumnName, ...]] = {
 }
 """Columns that a format needs. The order decides which one `auto` tries first."""
 _ANSWERS: tuple[ColumnName, ...] = ("chosen", "rejected")
+_PAIRS = "a list of messages, with or without `prompt`, or a text next to a `prompt`"
 _CONTEXT: tuple[ColumnName, ...] = ("system", "history", "tools", "chat_template_kwargs")
 """Columns that every format may have; texts without a template may not."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -166,6 +167,8 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
     for name in _ANSWERS:
         if row.get(source.column(name)) is None:
             raise MalformedRow(f"`{source.column(name)}` is missing or null")
+        if not isinstance(row[source.column(name)], str | list):
+            raise MalformedRow(f"`{source.column(name)}` is not {_PAIRS}")
     if type(chosen) is not type(rejected):
         raise MalformedRow("`chosen` and `rejected` are not of one form")
     if isinstance(chosen, list) and isinstance(rejected, list):
@@ -174,7 +177,7 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
             said, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
             prompt = _asked(prompt, said) if isinstance(prompt, str) else said
     elif prompt is None:
-        raise MalformedRow("`prompt` is missing or null")
+        raise MalformedRow(f"`prompt` is missing or null, and the answers are not {_PAIRS}")
     context = _Context.of(row, source)
     return _answered(prompt, chosen, context), _answered(prompt, rejected, context)
 
