@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import get_args
 
 import huggingface_hub
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.dmt import Dmt
 from toolkit.cli.main import main
@@ -239,7 +241,7 @@ def test_post_training_of_a_folder(
     """The numbers of `recipes/base/`, with the tokenizer's own template if it has one."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").touch()
+    save_file({"x": np.zeros(1)}, folder / "model.safetensors")
     arguments = [str(folder), "--cluster", "8xa100-80gb", "--task", task]
     _, recipe = written(tmp_path, dmt, *arguments)
     assert (recipe.name, recipe.model.init) == (f"tinyllama-{task}", "pretrained")
