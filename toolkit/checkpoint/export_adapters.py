@@ -13,7 +13,7 @@ from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.imported import PEFT_PREFIX, PEFT_WEIGHTS
 from toolkit.adapters.lora import Lora
 from toolkit.adapters.weights import fingerprint
-from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights, pieces
 from toolkit.checkpoint.shards import whole_block

@@ -222,8 +222,8 @@ def _check_recipe(recipe: dict[str, Any]) -> None:
         _RECIPE.validate_python(recipe)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place} of its recipe: {first['msg']}") from error
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{key} of its recipe: {first['msg']}") from error
 
 
 def _check_inside(name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest, problem_with
 from toolkit.checkpoint.store import CheckpointStore, set_aside
 from toolkit.errors import CheckpointError
@@ -46,7 +46,7 @@ def find_newest(
     stored: list[Path] = _from_rank_0(lambda: [*store.finished()[::-1]])
     expected = _from_rank_0(lambda: expected or store.expects_one())
     for folder in stored:
-        manifest, problems = _look_at(folder, verifying)
+        manifest, problems = _verified(folder, verifying)
         if manifest is not None and not problems:
             for damaged in skipped if dist.get_rank() == 0 else ():
                 with suppress(OSError):  # a disk that cannot be written: skipped each time
@@ -62,14 +62,14 @@ def find_newest(
     )
 
 
-def require_whole(
+def require_whole_together(
     path: Path, verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None
 ) -> Path:
     """The checkpoint that `path` means, as `locate` has it; collective. `verifying` is as in
     `find_newest`. Raises CheckpointError, on every rank, unless all files have their hashes."""
     folder: Path
     folder, problem = _from_rank_0(lambda: _located(path))
-    problems = [problem] if problem else _look_at(folder, verifying)[1]
+    problems = [problem] if problem else _verified(folder, verifying)[1]
     if problems:
         fix = "`dmt checkpoint verify` names all that is damaged; restore it, or name another"
         raise CheckpointError(f"{folder} cannot be read: {problems[0]}", fix=fix)
@@ -83,7 +83,7 @@ def _located(path: Path) -> tuple[Path, str]:
         return path, error.message
 
 
-def _look_at(
+def _verified(
     folder: Path, verifying: Callable[[int], Callable[[int], None]]
 ) -> tuple[Manifest | None, list[str]]:
     """A checkpoint's manifest and what is wrong with it; every rank hashes its share."""

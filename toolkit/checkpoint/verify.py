@@ -22,7 +22,7 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerificationResult:
     """What was found."""
 
     problems: tuple[str, ...]
@@ -31,7 +31,7 @@ class Verified:
     """Additional files, which are harmless."""
 
 
-def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verified:
+def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> VerificationResult:
     """Hash every file, then check which elements they hold; `tick` gets the bytes read.
 
     Elements are checked only if the hashes match. Raises CheckpointError if there is no
@@ -46,7 +46,7 @@ def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verifi
         notes.append(f"it is the checkpoint of step {manifest.step}, whatever its name")
     if not problems:
         problems = list(_content_problems(SavedState(folder), manifest))
-    return Verified(tuple(problems), tuple(notes))
+    return VerificationResult(tuple(problems), tuple(notes))
 
 
 def require_whole(folder: Path, tick: Callable[[int], None] = lambda _: None) -> None:

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
-from toolkit.checkpoint.overview import Listed, overview
+from toolkit.checkpoint.checkpoints import (
+    CHECKPOINTS,
+    CheckpointFolder,
+    ListEntry,
+    list_checkpoints,
+    locate,
+    store_of,
+)
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir
@@ -25,7 +31,7 @@ from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
 if TYPE_CHECKING:
-    from toolkit.checkpoint.verify import Verified
+    from toolkit.checkpoint.verify import VerificationResult
     from toolkit.train.fits import StateRow
 
 app = typer.Typer(
@@ -64,7 +70,7 @@ def list_(
     Example: `dmt checkpoint list runs/tiny-llama-bytes`
     """
     store = store_of(path)
-    found = overview(store)
+    found = list_checkpoints(store)
     if not found and not as_json:
         tell(f"{store.folder} holds no checkpoints")
         for replica in RunDirectory(path).replicas:
@@ -74,14 +80,14 @@ def list_(
     output(as_json, data, _list_lines(found))
 
 
-def _list_lines(found: Sequence[Listed]) -> Iterator[Line]:
+def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
     for row, line in _LIST.coloured(found, lambda row: (row.state, _COLOURS[row.state])):
         yield line
         if row is not None and row.problem:
             yield Hanging(Text("    "), row.problem)
 
 
-def _listed(one: Listed) -> dict[str, Any]:
+def _listed(one: ListEntry) -> dict[str, Any]:
     manifest = one.manifest
     known = {} if manifest is None else {
         "step": manifest.step,
@@ -100,17 +106,17 @@ def _listed(one: Listed) -> dict[str, Any]:
     }
 
 
-def _step(row: Listed) -> str:
+def _step(row: ListEntry) -> str:
     name = row.name.removeprefix("step-").lstrip("0") or "0"
     return name if row.name == row.folder.name else f"{name} ({row.folder.name})"
 
 
-def _layout(row: Listed) -> str:
+def _layout(row: ListEntry) -> str:
     saved = row.manifest
     return "" if saved is None else degrees_text(saved.engine, saved.model, saved.layout)
 
 
-_LIST = Table[Listed](
+_LIST = Table[ListEntry](
     {
         "step": _step,
         "written": lambda row: f"{_time(row.modified_s):%Y-%m-%d %H:%M}",
@@ -144,7 +150,7 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     output(as_json, data, _verified_lines(found, verified), wrap=False, exit_code=code)
 
 
-def _verified_lines(found: Located, verified: "Verified") -> Iterator[str]:
+def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> Iterator[str]:
     """What is wrong goes to standard error."""
     for note in verified.notes:
         tell(f"note: {note}")
@@ -314,7 +320,7 @@ def export(
     _wrote(dst, found, report, as_json)
 
 
-def _verify_first(found: Located) -> None:
+def _verify_first(found: CheckpointFolder) -> None:
     from toolkit.checkpoint.verify import require_whole
 
     tell("verifying the checkpoint first (--no-verify leaves that out)")
@@ -322,7 +328,7 @@ def _verify_first(found: Located) -> None:
         require_whole(found.folder, tick)
 
 
-def _run_to_megatron(found: Located, dst: Path, merged: bool) -> None:
+def _run_to_megatron(found: CheckpointFolder, dst: Path, merged: bool) -> None:
     """By way of a Hugging Face folder next to it."""
     from toolkit.checkpoint.export import export as export_folder
 
@@ -370,7 +376,7 @@ def _shard_bytes(text: str) -> int:
     return found
 
 
-def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) -> None:
+def _wrote(dst: Path, found: CheckpointFolder, written: dict[str, Any], as_json: bool) -> None:
     manifest, size = found.manifest, byte_size(written["bytes"])
     data = {"folder": str(dst), "from": str(found.folder), "step": manifest.step}
     lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
@@ -424,7 +430,7 @@ def _fit_lines(rows: "Sequence[StateRow]") -> Iterator[Hanging]:
         yield Hanging(prefix, row.why)
 
 
-def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:
+def _how_to_go_on(found: CheckpointFolder, launch: Sequence[str]) -> str:
     if found.folder.absolute().parent.name != CHECKPOINTS:
         return "copy it into the checkpoints folder of a run directory to continue from it"
     run = found.folder.absolute().parent.parent
@@ -465,7 +471,7 @@ def import_(
     option("checkpoint import")(recipe, source, overrides, run_dir, cluster, samples, as_json)
 
 
-def _find(path: Path) -> Located:
+def _find(path: Path) -> CheckpointFolder:
     """The checkpoint of a path; prints which it is where the path names a run."""
     found = locate(path)
     if found.newest_of is not None:

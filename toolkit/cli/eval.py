@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate
+from toolkit.checkpoint.checkpoints import CHECKPOINTS, CheckpointFolder, locate
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.options import AsJson
@@ -42,7 +42,7 @@ class Judged:
 
     folder: Path | None = None
     """A Hugging Face folder."""
-    checkpoint: Located | None = None
+    checkpoint: CheckpointFolder | None = None
     run: RunDirectory | None = None
     """The run of the checkpoint, if it is in one."""
 

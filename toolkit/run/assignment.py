@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.backend import BACKENDS, adopt_engine_config
-from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.checkpoints import locate
 from toolkit.data.local import local_problems, with_embedding_rows
 from toolkit.errors import (
     BackendUnavailable,

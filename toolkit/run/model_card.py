@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.adapters.imported import PEFT_WEIGHTS
-from toolkit.checkpoint.locate import CHECKPOINTS
+from toolkit.checkpoint.checkpoints import CHECKPOINTS
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import DataError
 from toolkit.models.hub import download_file

@@ -18,7 +18,7 @@ from toolkit.checkpoint.resume import (
     ResumePoint,
     check_shared_disk,
     find_newest,
-    require_whole,
+    require_whole_together,
 )
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import SaveOutcome, Saver
@@ -196,7 +196,9 @@ class RunCheckpoints:
         start = model.checkpoint
         if start is None:
             return None
-        saved = SavedState(require_whole(Path(start), partial(phases.begin, _VERIFYING)))
+        saved = SavedState(
+            require_whole_together(Path(start), partial(phases.begin, _VERIFYING))
+        )
         if Manifest.read(saved.folder).adapter is not None:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
@@ -217,7 +219,7 @@ class RunCheckpoints:
 
         The export may be missing, or was not requested.
         """
-        step, place = found.manifest.step, short(found.folder)
+        step, name = found.manifest.step, short(found.folder)
         history, section = found.manifest.validation, self.assignment.recipe.evaluation
         early = step < steps and history.ends_run(section.early_stopping)
         ended = (step >= steps or early) and any(
@@ -227,11 +229,11 @@ class RunCheckpoints:
             for event in read_events(self.directory.events)
         )
         if early:
-            tell(f"stopped early: {place} is step {step} of {steps}; {history.reason}")
+            tell(f"stopped early: {name} is step {step} of {steps}; {history.reason}")
         elif ended:
-            tell(f"finished: {place} is step {step} of {steps}, nothing is left to train")
+            tell(f"finished: {name} is step {step} of {steps}, nothing is left to train")
         else:
-            tell(f"continuing from step {step} of {steps}, {place}")
+            tell(f"continuing from step {step} of {steps}, {name}")
             self._report_bend(found.manifest, steps)
         return ended
 

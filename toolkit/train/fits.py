@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from toolkit.adapters.lora import lora_of
-from toolkit.checkpoint.locate import Located
+from toolkit.checkpoint.checkpoints import CheckpointFolder
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape
@@ -188,7 +188,7 @@ def _unless(problems: Sequence[str], kept: str) -> Part:
     return ("refused", "; ".join(problems)) if problems else ("kept", kept)
 
 
-def compare(found: Located, assignment: Assignment) -> list[StateRow]:
+def compare(found: CheckpointFolder, assignment: Assignment) -> list[StateRow]:
     """What a run would keep of a checkpoint. Raises CheckpointError if the tensors cannot be
     read."""
     recipe = assignment.recipe

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from toolkit.adapters.imported import PEFT_CONFIG, PEFT_WEIGHTS
-from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.batches import batches_of
 from toolkit.data.build import TrainingData

@@ -107,7 +107,7 @@ class Block:
 
 
 def ends(numbers: range) -> tuple[int, int]:
-    """The first number and the one behind the last."""
+    """The first number, and the end: one more than the last."""
     return numbers[0], numbers[-1] + 1
 
 
@@ -115,7 +115,7 @@ def overlaps(
     parts: Iterable[Part], size: Callable[[Part], int], start: int, stop: int
 ) -> Iterator[tuple[Part, int, int]]:
     """The parts that lie inside [start, stop) when all are laid end to end; of each its own
-    first place in there, and the one behind the last."""
+    start and end in there."""
     offset = 0
     for part in parts:
         length = size(part)
