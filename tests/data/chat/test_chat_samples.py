@@ -323,6 +323,9 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", rows)
     plain, loud = texts(samples_of(build(tmp_path, chat_template=template)))
     assert loud == "LOUD" + plain
+    write(tmp_path / "rows.jsonl", [{**rows[0], "chat_template_kwargs": {"messages": []}}])
+    with pytest.raises(DataError, match=r"the chat template refuses it: .*'messages'"):
+        build(tmp_path)
 
 
 def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:

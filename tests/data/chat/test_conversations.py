@@ -248,7 +248,6 @@ MALFORMED: list[tuple[object, str]] = [
     ({**messages(USER, ANSWER), "history": [["Hi"]]}, "`history` is not a list of pairs"),
     ({**messages(USER, ANSWER), "history": [["Hi", 1]]}, "content of message 1 is not text"),
     ({**messages(SYSTEM, USER, ANSWER), "system": "x"}, "`system` is not what its first"),
-    ({**messages(USER, ANSWER), "chat_template_kwargs": {"tools": []}}, "sets `tools`"),
     ({**messages(USER, ANSWER), "images": ["a.png"]}, "it has `images`, and only text"),
     (messages(USER, {**ANSWER, "train": "no"}), "message 1 has the train 'no', which is not"),
     ({"prompt": "a", "completion": "b", "system": "c"}, "`system` needs lists of messages"),

@@ -27,25 +27,12 @@ _PAIRS = "a list of messages, with or without `prompt`, or a text next to a `pro
 _CONTEXT: tuple[ColumnName, ...] = ("system", "history", "tools", "chat_template_kwargs")
 """Columns that every format may have; texts without a template may not."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_READ_BEFORE: dict[str, tuple[ColumnName, ...]] = {
-    "messages": ("messages", "tools"),
-    "sharegpt": ("conversations", "tools", "system"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-    "alpaca": ("instruction", "output", "input", "system"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
-}
-"""The columns that `_READING` 0 of `toolkit/data/chat/tokens.py` read."""
-_NOT_TRAINED = ("loss", "train")
+NOT_TRAINED = ("loss", "train")
 """Keys of a message whose false means `weight: 0`."""
 _MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "weight"})
 _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _FUNCTION_CALL = "function_call"
-_RESERVED = {
-    "messages", "conversations", "tools", "chat_template", "add_generation_prompt",
-    "continue_final_message", "return_assistant_tokens_mask",
-}  # fmt: skip
-"""What a template gets from the toolkit, not from `chat_template_kwargs`."""
 
 
 class MalformedRow(Exception):
@@ -114,8 +101,6 @@ class _Context:
     def of(cls, row: Mapping[str, Any], source: ChatRowsSource) -> Self:
         system, history, tools, arguments = (row.get(source.column(n)) for n in _CONTEXT)
         stated = _stated(_json(arguments, "`chat_template_kwargs`")) if arguments else {}
-        if taken := _RESERVED & stated.keys():
-            raise MalformedRow(f"`chat_template_kwargs` sets `{min(taken)}`")
         system = _text(system or "", "`system`")
         return cls(system, tuple(_history(history or [])), _tools(tools), stated)
 
@@ -133,16 +118,17 @@ class _Context:
 
     def check_plain(self) -> None:
         """Raise MalformedRow if texts without a template would lose something."""
-        for name in _CONTEXT:
-            attribute = "template_arguments" if name == "chat_template_kwargs" else name
-            if getattr(self, attribute):
-                raise MalformedRow(f"`{name}` needs lists of messages: texts have no template")
+        stated = (self.system, self.history, self.tools, self.template_arguments)
+        if name := next(
+            (name for name, one in zip(_CONTEXT, stated, strict=True) if one), None
+        ):
+            raise MalformedRow(f"`{name}` needs lists of messages: texts have no template")
 
 
 def conversation_of(value: object, source: ChatSource) -> Example:
     """Parse one row. Raises MalformedRow unless it is a conversation of the source's format."""
     row = _columns_of(value)
-    form = _form(row, source)
+    form = form_of(row, source)
     for name in map(source.column, _REQUIRED[form]):
         if row.get(name) is None:
             raise MalformedRow(f"`{name}` is missing or null")
@@ -185,7 +171,7 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
 def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
     """Raise DataError unless rows with these columns can be read as the recipe states."""
     try:
-        form = _form(columns, source)
+        form = form_of(columns, source)
     except MalformedRow as error:
         fix = "set `format`, and map its columns in `columns` (docs/chat.md)"
         raise DataError(f"`{source.path}`: {error}", fix=fix) from error
@@ -233,7 +219,7 @@ def unread_columns(
     source: ChatSource | PreferenceSource, columns: Collection[str]
 ) -> list[str]:
     """Those of the columns of a row that `conversation_of` and `preference_of` do not read."""
-    read = {source.column(name) for name in _read(_form(columns, source))}
+    read = {source.column(name) for name in _read(form_of(columns, source))}
     return [name for name in columns if name not in read]
 
 
@@ -242,25 +228,6 @@ def template_keys(example: Example) -> Iterator[str]:
     if isinstance(example, Conversation):
         for message in example.messages:
             yield from (key for key in message if key not in _MESSAGE_KEYS)
-
-
-def as_read_before(
-    row: Mapping[str, Any], source: ChatSource | PreferenceSource
-) -> dict[str, Any]:
-    """The row as `_READING` 0 of `toolkit/data/chat/tokens.py` saw it: without null keys at any
-    depth, and without what it ignored."""
-    names = {source.column(name) for name in _READ_BEFORE[_form(row, source)]}
-    return {
-        name: [_without_loss(one) for one in value] if isinstance(value, list) else value
-        for name, value in without_nulls(row).items()
-        if name in names
-    }
-
-
-def _without_loss(turn: Any) -> Any:
-    if isinstance(turn, dict):
-        return {key: value for key, value in turn.items() if key not in _NOT_TRAINED}
-    return turn
 
 
 def _read(form: str) -> tuple[ColumnName, ...]:
@@ -282,7 +249,7 @@ def _columns_of(row: object) -> dict[str, Any]:
     return row
 
 
-def _form(columns: Collection[str], source: ChatSource | PreferenceSource) -> str:
+def form_of(columns: Collection[str], source: ChatSource | PreferenceSource) -> str:
     """The form of a row with these columns."""
     if isinstance(source, PreferenceSource):
         return "preference"
@@ -408,10 +375,10 @@ def _message(turn: object, name: str) -> Message:
         message["tool_calls"] = [
             _tool_call(c, name) for c in _list(message["tool_calls"], name)
         ]
-    for key in ("weight", *_NOT_TRAINED):
+    for key in ("weight", *NOT_TRAINED):
         if message.get(key, 1) not in (0, 1):
             raise MalformedRow(f"{name} has the {key} {message[key]!r}, which is not 0 or 1")
-    if False in [message.pop(key, True) for key in _NOT_TRAINED]:
+    if False in [message.pop(key, True) for key in NOT_TRAINED]:
         message["weight"] = 0
     if message.get("content") is None and not message.get("tool_calls"):
         raise MalformedRow(f"{name} has no content")
@@ -489,15 +456,6 @@ def _json(value: object, name: str) -> dict[str, Any]:
 def _stated(value: dict[str, Any]) -> dict[str, Any]:
     """The map without its null keys. Nulls deeper inside, as in arguments, are kept."""
     return {key: item for key, item in value.items() if item is not None}
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without any null key; rows used to be read so, arguments and tools too."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
 
 
 def texts_of(example: Example) -> Iterator[str]:

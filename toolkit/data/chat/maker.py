@@ -19,14 +19,13 @@ from toolkit.data.chat.conversations import (
     Example,
     MalformedRow,
     PlainText,
-    as_read_before,
     conversation_of,
     preference_of,
     template_keys,
     texts_of,
     unread_columns,
-    without_nulls,
 )
+from toolkit.data.chat.readings import as_read_before, without_nulls
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.template import (
     ChatTemplate,
