@@ -7,10 +7,15 @@ replacement, and an old run whose stored recipe leaves the setting unset continu
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_EXPORT = "`dmt checkpoint export RUN FOLDER`"
+_HARNESS = "`lm_eval --model hf --model_args pretrained=FOLDER --tasks NAMES`"
+
 SETTINGS: dict[str, str] = {
     "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
+    "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
+    "evaluation.samples": f"remove it; {_EXPORT}, and generate with transformers",
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
 
@@ -18,6 +23,9 @@ COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "data verify": "start the run, which makes damaged entries of the cache again",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
+    "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
+    "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
+    "FOLDER`",
     "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "
     "checkpoint import RECIPE DIR` starts a run with the weights of such a folder",
 }

@@ -156,12 +156,9 @@ def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         PlanError, match=r"optimizer\.name is muon, which is not exported to Trainer"
     ):
         training_arguments(TINY, ["optimizer.name=muon"], output_dir="out")
-    for setting in (
-        "evaluation.early_stopping={patience: 2}",
-        "evaluation.samples={prompts: [a]}",
-    ):
-        with pytest.raises(PlanError, match=f"{setting.partition('=')[0]}`, which Training"):
-            overrides = [setting, "evaluation.every_steps=5", "parallel.engine=ddp"]
-            training_arguments(TINY, overrides, output_dir="out")
+    with pytest.raises(PlanError, match=r"evaluation\.early_stopping`, which Training"):
+        early = "evaluation.early_stopping={patience: 2}"
+        overrides = [early, "evaluation.every_steps=5", "parallel.engine=ddp"]
+        training_arguments(TINY, overrides, output_dir="out")
     with pytest.raises(PlanError, match="megatron-core's model"):
         planned_for_launcher(Path(TINY), ["parallel.model=megatron"])

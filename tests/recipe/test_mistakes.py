@@ -608,7 +608,7 @@ MISTAKES = {
     ),
     "generation": M(
         "  steps: 100", "  steps: 100\n  predict_with_generate: true",
-        "training.predict_with_generate", "evaluation.samples", at="predict",
+        "training.predict_with_generate", "docs/checkpoints.md", at="predict",
     ),
     "the best model": M(
         "  steps: 100", "  steps: 100\n  load_best_model_at_end: true",

@@ -1,6 +1,6 @@
 """transformers' TrainingArguments from a recipe and its plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +14,6 @@ from toolkit.accelerate.planned import prepare_process
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
-from toolkit.evaluator import chosen
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.targets.accelerate_file import in_accelerate
@@ -52,7 +51,7 @@ def arguments_of(
             fix="remove sequence_length from data.stages, or train with `dmt launch`",
         )
     _refuse_plateau(recipe)
-    for key in _of_our_loop(recipe):
+    for key in recipe.follows_validation:
         raise PlanError(
             f"the recipe has `{key}`, which TrainingArguments cannot state",
             fix=f"--set {key}=null, or train with `dmt launch`",
@@ -179,12 +178,6 @@ def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
         return learning_rate(min(step, steps - 1), steps, peak, recipe.schedule) / peak
 
     return LambdaLR(optimizer, factor)
-
-
-def _of_our_loop(recipe: Recipe) -> Iterator[str]:
-    """The settings that only our own training loop carries out."""
-    yield from recipe.follows_validation
-    yield from (f"evaluation.{name}" for name in chosen(recipe.evaluation))
 
 
 def _refuse_plateau(recipe: Recipe) -> None:

@@ -48,11 +48,6 @@ VERBS: dict[str, Verb] = {
     "checkpoint": Verb(
         "List, verify, convert, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),
-    "eval": Verb(
-        "Evaluate a run or a folder: tasks of the harness, completed prompts.",
-        "toolkit.cli.eval:eval_",
-    ),
-    "chat": Verb("Talk to the model of a run or a folder."),
     "report": Verb("Show what a run did and where its time went."),
     "watch": Verb("Show a run live in the browser.", "toolkit.extras.page.watch:watch"),
     "runs": Verb("List runs: state, step, loss, age."),

@@ -70,7 +70,6 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
         "total_s": spent.total_s,
         "idle_s": spent.idle_s,
         "time_s": dict(spent.parts_s),
-        "evaluations": [asdict(one) for one in record.evaluations],
         "losses": {"first": first and asdict(first), "last": last and asdict(last)},
         "prediction": None if prediction is None else summary_numbers(prediction),
     }

@@ -8,7 +8,6 @@ from packaging.requirements import Requirement
 
 from toolkit.backend import BACKENDS
 from toolkit.data.remote.store import PACKAGES
-from toolkit.evaluator import EVALUATORS, chosen
 from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
@@ -126,8 +125,6 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "peft", "adapter"
     for name in recipe.features:
         yield from ((package, name) for package in FEATURES[name].packages)
-    for name in chosen(recipe.evaluation):
-        yield from ((package, f"evaluation.{name}") for package in EVALUATORS[name].packages)
     for name in ("fused", "loss"):
         if getattr(recipe.kernels, name) == "liger":
             yield "liger-kernel", f"kernels.{name}: liger"

@@ -131,7 +131,7 @@ _NAMES = {
     Foreign("evaluation.early_stopping", "`{patience: N}`, in validations"):
         "early_stopping_patience early_stopping_steps",
     Foreign("evaluation.early_stopping.threshold"): "early_stopping_threshold",
-    Foreign("evaluation.samples", "`{prompts: [TEXT], max_tokens: 64}`, decoded greedily"):
+    Foreign(None, "nothing is generated in training; remove it, docs/checkpoints.md has how"):
         "generate predict_with_generate do_sample generation_config generation_max_length",
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
     Foreign("dpo.beta"): "pref_beta dpo_beta",

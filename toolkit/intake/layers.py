@@ -340,7 +340,6 @@ _PATHS: dict[str, Callable[[str, Path], bool]] = {
     "data.tokenizer": _is_local_model,
     "data.cache": _is_file_name,
     "data.chat_template": _is_template_file,
-    "evaluation.tasks.include_path": _is_file_name,
     "parallel.zero.nvme_path": _is_file_name,
     "parallel.zero.config": _is_local_config,
     **{

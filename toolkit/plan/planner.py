@@ -24,7 +24,6 @@ from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Candidate, Search, search
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import GroupSection, Recipe
-from toolkit.text.units import GIB
 
 _LOSS_SCALE = 2.0**16
 
@@ -130,7 +129,6 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     if job.spec.generic:
         family = job.spec.family
         yield f"model {family}: generic, counted on transformers' own; docs/models.md"
-    yield from _evaluators_reason(found)
     for lines, section in hooks("reasons", job.features):
         yield from lines(section, job.spec)
     if not found.fits:
@@ -138,21 +136,6 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     elif built_gib >= best.memory_gib:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
         yield f"memory: fullest at {built}"
-
-
-def _evaluators_reason(found: Search) -> Iterator[str]:
-    """Whether the GPUs of the first machine have room for the model that evaluators load, next
-    to training, which waits and keeps its memory."""
-    job, best, capacity = found.job, found.best, found.cluster.gpu.memory_gib
-    if not job.evaluators or capacity is None:
-        return
-    width = 4 if job.training.precision == "fp32" else 2
-    needed = job.spec.total * width / GIB
-    gpus = min(found.cluster.gpus_per_node, best.layout.world)
-    left = max(0.0, capacity - best.memory_gib) * gpus
-    room = f"{needed:.1f} GiB of weights, training leaves {left:.1f} GiB on {gpus} GPUs"
-    slow = "" if needed <= left else "; the rest is computed from host memory, slowly"
-    yield f"evaluation {' and '.join(job.evaluators)}: {room}{slow}"
 
 
 def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:

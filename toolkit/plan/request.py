@@ -9,7 +9,6 @@ from typing import Any
 
 from toolkit.adapters import lora
 from toolkit.errors import PlanError, Problem
-from toolkit.evaluator import chosen
 from toolkit.features.base import Settings
 from toolkit.hardware.catalogue import oldest
 from toolkit.models import frozen, parameter_groups
@@ -52,8 +51,6 @@ class PlanRequest:
     """Of sequences, where `data.stages` changes it; `training` has the longest."""
     has_weights: bool = False
     """Training begins with weights that exist."""
-    evaluators: tuple[str, ...] = ()
-    """Names of those that judge the weights during training."""
 
     @classmethod
     def of(
@@ -77,7 +74,6 @@ class PlanRequest:
             recipe.features,
             lengths if len(lengths) > 1 else (),
             recipe.model.init != "random",
-            tuple(chosen(recipe.evaluation)),
         )
 
     def uneven(self, tensor: int) -> int | None:

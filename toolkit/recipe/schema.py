@@ -21,7 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from toolkit.evaluator import with_evaluators
 from toolkit.features.base import changed, features_of, with_features
 from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
@@ -673,9 +672,8 @@ class EarlyStoppingSection(Section):
     than this."""
 
 
-@with_evaluators
 class EvaluationSection(Section):
-    """Validation loss during training and at the end; tasks and samples of the weights."""
+    """Validation loss during training and at the end."""
 
     every_steps: Positive | None = None
     """Steps between evaluations; null for none before the end."""

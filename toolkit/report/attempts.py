@@ -162,7 +162,6 @@ def replay_s(attempt: Attempt) -> float:
 
 def _timed(event: Event) -> bool:
     try:
-        # What `dmt eval` found later is no part of a start.
-        return bool(event["kind"]) and time_of(event) > 0 and not event.get("afterwards")
+        return bool(event["kind"]) and time_of(event) > 0
     except (KeyError, ValueError):
         return False

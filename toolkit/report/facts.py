@@ -4,14 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run.comparison import differences
-from toolkit.run.evaluations import TASKS, Recorded, described
 
 
 def rows(
     state: tuple[str, str],
     summary: Summary,
     pace: Sequence[str] = (),
-    evaluations: Sequence[Recorded] = (),
     replicas: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a label, empty where it continues, and what there is to say; `state` is that of
@@ -29,9 +27,6 @@ def rows(
             "validation",
             f"{summary.validation.value:.4f} at step {summary.validation.step:,}",
         )
-    for one in [one for one in evaluations if one.evaluator == TASKS][-1:]:
-        for index, line in enumerate(described(one)):
-            yield "" if index else "tasks", f"{line} at step {one.step:,}"
     starts = (
         f"{summary.starts:,}, {len(summary.restarts):,} of them by the launcher after a failure"
     )

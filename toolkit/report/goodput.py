@@ -165,10 +165,7 @@ def _saving_s(found: Sequence[Attempt]) -> float | None:
 
 def _evaluation_s(found: Sequence[Attempt]) -> float | None:
     """None where validations did not say how long they took."""
-    kinds = "evaluation", "evaluation_tasks", "samples"
-    return _added(
-        [amount(event, "seconds") for one in found for kind in kinds for event in one.of(kind)]
-    )
+    return _added([amount(event, "seconds") for one in found for event in one.of("evaluation")])
 
 
 def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:

@@ -18,7 +18,6 @@ from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.evaluations import Recorded, recorded
 from toolkit.run.recorded import MAPPING, PLAN, checked, parse_recipe, valid_event
 from toolkit.system.untrusted import parse_json, read_bytes
 from toolkit.text.units import duration
@@ -51,8 +50,6 @@ class RunRecord:
     environment: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """What each rank waited for; empty in runs that did not record it."""
-    evaluations: Sequence[Recorded] = ()
-    """What evaluators found, the newest weights last."""
     replicas: Sequence["RunLine"] = ()
     """All replicas of the run, of which this is the first one; empty for other runs."""
     missing: list[str] = field(default_factory=list)
@@ -76,7 +73,7 @@ class RunRecord:
     def rows(self) -> Iterator[tuple[str, str]]:
         """See `facts.rows`."""
         replicas = [f"{one.run}: {one.state}, step {one.step:,}" for one in self.replicas]
-        return rows(self.state, self.summary, self.pace, self.evaluations, replicas)
+        return rows(self.state, self.summary, self.pace, replicas)
 
     @property
     def state(self) -> tuple[RunState, str]:
@@ -174,7 +171,6 @@ def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
         run.plan, lambda text: checked(PLAN, parse_json(text)), record.missing
     )
     record.environment = _mapping(run.environment, _any_json, record.missing)
-    record.evaluations = recorded(run)
     record.missing += _unlogged(record)
     return record
 

@@ -69,8 +69,6 @@ class RunDirectory:
     heartbeats = _Inside("heartbeats")
     checkpoints = _Inside("checkpoints")
     export = _Inside("export")
-    evaluations = _Inside("evaluations")
-    """What evaluators found, one file for each and step; see `run/evaluations.py`."""
     handed_over = _Inside("launch", "recipe.yaml")
     """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
 

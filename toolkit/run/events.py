@@ -25,8 +25,6 @@ EventKind = Literal[
     "failure",
     "skip",
     "evaluation",
-    "evaluation_tasks",
-    "samples",
     "early_stop",
     "prediction",
     "outer",
@@ -64,9 +62,6 @@ class EventLog:
       `to`, ranks, and `idle_s` since a step was logged);
     - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the
       launcher printed, also of a rank that was killed and wrote nothing;
-    - `evaluation_tasks` and `samples` (with the numbers or texts, and the `seconds` that
-      training waited) when an evaluator has judged the weights of a step; `afterwards: true`
-      if `dmt eval` did, which is no part of a start of the run;
     - `early_stop` (with a `message`, `best_step` and `best_loss`) where the validation losses
       have ended a run before its last step; its `end` is that of a finished one;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;

@@ -23,7 +23,6 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ModelSection, Recipe, RowsSource
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.evaluations import Score, recorded, scores
 from toolkit.run.recorded import read_events
 from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
@@ -38,7 +37,7 @@ _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{
 
 def write_card(folder: Path, checkpoint: Path) -> None:
     """Write README.md into `folder`, the export of a checkpoint, unless a user wrote the one
-    that is there. Losses and evaluations are those of the run that holds the checkpoint.
+    that is there. Losses are those of the run that holds the checkpoint.
 
     Raises DataError if the file cannot be written.
     """
@@ -48,13 +47,6 @@ def write_card(folder: Path, checkpoint: Path) -> None:
             write_atomically(path, _signed(_text(folder, checkpoint)))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def refresh_card(run: RunDirectory, step: int, checkpoint: Path) -> None:
-    """Write the card of the run's export again, if it is that of this checkpoint."""
-    exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
-    if exports and exports[-1].get("step") == step and run.export.is_dir():
-        write_card(run.export, checkpoint)
 
 
 def is_generated(card: bytes) -> bool:
@@ -76,26 +68,23 @@ def _text(folder: Path, checkpoint: Path) -> str:
     manifest = Manifest.read(checkpoint)
     recipe = _recipe_of(manifest)
     run = RunDirectory(checkpoint.absolute().parent.parent)
-    validations, metrics, of_tasks = [], [], []
+    validations, metrics = [], []
     if checkpoint.absolute().parent.name == CHECKPOINTS and run.events.exists():
         events = read_events(run.events)
         validations = [event for event in events if event.get("kind") == "evaluation"]
-        metrics, of_tasks = jsonl.read(run.metrics), _scores(run, manifest.step)
+        metrics = jsonl.read(run.metrics)
     validations, metrics = (
         [line for line in lines if 0 <= (line.get("step") or 0) <= manifest.step]
         for lines in (validations, metrics)
     )
     name = str(manifest.recipe.get("name", folder.name))
     is_adapter = (folder / PEFT_WEIGHTS).exists()
-    metadata = _metadata(name, recipe, of_tasks, is_adapter=is_adapter)
+    metadata = _metadata(recipe, is_adapter=is_adapter)
     sections = (
         _origin(recipe, manifest, is_adapter=is_adapter),
         _table("Training", ("", ""), _training(manifest, recipe)),
         _table("Data", ("source", "kind", "weight"), _sources(recipe)),
         _table("Loss", ("step", "training", "validation"), _losses(metrics, validations)),
-        _table(
-            "Tasks", ("task", "metric", "value", "error", "step"), map(_score_row, of_tasks)
-        ),
         _table("Versions", ("", ""), manifest.packages.items()),
         _settings(manifest, recipe),
     )
@@ -111,28 +100,14 @@ def _recipe_of(manifest: Manifest) -> Recipe | None:
     return None
 
 
-def _metadata(
-    name: str, recipe: Recipe | None, scores: Sequence[Score], *, is_adapter: bool
-) -> str:
+def _metadata(recipe: Recipe | None, *, is_adapter: bool) -> str:
     """The YAML block at the top of the card."""
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=score.task,
-            dataset_name=score.task,
-            metric_type=score.metric,
-            metric_value=score.value,
-        )
-        for score in scores
-    ]
     data = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["dmt"] if recipe is None else ["dmt", recipe.training.objective],
-        model_name=name if results else None,
-        eval_results=results or None,
         datasets=_hub_datasets(recipe) or None,
         **({} if recipe is None else _base_metadata(recipe.model)),
     )
@@ -223,17 +198,6 @@ def _losses(
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
-
-
-def _scores(run: RunDirectory, last_step: int) -> list[Score]:
-    """The last numbers of every task."""
-    found = (one for one in recorded(run) if one.step <= last_step)
-    return [*{(score.task, score.metric): score for score in scores(found)}.values()]
-
-
-def _score_row(score: Score) -> Sequence[object]:
-    error = "" if score.error is None else f"± {score.error:.4f}"
-    return score.task, score.metric, f"{score.value:.4f}", error, f"{score.step:,}"
 
 
 _PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)

@@ -25,7 +25,6 @@ from pydantic import TypeAdapter
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
-from toolkit.run.evaluations import TASKS
 from toolkit.run.events import VALIDATION
 from toolkit.run.recorded import EVENT, METRICS, parse_recipe, read_events, valid
 from toolkit.system.atomic import write_atomically
@@ -39,10 +38,8 @@ from toolkit.track.trackers.base import GaveUp, Settings, TrackedRun, Tracker
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
 """How long an upload may continue after the trainer has ended."""
-_POSTED_EVENTS = ("evaluation", "evaluation_tasks", "save", "skip")
+_POSTED_EVENTS = ("evaluation", "save", "skip")
 """Events whose numbers are curves: `evaluation/loss`, `save/seconds`."""
-_FULL_NAMES = (VALIDATION, f"{TASKS}/")
-"""How the names of numbers begin that do not need that of their event."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Poster:
         for record in events:
             if record.get("kind") in _POSTED_EVENTS:
                 named = {
-                    name if name.startswith(_FULL_NAMES) else f"{record['kind']}/{name}": value
+                    name if name.startswith(VALIDATION) else f"{record['kind']}/{name}": value
                     for name, value in _numbers(record).items()
                 }
                 self._add(rows, record.get("step", -1), named, floor)
@@ -208,7 +205,7 @@ def _config(run_dir: RunDirectory) -> dict[str, Any]:
 
 def _exit_code(events: Path) -> int:
     """Return how the run ended; 1 if it was killed before it could report it."""
-    records = [one for one in read_events(events) if not one.get("afterwards")]
+    records = read_events(events)
     if records and records[-1].get("kind") == "end":
         code = records[-1].get("exit_code")
         return 1 if code is None else int(code)

@@ -28,7 +28,6 @@ from toolkit.track.service import TrackerFollower
 from toolkit.track.trackers import wanted
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.evaluating import RunEvaluations
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.plateau import after_validation
@@ -145,8 +144,6 @@ class Observer:
         self.validation = validation
         self.checkpoints = checkpoints
         self.reporter = reporter
-        show = reporter.progress.message if reporter else str
-        self.evaluations = RunEvaluations(start, engine, checkpoints, show)
         self._window = _Window()
         self._seconds: list[float] = []
         """Times of every step since this start with the planned sequence length and batch."""
@@ -237,9 +234,8 @@ class Observer:
         )
 
     def evaluate(self, progress: Progress) -> None:
-        """Validate when due, and let evaluators judge the weights."""
+        """Validate when due."""
         self.validate(progress)
-        self.evaluations.evaluate(progress)
         self.start.watchdog.mark(f"step {progress.step + 1}", progress.step)
 
     def validate(self, progress: Progress) -> None:

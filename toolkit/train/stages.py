@@ -33,7 +33,6 @@ from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
-from toolkit.train.evaluating import prepare_evaluators
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun, train
 from toolkit.train.observer import Observer, Reporter
@@ -57,7 +56,6 @@ def work(start: Start) -> None:
         _watch(start, steps, checkpoints)
         _close(start, checkpoints, None)
     else:
-        prepare_evaluators(start, checkpoints)
         reference = _reference(start, config, data, steps, checkpoints, found)
         engine = _engine(start, config, checkpoints)
         if reference is not None:
@@ -286,7 +284,6 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         # kill loses no step.
         observer.save_now(progress)
         observer.evaluate_now(progress)
-        observer.evaluations.evaluate_now(progress)
         observer.compare(progress)
         if progress.step < job.total_steps and reporter is not None:
             reporter.ended_early(progress)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from toolkit.errors import EXIT_DONE
 from toolkit.extras.page.thinning import AXES, Curves, short
@@ -10,7 +10,6 @@ from toolkit.report.attempts import Event, amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.report.stragglers import WAITS
-from toolkit.run.evaluations import ERROR_OF, TASKS
 from toolkit.run.events import VALIDATION
 
 BUCKETS = 400
@@ -56,8 +55,7 @@ def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[
     )
     known = [chart for name in _KNOWN if (chart := _chart(name, records, curves, buckets))]
     own = [chart for name in others if (chart := _chart(name, records, curves, buckets))]
-    groups = [chart for group in _GROUPS if (chart := _grouped(group, records, curves))]
-    known[1:1] = groups
+    known[1:1] = _sources(records, curves)
     ranks = [*_ranks(records, curves, buckets)]
     room = MOST_CHARTS - len(known) - len(ranks)
     left_out = [chart["id"] for chart in own[room:]]
@@ -102,7 +100,7 @@ def _beside(
     name: str, record: RunRecord, one: Curves, buckets: int
 ) -> Iterator[Mapping[str, Any]]:
     """What a metric is shown with: validation, a part of it, or what the plan predicted."""
-    if name == "loss" and (points := _evaluated("loss", "evaluation", record, one)):
+    if name == "loss" and (points := _evaluated("loss", record, one)):
         yield {"label": "validation", "kind": "points", **points}
     if name == "step_time_s" and (points_ := _points("data_wait_s", one, buckets)):
         yield {"label": "waiting for data", "kind": "part", **points_}
@@ -129,14 +127,12 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     return each * ranks[0] * ranks[1] * ranks[2] * ranks[3]
 
 
-def _evaluated(
-    name: str, kind: str, record: RunRecord, one: Curves
-) -> dict[str, list[Any]] | None:
-    """A column of the events of this kind; of a step that was evaluated twice, the last."""
+def _evaluated(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any]] | None:
+    """A column of the validations; of a step that was evaluated twice, the last."""
     found = {
         step: value
         for event in record.events
-        if event.get("kind") == kind and (step := step_of(event)) is not None
+        if event.get("kind") == "evaluation" and (step := step_of(event)) is not None
         if (value := number(event, name)) is not None
     }
     if not found:
@@ -173,49 +169,21 @@ def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
     }
 
 
-class _Group(NamedTuple):
-    """Numbers of events that are drawn in one chart."""
-
-    id: str
-    kind: str
-    """Of the events."""
-    prefix: str
-    """Of the numbers' names."""
-    title: str
-    unit: str
-
-
-_GROUPS = (
-    _Group(
-        "sources", "evaluation", VALIDATION, "Validation loss by source",
-        "mean over the tokens of each",
-    ),
-    _Group("tasks", "evaluation_tasks", f"{TASKS}/", "Tasks", "by the lm-evaluation-harness"),
-)  # fmt: skip
-
-
-def _grouped(
-    group: _Group, records: Sequence[RunRecord], curves: Sequence[Curves]
-) -> dict[str, Any] | None:
-    """The validation losses of several sources, or the metrics of all tasks."""
+def _sources(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
+    """One chart with the validation losses of the sources; none without several sources."""
     lines = []
     for run, (record, one) in enumerate(zip(records, curves, strict=True)):
-        found = [event for event in record.events if event.get("kind") == group.kind]
+        found = [event for event in record.events if event.get("kind") == "evaluation"]
         names = dict.fromkeys(
-            name
-            for event in found
-            for name in event
-            if name.startswith(group.prefix) and ERROR_OF not in name
+            name for event in found for name in event if name.startswith(VALIDATION)
         )
         for name in names:
-            if points := _evaluated(name, group.kind, record, one):
-                label = name.removeprefix(group.prefix)
+            if points := _evaluated(name, record, one):
+                label = name.removeprefix(VALIDATION)
                 lines.append({"run": run, "label": label, "kind": "points", **points})
-    if not lines:
-        return None
-    return {
-        "id": group.id, "title": group.title, "unit": group.unit, "lines": lines, "log": False
-    }  # fmt: skip
+    title, unit = "Validation loss by source", "mean over the tokens of each"
+    chart = {"id": "sources", "title": title, "unit": unit, "lines": lines, "log": False}
+    return [chart] if lines else []
 
 
 _STAGED = ("sequence_length", "weights")

@@ -14,7 +14,6 @@ from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
-from toolkit.run.evaluations import SAMPLES
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
@@ -44,7 +43,6 @@ def sections(record: RunRecord) -> list[Section]:
         _ranks(record),
         _data(record),
         _samples(record),
-        _completions(record),
         _recipe(record),
         _plan(record),
         _environment(record),
@@ -190,21 +188,6 @@ def _samples(record: RunRecord) -> Section | None:
         return None
     header = ["log", "data rank", "step", "samples (numbers in the training data)"]
     return {"title": "Samples of the last steps", "table": [header, *table]}
-
-
-def _completions(record: RunRecord) -> Section | None:
-    """What the weights of each evaluated step make of the recipe's prompts."""
-    table = [
-        [f"{one.step:,}", str(sample["prompt"]), str(sample["completion"])]
-        for one in record.evaluations
-        if one.evaluator == SAMPLES
-        for sample in one.findings
-    ]
-    if not table:
-        return None
-    header = ["step", "prompt", "completion"]
-    note = "Greedy completions by the exported weights, the newest first."
-    return {"title": "Completions", "note": note, "table": [header, *reversed(table)]}
 
 
 def _recipe(record: RunRecord) -> Section | None:

@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from toolkit.backend import adopt_engine_config
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Stopped
-from toolkit.evaluator import EVALUATORS
 from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
     WARM_UP_STEPS,
@@ -55,7 +54,6 @@ _WITHOUT = {
     "logging.trackio": None,
     "evaluation.every_steps": None,
     "evaluation.early_stopping": None,
-    **{f"evaluation.{name}": None for name in EVALUATORS.names},
     "checkpoint.every_steps": None,
     "checkpoint.keep_best": None,
     "checkpoint.export": False,

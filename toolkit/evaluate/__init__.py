@@ -1,1 +1,0 @@
-"""Judges exported weights: tasks of the lm-evaluation-harness, and samples."""
