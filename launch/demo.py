@@ -46,7 +46,6 @@ from transformers.utils import logging
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import evaluation_batches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.chat.dataset import ChatSamples
 from toolkit.intake.load import load_recipe
 
 PRETRAIN = Path("recipes/tiny/llama-bytes.yaml")
@@ -251,9 +250,8 @@ def validation_loss(run: Path, data: TrainingData, model: nn.Module) -> float:
 def held_out(data: TrainingData) -> Iterator[Question]:
     """Questions that were not trained on."""
     (validation,) = data.validation.values()
-    assert isinstance(validation, ChatSamples)
     for index in range(ASKED):
-        chat = validation.conversations(index)[0]
+        chat = validation.documents(index)[0]
         asked = int(chat.trained.argmax())
         prompt, docstring = (
             data.tokenizer.decode(ids.tolist()) for ids in (chat.ids[:asked], chat.ids[asked:])

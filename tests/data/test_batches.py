@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.order import Shuffled
-from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.layout import Layout
 from toolkit.rehearse.batches import micro_batches as rehearsed
@@ -38,11 +38,11 @@ def splits(global_batch_size: int) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def dataset(tokenized: Tokenized) -> Callable[[int], PackedDataset]:
-    def make(n_samples: int) -> PackedDataset:
+def dataset(tokenized: Tokenized) -> Callable[[int], StreamSamples]:
+    def make(n_samples: int) -> StreamSamples:
         tokens = list(range(n_samples * 2 + 1))
         documents = [tokens[i : i + 5] for i in range(0, len(tokens), 5)]
-        return PackedDataset(TokenStream.whole(tokenized(documents)), 2)
+        return StreamSamples(TokenStream.whole(tokenized(documents)), 2)
 
     return make
 
@@ -50,7 +50,7 @@ def dataset(tokenized: Tokenized) -> Callable[[int], PackedDataset]:
 SETTINGS = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
 )
-Make = Callable[[int], PackedDataset]
+Make = Callable[[int], StreamSamples]
 
 
 @SETTINGS

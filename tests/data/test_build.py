@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.packing import PackedDataset
+from toolkit.data.packing import StreamSamples
 from toolkit.data.rows import Samples
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
@@ -34,8 +34,8 @@ def build(base: Path, data: dict[str, Any] | None = None, **settings: Any) -> Tr
     )
 
 
-def text(dataset: Samples | None) -> PackedDataset:
-    assert isinstance(dataset, PackedDataset)
+def text(dataset: Samples | None) -> StreamSamples:
+    assert isinstance(dataset, StreamSamples)
     return dataset
 
 

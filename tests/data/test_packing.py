@@ -1,6 +1,7 @@
 """Samples, labels and document boundaries, against a straightforward reference."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.fit import pack
+from toolkit.data.formats.indexed import read_indexed, write_indexed
+from toolkit.data.packing import RowParts, StreamSamples, TokenStream, packed_rows
 from toolkit.data.rows import Row
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData
@@ -35,13 +38,13 @@ def reference_samples(
 
 
 def all_samples(stream: TokenStream, length: int) -> list[tuple[list[int], list[int]]]:
-    dataset = PackedDataset(stream, length)
+    dataset = StreamSamples(stream, length)
     rows = [row for i in range(len(dataset)) for row in dataset.rows(i)]
     return [(row.input_ids.tolist(), row.labels.tolist()) for row in rows]
 
 
 def test_boundaries_are_masked(tokenized: Tokenized) -> None:
-    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 0], [3, 0], [4, 5, 6, 0]])), 4)
+    dataset = StreamSamples(TokenStream.whole(tokenized([[1, 2, 0], [3, 0], [4, 5, 6, 0]])), 4)
     assert len(dataset) == 2
     (first,) = dataset.rows(0)
     assert first.input_ids.tolist() == [1, 2, 0, 3]
@@ -59,9 +62,7 @@ def test_any_documents_are_isolated(
 ) -> None:
     """Two neighbours have one segment where they are of one document, however rows are cut."""
     owners = [number for number, document in enumerate(documents) for _ in document]
-    dataset = PackedDataset(
-        TokenStream.whole(tokenized(documents)), length, isolate_documents=True
-    )
+    dataset = StreamSamples(TokenStream.whole(tokenized(documents)), length, isolates=True)
     for index in range(len(dataset)):
         (row,) = dataset.rows(index)
         assert row.segments is not None and row.positions is not None
@@ -73,7 +74,7 @@ def test_any_documents_are_isolated(
 
 def test_isolated_documents_count_from_zero(tokenized: Tokenized) -> None:
     stream = TokenStream.whole(tokenized([[1, 2, 0], [0], [4, 5, 6, 7, 0]]))
-    dataset = PackedDataset(stream, 4, isolate_documents=True)
+    dataset = StreamSamples(stream, 4, isolates=True)
     (first,), (second,) = dataset.rows(0), dataset.rows(1)
     assert first.segments is not None and first.positions is not None
     assert first.input_ids.tolist() == [1, 2, 0, 0]
@@ -84,11 +85,51 @@ def test_isolated_documents_count_from_zero(tokenized: Tokenized) -> None:
     assert second.segments is not None and second.positions is not None
     assert second.segments.tolist() == [0] * 4
     assert second.positions.tolist() == [0, 1, 2, 3]
-    (plain,) = PackedDataset(stream, 4).rows(0)
+    (plain,) = StreamSamples(stream, 4).rows(0)
     assert plain.segments is None and plain.positions is None
     assert plain.labels.tolist() == first.labels.tolist()
     padding = Row.padding(first)
     assert padding.segments is first.segments and padding.positions is first.positions
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9),
+        min_size=2,
+    )
+)
+def test_only_trained_tokens_are_labels(
+    tmp_path: Path, documents: list[list[tuple[int, bool]]]
+) -> None:
+    """Of rows of one document, and of rows of as many as fit."""
+    write_indexed(
+        tmp_path / "given",
+        np.int32,
+        [[token if trained else -1 - token for token, trained in one] for one in documents],
+    )
+    data = TokenizedData(read_indexed(tmp_path / "given"), "", "given", is_marked=True)
+    stream = TokenStream.whole(data)
+    apart = StreamSamples(stream, 9, RowParts.documents(stream), rows_per_sample=2)
+    assert len(apart) == len(documents) // 2
+    write_indexed(tmp_path / "rows", np.int64, packed_rows(stream, 9))
+    packed = RowParts.stored(read_indexed(tmp_path / "rows"))
+    joined = pack(np.array([len(one) for one in documents]), 9)
+    assert packed.n_rows == len(joined)
+    rows = [row for index in range(len(apart)) for row in apart.rows(index)]
+    expected = [[document] for document in documents[: len(rows)]]
+    rows += [StreamSamples(stream, 9, packed).rows(index)[0] for index in range(len(joined))]
+    expected += [[documents[number] for number in row] for row in joined]
+    for row, held in zip(rows, expected, strict=True):
+        tokens = [token for one in held for token, _ in one]
+        labels = [
+            label
+            for one in held
+            for label in [*(t if trained else IGNORE_INDEX for t, trained in one[1:]), -100]
+        ]
+        padding = 9 - len(tokens)
+        assert row.input_ids.tolist() == tokens + [0] * padding
+        assert row.labels.tolist() == labels + [IGNORE_INDEX] * padding
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -112,24 +153,24 @@ def test_any_choice_of_documents(
 
 
 def test_no_sample_beyond_the_end(tokenized: Tokenized) -> None:
-    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 3]])), 3)
+    dataset = StreamSamples(TokenStream.whole(tokenized([[1, 2, 3]])), 3)
     assert len(dataset) == 0  # three inputs need a fourth token as label
     with pytest.raises(IndexError):
         dataset.rows(0)
 
 
 def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
-    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
+    dataset = StreamSamples(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
     with pytest.raises(DataError, match=r"token ids from 1 to 300; the model has 257"):
         dataset.rows(0)
 
 
 def test_token_counts(tokenized: Tokenized, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tokenized([[0, 0, 1], [9, 9, 9, 9, 2]])
-    dataset = PackedDataset(TokenStream.only(data, np.array([0])), 1)
+    dataset = StreamSamples(TokenStream.only(data, np.array([0])), 1)
     assert dataset.token_counts().tolist() == [2, 1]
     monkeypatch.setattr("toolkit.data.packing._CHUNK_TOKENS", 3)
-    assert PackedDataset(TokenStream.whole(data), 1).token_counts().tolist() == [
+    assert StreamSamples(TokenStream.whole(data), 1).token_counts().tolist() == [
         *[2, 1, 1],
         *[0] * 6,
         4,

@@ -22,11 +22,10 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
-from toolkit.data.chat.dataset import ChatSamples, chat_samples
-from toolkit.data.chat.report import ChatReport
-from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.fit import pack
-from toolkit.data.formats.indexed import IndexedWriter, read_indexed
+from toolkit.data.formats.indexed import read_indexed, write_indexed
+from toolkit.data.packing import RowParts, StreamSamples, TokenStream, packed_rows
+from toolkit.data.tokenized import TokenizedData
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.layout import Layout
@@ -124,19 +123,16 @@ def unpacked() -> list[list[Conversation]]:
     return [batch + [([2, 2], [0, 0])] * (most - len(batch)) for batch in batches]
 
 
-def packed_samples(cache: Path) -> ChatSamples:
+def packed_samples(cache: Path) -> StreamSamples:
     """The data set that DMT makes of `packed_conversations`."""
     chats, _ = packed_conversations()
-    with IndexedWriter(cache / "chats", np.int32) as writer:
-        for tokens, mask in chats:
-            writer.append([0, *np.where(mask, np.invert(tokens), tokens)])
-            writer.end_document()
-        writer.commit()
-    stored = StoredChats(read_indexed(cache / "chats"), ChatReport(), "")
-    return chat_samples(
-        stored, np.arange(len(chats)), "train", sequence_length=parity.LENGTH,
-        rows_per_sample=1, packing="greedy", cache=cache,
-    )  # fmt: skip
+    stored = (np.where(mask, tokens, np.invert(tokens)) for tokens, mask in chats)
+    write_indexed(cache / "chats", np.int32, stored)
+    data = TokenizedData(read_indexed(cache / "chats"), "", "chats", is_marked=True)
+    stream = TokenStream.whole(data)
+    write_indexed(cache / "rows", np.int64, packed_rows(stream, parity.LENGTH))
+    parts = RowParts.stored(read_indexed(cache / "rows"))
+    return StreamSamples(stream, parity.LENGTH, parts, isolates=True)
 
 
 def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEn
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.data.order import Shuffled
-from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.lengths import SequenceLengths
@@ -24,7 +24,7 @@ from toolkit.train.step_reduction import StepReduction
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> StreamSamples:
     prefix = tmp_path_factory.mktemp("data") / "tokens"
     tokens = np.random.default_rng(0).choice(VOCABULARY, 2000, p=[0.5, 0.2, *[0.05] * 6])
     with IndexedWriter(prefix, np.uint16) as writer:
@@ -32,10 +32,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
         writer.end_document()
         writer.commit()
     data = TokenizedData(read_indexed(prefix), "fingerprint", "test")
-    return PackedDataset(TokenStream.whole(data), 16, VOCABULARY)
+    return StreamSamples(TokenStream.whole(data), 16, vocab_size=VOCABULARY)
 
 
-def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
+def test_loss_falls_to_the_unigram_entropy(dataset: StreamSamples) -> None:
     hooks = run(job(dataset, FakeEngine(VOCABULARY)))
     assert hooks.losses[0] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
     shares = dataset.token_counts() / dataset.n_tokens
@@ -45,7 +45,7 @@ def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
     assert hooks.calls[-1] == ("evaluate", STEPS)
 
 
-def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
+def test_resumed_run_is_the_uninterrupted_one(dataset: StreamSamples) -> None:
     whole = run(job(dataset, FakeEngine(VOCABULARY)))
     engine, progress = FakeEngine(VOCABULARY), Progress()
     first = run(job(dataset, engine, steps=15), progress)
@@ -58,7 +58,7 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
     assert first.losses + second.losses == whole.losses
 
 
-def test_a_batch_that_grows_continues_where_it_was(dataset: PackedDataset) -> None:
+def test_a_batch_that_grows_continues_where_it_was(dataset: StreamSamples) -> None:
     """Every sample once, in the order of a constant batch."""
     ramp = BatchRampSection(start=2, increment=2, steps=10)
     lengths = SequenceLengths.of([], 16, LAYOUT.global_batch, ramp=ramp)
@@ -85,7 +85,7 @@ class TwoTensorRanks(StepReduction):
         return stopping, tuple(2 * number for number in numbers)
 
 
-def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -> None:
+def test_tensor_parallel_ranks_count_their_tokens_once(dataset: StreamSamples) -> None:
     alone = run(job(dataset, FakeEngine(VOCABULARY)))
     split = replace(job(dataset, FakeEngine(VOCABULARY)), layout=replace(LAYOUT, tp=2))
     two = run(split, reduction=TwoTensorRanks)
@@ -94,7 +94,7 @@ def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -
 
 
 def skipped_steps(
-    dataset: PackedDataset, engine: FakeEngine, progress: Progress, guard: GuardSection
+    dataset: StreamSamples, engine: FakeEngine, progress: Progress, guard: GuardSection
 ) -> tuple[dict[int, str], Recorder]:
     """Train to the end or to a failure of the guard; why which steps were skipped."""
     hooks = Recorder()
@@ -103,7 +103,7 @@ def skipped_steps(
     return hooks.skipped, hooks
 
 
-def test_a_spike_is_measured_against_the_median(dataset: PackedDataset) -> None:
+def test_a_spike_is_measured_against_the_median(dataset: StreamSamples) -> None:
     """Steps 4 and 20 (of 0…) jump to more than twice the loss of their forerunners."""
     spoiled = {4: 9.0, 20: 9.0, 30: 0.5}
     guard = GuardSection(spike_factor=2.0)
@@ -115,28 +115,28 @@ def test_a_spike_is_measured_against_the_median(dataset: PackedDataset) -> None:
     assert hooks.calls[-1] == ("evaluate", STEPS)
 
 
-def test_a_median_of_0_makes_no_loss_a_spike(dataset: PackedDataset) -> None:
+def test_a_median_of_0_makes_no_loss_a_spike(dataset: StreamSamples) -> None:
     remembered = Progress(15, 60, (0.0,) * 15)
     guard = GuardSection(spike_factor=2.0)
     assert 16 not in skipped_steps(dataset, SpoiledEngine({0: 9.0}), remembered, guard)[0]
 
 
 def test_without_a_factor_only_a_loss_that_is_no_number_is_skipped(
-    dataset: PackedDataset,
+    dataset: StreamSamples,
 ) -> None:
     engine = SpoiledEngine({12: 9.0, 20: math.nan})
     skipped, _ = skipped_steps(dataset, engine, Progress(), GuardSection())
     assert skipped == {21: "the loss is not finite"}
 
 
-def test_a_resumed_run_remembers_the_losses(dataset: PackedDataset) -> None:
+def test_a_resumed_run_remembers_the_losses(dataset: StreamSamples) -> None:
     guard = GuardSection(spike_factor=2.0)
     remembered = Progress(15, 60, (1.5,) * 15)
     assert list(skipped_steps(dataset, SpoiledEngine({0: 9.0}), remembered, guard)[0]) == [16]
     assert not skipped_steps(dataset, SpoiledEngine({0: 9.0}), Progress(15, 60), guard)[0]
 
 
-def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: PackedDataset) -> None:
+def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: StreamSamples) -> None:
     progress = Progress()
     engine = SpoiledEngine({3: math.nan})
     _, hooks = skipped_steps(dataset, engine, progress, GuardSection())
@@ -146,7 +146,7 @@ def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: PackedDa
     assert all(map(math.isfinite, progress.recent_losses))
 
 
-def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDataset) -> None:
+def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: StreamSamples) -> None:
     nan = dict.fromkeys([2, 3, *range(7, 20)], math.nan)
     hooks, progress = Recorder(), Progress()
     guard = GuardSection(max_skips_in_a_row=3)
@@ -167,24 +167,24 @@ def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
         writer.commit()
     data = TokenizedData(read_indexed(tmp_path / "tokens"), "fingerprint", "test")
     engine, progress = FakeEngine(VOCABULARY), Progress()
-    dataset = PackedDataset(TokenStream.whole(data), 16, VOCABULARY)
+    dataset = StreamSamples(TokenStream.whole(data), 16, vocab_size=VOCABULARY)
     patient = GuardSection(max_skips_in_a_row=STEPS + 1)
     skipped, _ = skipped_steps(dataset, engine, progress, patient)
     assert skipped == dict.fromkeys(range(1, STEPS + 1), "no token of the batch is trained")
     assert not engine.steps and not progress.recent_losses
 
 
-def test_signal_saves_and_stops(dataset: PackedDataset) -> None:
+def test_signal_saves_and_stops(dataset: StreamSamples) -> None:
     hooks = Recorder(signal_at=7)
     with pytest.raises(Stopped, match="after saving step 7 of 40"):
         run(job(dataset, FakeEngine(VOCABULARY)), hooks=hooks)
     assert hooks.calls[-1] == ("stop", 7)
 
 
-def test_signal_at_the_last_step_ends_normally(dataset: PackedDataset) -> None:
+def test_signal_at_the_last_step_ends_normally(dataset: StreamSamples) -> None:
     hooks = run(job(dataset, FakeEngine(VOCABULARY)), hooks=Recorder(signal_at=STEPS))
     assert hooks.calls[-2:] == [("save", STEPS), ("evaluate", STEPS)]
 
 
-def test_finished_run_does_nothing(dataset: PackedDataset) -> None:
+def test_finished_run_does_nothing(dataset: StreamSamples) -> None:
     assert run(job(dataset, FakeEngine(VOCABULARY)), Progress(STEPS, 0)).calls == []

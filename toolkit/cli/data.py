@@ -14,7 +14,8 @@ from toolkit.recipe.schema import Recipe
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from toolkit.data.build import TrainingData, TrainingSamples
+    from toolkit.data.build import TrainingData
+    from toolkit.data.packing import StreamSamples
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
@@ -41,7 +42,7 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, parts: "Iterable[TrainingSamples]") -> Self:
+    def of(cls, parts: "Iterable[StreamSamples]") -> Self:
         """Size of the tokenised data of all sources together."""
         documents = tokens = samples = fed = 0
         for part in parts:
@@ -154,7 +155,7 @@ def show(
 
     data = _build(load_recipe(recipe, overrides))
     shown = {
-        source.title: preview(source.train, data.tokenizer, samples, tokens)
+        source.title: preview(source, data.tokenizer, samples, tokens)
         for source in data.sources
     }
     printed = shown if len(shown) > 1 else next(iter(shown.values()))

@@ -3,24 +3,29 @@ CLI."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
-from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import stated_template
-from toolkit.data.chat.tokens import prepare_chats
+from toolkit.data.chat.report import ChatReport
+from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import Order, Shuffled
-from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
+from toolkit.data.packing import (
+    RowParts,
+    StreamSamples,
+    TokenStream,
+    fitted_rows,
+    packed_rows,
+)
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Samples
-from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import cached_rows, prepare
+from toolkit.data.split import held_out_conversations, held_out_documents
+from toolkit.data.tokenized import TokenizedData, cached_rows, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,
     load_tokenizer,
@@ -31,7 +36,6 @@ from toolkit.recipe.schema import (
     BatchRampSection,
     ChatSource,
     DataSection,
-    DocumentSource,
     PreferenceSource,
     Recipe,
     Source,
@@ -41,19 +45,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-TrainingSamples: TypeAlias = PackedDataset | ChatSamples
-"""Samples of text, or of chats and preferences."""
-
-
 @dataclass(frozen=True)
 class SourceData:
     title: str
     """Its name in a list of sources."""
-    train: TrainingSamples
-    held_out: TrainingSamples | None
+    train: StreamSamples
+    held_out: StreamSamples | None
     """Documents of the same source that are not in `train`."""
     identity: tuple[object, ...]
     """Changes with the tokens and the split."""
+    report: ChatReport | None
+    """What became of the rows of chats and preferences."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class TrainingData:
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
     """The source that must not be repeated and ends first; the samples of all until then."""
-    validation: dict[str, TrainingSamples]
+    validation: dict[str, StreamSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
     fingerprint: str
@@ -273,46 +275,46 @@ class _Builder:
 
     def build(self, source: Source, fraction: float) -> SourceData:
         """Samples of one source; `fraction` of its documents are held out."""
-        if isinstance(source, ChatSource | PreferenceSource):
-            return self._chats(source, fraction)
-        return self._text(source, fraction)
+        stored = self._tokens(source)
+        if isinstance(stored, StoredChats):
+            identity: tuple[object, ...] = (stored.fingerprint, self.data.packing)
+            report: ChatReport | None = stored.report
+        else:
+            fits = self.data.packing == "best_fit"
+            identity, report = (stored.fingerprint, *["best fit"] * fits), None
 
-    def _chats(self, source: ChatSource | PreferenceSource, fraction: float) -> SourceData:
-        data, length = self.data, self.sequence_length
-        stored = prepare_chats(
-            source,
-            data,
-            self.tokenizer,
-            sequence_length=length,
-            base=self.base,
-            cache=self.cache,
-            track=self.track,
-        )
-        samples = partial(
-            chat_samples,
-            stored,
-            sequence_length=length,
-            rows_per_sample=2 if isinstance(source, PreferenceSource) else 1,
-            packing=data.packing,
-            isolates=data.isolate_documents,
-            cache=self.cache,
-        )
-        identity = (stored.fingerprint, data.packing)
+        def samples(stream: TokenStream, part: str) -> StreamSamples:
+            key = fingerprint_of([*identity, part, self.sequence_length])
+            return self._samples(source, stream, self.cache / "tokens" / key)
+
         if fraction == 0:
-            numbers = np.arange(stored.indexed.n_documents, dtype=np.int64)
-            return SourceData(source.title, samples(numbers, "all"), None, identity)
+            whole = samples(TokenStream.whole(stored), "all")
+            return SourceData(source.title, whole, None, identity, report)
+        if isinstance(stored, StoredChats):
+            held_out = held_out_conversations(stored.row_numbers, fraction, self.seed)
+        else:
+            held_out = held_out_documents(stored.indexed.n_documents, fraction, self.seed)
         split = f"of {fraction} by {self.seed}"
-        kept, held_out = split_rows(stored, fraction, self.seed)
         return SourceData(
             source.title,
-            samples(kept, f"train {split}"),
-            samples(held_out, f"validation {split}"),
-            (*identity, split),
+            samples(TokenStream.without(stored, held_out), f"train {split}"),
+            samples(TokenStream.only(stored, held_out), f"validation {split}"),
+            (*identity, split) if report else (*identity, fraction, self.seed),
+            report,
         )
 
-    def _text(self, source: DocumentSource, fraction: float) -> SourceData:
-        """Samples of text: the tokens of all documents, cut at equal lengths."""
-        tokens = prepare(
+    def _tokens(self, source: Source) -> TokenizedData:
+        if isinstance(source, ChatSource | PreferenceSource):
+            return prepare_chats(
+                source,
+                self.data,
+                self.tokenizer,
+                sequence_length=self.sequence_length,
+                base=self.base,
+                cache=self.cache,
+                track=self.track,
+            )
+        return prepare(
             source,
             self.tokenizer,
             base=self.base,
@@ -322,43 +324,36 @@ class _Builder:
             track=self.track,
         )
 
-        fits = self.data.packing == "best_fit"
-        identity: tuple[object, ...] = (tokens.fingerprint, *["best fit"] * fits)
-
-        def packed(stream: TokenStream, part: str) -> PackedDataset:
-            key = fingerprint_of([*identity, part, self.sequence_length])
-            return self._packed(stream, self.cache / "tokens" / key)
-
-        if fraction == 0:
-            whole = packed(TokenStream.whole(tokens), "all")
-            return SourceData(source.title, whole, None, identity)
-        documents = held_out_documents(tokens.indexed.n_documents, fraction, self.seed)
-        split = f"of {fraction} by {self.seed}"
-        return SourceData(
-            source.title,
-            packed(TokenStream.without(tokens, documents), f"train {split}"),
-            packed(TokenStream.only(tokens, documents), f"validation {split}"),
-            (*identity, fraction, self.seed),
+    def _samples(self, source: Source, stream: TokenStream, rows: Path) -> StreamSamples:
+        """The samples of a stream. Where documents share rows, `rows` is the cache entry of
+        which ones do."""
+        chats = isinstance(source, ChatSource | PreferenceSource)
+        length = self.sequence_length
+        packs = self.data.packing == ("greedy" if chats else "best_fit")
+        parts = None
+        if packs:
+            found = packed_rows if chats else fitted_rows
+            stored = cached_rows(rows, np.int64, lambda: found(stream, length))
+            parts = RowParts.stored(stored)
+        elif chats:
+            parts = RowParts.documents(stream)
+        return StreamSamples(
+            stream,
+            length,
+            parts,
+            rows_per_sample=2 if isinstance(source, PreferenceSource) else 1,
+            vocab_size=self.vocab_size,
+            isolates=self.data.isolate_documents or (chats and packs),
         )
-
-    def _packed(self, stream: TokenStream, rows: Path) -> PackedDataset:
-        """The samples of a stream. With best fit, `rows` is the cache entry of which parts of
-        documents share a row."""
-        isolates = self.data.isolate_documents
-        length, size = self.sequence_length, self.vocab_size
-        if self.data.packing != "best_fit":
-            return PackedDataset(stream, length, size, isolate_documents=isolates)
-        fitted = cached_rows(rows, np.int64, lambda: fitted_rows(stream, length))
-        return FittedDataset(stream, fitted, length, size, isolate_documents=isolates)
 
 
 def _check_size(
-    side: str, source: SourceData, dataset: TrainingSamples, needed_samples: int
+    side: str, source: SourceData, dataset: StreamSamples, needed_samples: int
 ) -> None:
     if len(dataset) < needed_samples:
         length = dataset.sequence_length
         needed = f"{needed_samples:,}"
-        if isinstance(dataset, PackedDataset):
+        if source.report is None:
             needed += f" ({needed_samples * length + 1:,} tokens)"
         raise DataError(
             f"the {side} data of `{source.title}` has {dataset.n_tokens:,} tokens, which make "

@@ -1,7 +1,9 @@
-"""The tokens of some documents, concatenated and cut into samples of equal length."""
+"""Samples of equal length, whose rows are made of parts of a token stream."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -9,10 +11,12 @@ from toolkit.batch import IGNORE_INDEX
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedTokens
 from toolkit.data.remote.blocks import BlockArray
-from toolkit.data.rows import Int64Array, Row, documents, occurrences
+from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents, occurrences
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
+_PADDING_ID = 0
+"""Valid in every vocabulary; it is never a label, and no trained token attends to it."""
 _CHUNK_TOKENS = 2**22
 REMOTE_COUNTED_TOKENS = 2**24
 """Number of tokens of a remote store that are read to count them."""
@@ -66,12 +70,17 @@ class TokenStream:
         return self._data.name
 
     @property
+    def is_marked(self) -> bool:
+        """See `TokenizedData`."""
+        return self._data.is_marked
+
+    @property
     def is_remote(self) -> bool:
         """Whether reading a token takes a network request."""
         return isinstance(self._data.indexed.tokens, BlockArray)
 
     def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Tokens `start … stop - 1`, int64 [stop - start], and which end a document.
+        """Stored tokens `start … stop - 1`, int64 [stop - start], and which end a document.
 
         The second array holds the places, counted from `start`, of the last tokens of
         documents.
@@ -137,34 +146,73 @@ def _bounds(data: TokenizedData, documents: Int64Array) -> tuple[Int64Array, Int
     return data.indexed.document_starts(documents), data.indexed.document_starts(documents + 1)
 
 
-class PackedDataset:
-    """Samples of `sequence_length` inputs, each with the token that follows as its label.
+Part = tuple[int, int]
+"""Start in the stream, and tokens."""
 
-    Sample i covers tokens [i·L, i·L + L] of the stream: inputs are the first L of them,
-    labels the last L. An incomplete sample at the end is dropped. Where the input is the
-    last token of a document, the label is `IGNORE_INDEX`: the next document is not predicted.
-    Where documents are isolated, a row has segments and positions; a document that began in the
-    sample before counts from 0 again.
+
+@dataclass(frozen=True)
+class RowParts:
+    """Which tokens of a stream lie in each row of a data set."""
+
+    n_rows: int
+    of: Callable[[int], list[Part]]
+    """The parts of a row, in their order; the row is padded behind them."""
+
+    @classmethod
+    def equal(cls, stream: TokenStream, length: int) -> "RowParts":
+        """The stream cut at every `length` tokens. Each row needs the token that follows, as a
+        label: an incomplete one at the end is dropped."""
+        return cls(max(0, (len(stream) - 1) // length), lambda row: [(row * length, length)])
+
+    @classmethod
+    def documents(cls, stream: TokenStream) -> "RowParts":
+        """A row for each document."""
+        lengths = stream.document_lengths(len(stream))
+        starts = np.cumsum(lengths) - lengths
+        return cls(len(lengths), lambda row: [(int(starts[row]), int(lengths[row]))])
+
+    @classmethod
+    def stored(cls, rows: IndexedTokens) -> "RowParts":
+        """What `fitted_rows` or `packed_rows` found for the stream."""
+
+        def parts(row: int) -> list[Part]:
+            first, behind = rows.document_starts(np.array([row, row + 1])).tolist()
+            flat = rows.tokens[first:behind].tolist()
+            return list(zip(flat[::2], flat[1::2], strict=True))
+
+        return cls(rows.n_documents, parts)
+
+
+class StreamSamples:
+    """Samples whose rows are parts of a token stream, and padding behind them.
+
+    The label of a token is the token that follows it in the stream, or `IGNORE_INDEX` where
+    that one is not trained or belongs to the next document. Where documents are isolated, a row
+    has segments and positions: a segment for each document and one for the padding; a document
+    that began in the row before counts from 0 again.
     """
-
-    rows_per_sample = 1
 
     def __init__(
         self,
         stream: TokenStream,
         sequence_length: int,
-        vocab_size: int | None = None,
+        parts: RowParts | None = None,
         *,
-        isolate_documents: bool = False,
+        rows_per_sample: int = 1,
+        vocab_size: int | None = None,
+        isolates: bool = False,
     ) -> None:
-        """`vocab_size`, where given, is the model's; tokens outside it are an error."""
+        """`parts` are those of each row, by default `RowParts.equal`. `vocab_size`, where
+        given, is the model's; tokens outside it are an error."""
         self.stream = stream
         self.sequence_length = sequence_length
+        self.rows_per_sample = rows_per_sample
+        self._parts = parts or RowParts.equal(stream, sequence_length)
         self._vocab_size = vocab_size
-        self._isolates = isolate_documents
+        self._isolates = isolates
 
     def __len__(self) -> int:
-        return max(0, (len(self.stream) - 1) // self.sequence_length)
+        return self._parts.n_rows // self.rows_per_sample
 
     @property
     def n_documents(self) -> int:
@@ -176,48 +224,71 @@ class PackedDataset:
         """Tokens of the documents; the last of them may be in no sample."""
         return len(self.stream)
 
-    def rows(self, index: int) -> tuple[Row]:
-        """See `Samples.rows`: one row.
+    def rows(self, index: int) -> list[Row]:
+        """See `Samples.rows`.
 
         Raises DataError when a token lies outside the model's vocabulary.
         """
+        return [self._row(parts) for parts in self._rows_of(index)]
+
+    def documents(self, index: int) -> list[MarkedTokens]:
+        """The documents of sample `index`, as far as they lie in it."""
+        found = []
+        for start, size in (part for parts in self._rows_of(index) for part in parts):
+            tokens, ends = self._read(start, start + size)
+            bounds = [0, *(ends[ends < size - 1] + 1).tolist(), size]
+            found += [tokens.between(first, end) for first, end in pairwise(bounds)]
+        return found
+
+    def expect(self, indices: Int64Array) -> None:
+        for index in indices.tolist() if self.stream.is_remote else ():
+            for start, size in (part for parts in self._rows_of(index) for part in parts):
+                self.stream.expect(start, min(start + size + 1, len(self.stream)))
+
+    def token_counts(self) -> Int64Array:
+        """How often each token id is trained, int64 [largest id + 1]; of tokens in a remote
+        store, in its beginning."""
+        pieces = (self._marked(stored) for stored, _ in self.stream.beginning())
+        return occurrences(tokens.ids[tokens.trained] for tokens in pieces)
+
+    def _rows_of(self, index: int) -> list[list[Part]]:
+        """The parts of each row of sample `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        first = index * self.rows_per_sample
+        return [self._parts.of(row) for row in range(first, first + self.rows_per_sample)]
+
+    def _row(self, parts: list[Part]) -> Row:
         length, at = self.sequence_length, 0
-        inputs = np.zeros(length, dtype=np.int64)
+        inputs = np.full(length, _PADDING_ID, dtype=np.int64)
         labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
         starts = [np.array([0])]
-        for start, size in self._parts(index):
-            tokens, ends = self.stream.read(start, min(start + size + 1, len(self.stream)))
-            self._check_vocabulary(tokens)
+        for start, size in parts:
+            tokens, ends = self._read(start, start + size + 1)
+            following = np.where(tokens.trained, tokens.ids, IGNORE_INDEX)[1:]
             ends = at + ends[ends < size]
-            inputs[at : at + size] = tokens[:size]
-            labels[at : at + len(tokens) - 1] = tokens[1:]
+            inputs[at : at + size] = tokens.ids[:size]
+            labels[at : at + len(following)] = following
             labels[ends] = IGNORE_INDEX
             at += size
             starts += [ends + 1, np.array([at])]
         if not self._isolates:
-            return (Row(inputs, labels),)
+            return Row(inputs, labels)
         segments, positions = documents(np.unique(np.concatenate(starts)), length)
-        return (Row(inputs, labels, positions=positions, segments=segments),)
+        return Row(inputs, labels, positions=positions, segments=segments)
 
-    @property
-    def n_dropped(self) -> int:
-        """Tokens behind the last sample."""
-        return len(self.stream) - len(self) * self.sequence_length
+    def _read(self, start: int, stop: int) -> tuple[MarkedTokens, Int64Array]:
+        """Tokens `start … stop - 1` as far as there are any; the second as of
+        `TokenStream.read`."""
+        stored, ends = self.stream.read(start, min(stop, len(self.stream)))
+        return self._marked(stored), ends
 
-    def expect(self, indices: Int64Array) -> None:
-        for index in indices.tolist() if self.stream.is_remote else ():
-            for start, size in self._parts(index):
-                self.stream.expect(start, min(start + size + 1, len(self.stream)))
-
-    def _parts(self, index: int) -> list[list[int]]:
-        """Start in the stream and tokens of each part of sample `index`."""
-        return [[index * self.sequence_length, self.sequence_length]]
-
-    def filled(self, index: int) -> int:
-        """Positions of sample `index` before its padding."""
-        return sum(size for _, size in self._parts(index))
+    def _marked(self, stored: Int64Array) -> MarkedTokens:
+        if self.stream.is_marked:
+            trained = stored >= 0
+            return MarkedTokens(np.where(trained, stored, ~stored), trained)
+        self._check_vocabulary(stored)
+        return MarkedTokens(stored, np.ones(len(stored), dtype=np.bool_))
 
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the
@@ -230,58 +301,18 @@ class PackedDataset:
                 fix="use data made with the model's tokenizer",
             )
 
-    def token_counts(self) -> Int64Array:
-        """How often each token id occurs in the stream, int64 [largest id + 1]; of tokens in a
-        remote store, in its beginning."""
 
-        def checked() -> Iterator[Int64Array]:
-            for tokens, _ in self.stream.beginning():
-                self._check_vocabulary(tokens)
-                yield tokens
-
-        return occurrences(checked())
-
-
-class FittedDataset(PackedDataset):
-    """Samples of whole documents, as many as fit, padded at the end; best fit decreasing.
-
-    A document longer than a sample is cut: its whole samples stand alone, and only what is
-    left of it shares one ("Fewer Truncations Improve Language Modeling", arXiv:2404.10830).
-    The last token of a cut part has the token that follows in its document as label.
-    """
-
-    def __init__(
-        self,
-        stream: TokenStream,
-        rows: IndexedTokens,
-        sequence_length: int,
-        vocab_size: int | None = None,
-        *,
-        isolate_documents: bool = False,
-    ) -> None:
-        """`rows` is what `fitted_rows` found for the stream and this length."""
-        super().__init__(
-            stream, sequence_length, vocab_size, isolate_documents=isolate_documents
-        )
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows.n_documents
-
-    @property
-    def n_dropped(self) -> int:
-        """None: samples are padded."""
-        return 0
-
-    def _parts(self, index: int) -> list[list[int]]:
-        first, behind = self._rows.document_starts(np.array([index, index + 1])).tolist()
-        parts: list[list[int]] = self._rows.tokens[first:behind].reshape(-1, 2).tolist()
-        return parts
+def packed_rows(stream: TokenStream, length: int) -> Iterator[Int64Array]:
+    """Rows of whole documents, none longer than `length`: of each row, start in the stream and
+    tokens of its documents, int64 [documents · 2]."""
+    lengths = stream.document_lengths(len(stream))
+    yield from _packed(np.cumsum(lengths) - lengths, lengths, length)
 
 
 def fitted_rows(stream: TokenStream, length: int) -> Iterator[Int64Array]:
-    """The rows of a `FittedDataset`: of each part of a document, its start in the stream and
-    its tokens, int64 [parts · 2].
+    """Rows as of `packed_rows`, of documents of any length. A longer one is cut: its whole rows
+    stand alone, and only what is left of it shares one ("Fewer Truncations Improve Language
+    Modeling", arXiv:2404.10830).
 
     Documents are fitted a window of the stream at a time: memory does not grow with it.
     """
@@ -303,6 +334,10 @@ def _fitted(bounds: Int64Array, length: int) -> Iterator[Int64Array]:
         yield np.array([first, length])
     rest = sizes % length
     left = np.flatnonzero(rest)
-    parts = np.stack([(starts + sizes - rest)[left], rest[left]], axis=1)
-    for row in pack(rest[left], length):
+    yield from _packed((starts + sizes - rest)[left], rest[left], length)
+
+
+def _packed(starts: Int64Array, sizes: Int64Array, length: int) -> Iterator[Int64Array]:
+    parts = np.stack([starts, sizes], axis=1)
+    for row in pack(sizes, length):
         yield parts[row].reshape(-1)

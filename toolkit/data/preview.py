@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.batch import IGNORE_INDEX
-from toolkit.data.build import TrainingSamples
-from toolkit.data.chat.dataset import ChatSamples
-from toolkit.data.chat.template import MarkedTokens
-from toolkit.data.rows import Int64Array
+from toolkit.data.build import SourceData
+from toolkit.data.rows import Int64Array, MarkedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,27 +66,21 @@ class Preview:
 
 
 def preview(
-    train: TrainingSamples, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
+    source: SourceData, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
 ) -> Preview:
     """The first samples of a source, `tokens` of each document, and statistics."""
+    train, report = source.train, source.report
     n_rows = len(train) * train.rows_per_sample
-    positions = n_rows * train.sequence_length
-    if isinstance(train, ChatSamples):
-        report = train.chats.report
-        counts = asdict(report)
-        share, filled = report.trained_tokens / report.tokens, train.n_tokens / positions
-        lengths = train.lengths()
-    else:
-        counts = None
+    if report is None:
         # The stream gives all tokens but the first of each document as labels.
         share = 1 - train.n_documents / max(train.n_tokens, 1)
-        filled = min(train.n_tokens / positions, 1.0)
-        lengths = train.stream.document_lengths(min(train.n_tokens, _MEASURED_TOKENS))
+    else:
+        share = report.trained_tokens / report.tokens
     return Preview(
         tuple(
             ShownSample(
                 index,
-                tuple(_shown(one, tokenizer, tokens) for one in _documents(train, index)),
+                tuple(_shown(one, tokenizer, tokens) for one in train.documents(index)),
             )
             for index in range(min(samples, len(train)))
         ),
@@ -97,34 +88,24 @@ def preview(
         train.n_documents,
         train.sequence_length,
         share,
-        filled,
-        tuple(_bins(lengths)),
-        counts,
+        min(train.n_tokens / (n_rows * train.sequence_length), 1.0),
+        tuple(_bins(train.stream.document_lengths(min(train.n_tokens, _MEASURED_TOKENS)))),
+        None if report is None else asdict(report),
     )
-
-
-def _documents(train: TrainingSamples, index: int) -> Iterator[MarkedTokens]:
-    if isinstance(train, ChatSamples):
-        yield from train.conversations(index)
-        return
-    (row,) = train.rows(index)
-    trained = np.append([False], row.labels[: train.filled(index) - 1] != IGNORE_INDEX)
-    starts = [0, *(np.flatnonzero(~trained[1:]) + 1).tolist(), len(trained)]
-    for start, stop in pairwise(starts):
-        yield MarkedTokens(row.input_ids[start:stop], trained[start:stop])
 
 
 def _shown(
     document: MarkedTokens, tokenizer: "PreTrainedTokenizerFast", limit: int
 ) -> ShownDocument:
-    ids, trained = document.ids[:limit], document.trained[:limit]
-    edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
+    ids, trained = document.ids[:limit], document.trained.copy()
+    trained[0] = False  # no token predicts it
+    edges = [0, *(np.flatnonzero(np.diff(trained[:limit])) + 1).tolist(), len(ids)]
     passages = tuple(
         Passage(tokenizer.decode(ids[start:stop].tolist()), bool(trained[start]))
         for start, stop in pairwise(edges)
     )
-    n_trained = int(document.trained.sum())
-    return ShownDocument(len(document.ids), n_trained, passages, len(document.ids) - len(ids))
+    hidden = len(document.ids) - len(ids)
+    return ShownDocument(len(document.ids), int(trained.sum()), passages, hidden)
 
 
 def _bins(lengths: Int64Array) -> Iterator[LengthBin]:

@@ -48,6 +48,20 @@ class Row:
         return replace(part, segments=segments - segments[0], positions=positions - before)
 
 
+@dataclass(frozen=True)
+class MarkedTokens:
+    """Tokens of a document, and which of them are trained."""
+
+    ids: Int64Array
+    """[tokens]."""
+    trained: npt.NDArray[np.bool_]
+    """[tokens]."""
+
+    def between(self, start: int, stop: int) -> "MarkedTokens":
+        """Tokens `start … stop - 1`."""
+        return MarkedTokens(self.ids[start:stop], self.trained[start:stop])
+
+
 def documents(starts: Int64Array, length: int) -> tuple[npt.NDArray[np.int32], Int64Array]:
     """Segments and positions [length] of a row whose documents start there, the first at 0."""
     places = np.arange(length)

@@ -1,13 +1,13 @@
 """Which documents are held out for validation."""
 
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.data.hashing import HELD_OUT_DOCUMENTS, derive_key, mix64
+from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
 
 
-def held_out_documents(n_documents: int, fraction: float, seed: int) -> npt.NDArray[np.int64]:
+def held_out_documents(n_documents: int, fraction: float, seed: int) -> Int64Array:
     """Documents held out for validation, ascending, int64 [held out].
 
     These are the `fraction` of the documents (at least one, never all) whose number, hashed
@@ -26,3 +26,14 @@ def held_out_documents(n_documents: int, fraction: float, seed: int) -> npt.NDAr
     numbers = np.arange(n_documents, dtype=np.uint64)
     hashes = mix64(numbers ^ derive_key(seed, HELD_OUT_DOCUMENTS))
     return np.sort(np.argpartition(hashes, n_held_out - 1)[:n_held_out])
+
+
+def held_out_conversations(row_numbers: Int64Array, fraction: float, seed: int) -> Int64Array:
+    """The same for conversations, whose rows of the data set are held out whole.
+
+    `row_numbers`: the row of each conversation. Raises DataError as `held_out_documents`.
+    """
+    rows, row_of = np.unique(row_numbers, return_inverse=True)
+    held_out = np.zeros(len(rows), dtype=np.bool_)
+    held_out[held_out_documents(len(rows), fraction, seed)] = True
+    return np.flatnonzero(held_out[row_of])

@@ -78,6 +78,8 @@ class TokenizedData:
     """Changes with the documents and with the tokenizer."""
     name: str
     """Path of the pair of files, for messages."""
+    is_marked: bool = False
+    """Whether a token that is not trained is stored as the complement of its id."""
 
 
 @dataclass(frozen=True)

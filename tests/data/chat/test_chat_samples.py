@@ -21,7 +21,8 @@ from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_toke
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
 from toolkit.data.chat import maker, workers
-from toolkit.data.chat.dataset import ChatSamples
+from toolkit.data.chat.report import ChatReport
+from toolkit.data.packing import StreamSamples
 from toolkit.errors import DataError
 
 Row = dict[str, Any]
@@ -46,16 +47,21 @@ def build(base: Path, train: Row | None = None, length: int = 128, **data: Any) 
     return built(base, section, length, vocab_size=None)
 
 
-def samples_of(data: TrainingData) -> ChatSamples:
-    assert isinstance(data.train, ChatSamples)
-    return data.train
+def samples_of(data: TrainingData) -> StreamSamples:
+    return data.sources[0].train
 
 
-def texts(samples: ChatSamples, *, trained: bool = False) -> list[str]:
+def report_of(data: TrainingData) -> ChatReport:
+    report = data.sources[0].report
+    assert report is not None
+    return report
+
+
+def texts(samples: StreamSamples, *, trained: bool = False) -> list[str]:
     """Every conversation, or what is trained of it; `$` is the end of text."""
     found = []
     for index in range(len(samples)):
-        for one in samples.conversations(index):
+        for one in samples.documents(index):
             ids = one.ids[one.trained] if trained else one.ids
             found.append(bytes(36 if i == 256 else i for i in ids).decode())
     return found
@@ -77,7 +83,7 @@ def test_one_conversation_a_row(tmp_path: Path) -> None:
     labels = row.labels[row.labels != IGNORE_INDEX]
     assert bytes(labels[:-1].tolist()) == b"Hello<|im_end|>\n" and labels[-1] == 256
     assert (row.labels[n - 1 :] == IGNORE_INDEX).all() and row.labels[n - 2] == 256
-    assert (row.input_ids[1:n] == np.append(samples.conversations(0)[0].ids[1:], [])).all()
+    assert (row.input_ids[1:n] == np.append(samples.documents(0)[0].ids[1:], [])).all()
 
 
 def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
@@ -124,6 +130,10 @@ def test_packed_rows_hold_the_same_labels(tmp_path: Path, lengths: list[int]) ->
     packed = samples_of(build(tmp_path, length=200, packing="greedy"))
     assert sorted(texts(packed)) == sorted(texts(apart))
     assert len(packed) <= len(apart)
+    rows_alone = {
+        tuple(apart.documents(index)[0].ids.tolist()): apart.rows(index)[0]
+        for index in range(len(apart))
+    }
     for index in range(len(packed)):
         (row,) = packed.rows(index)
         assert row.segments is not None and row.positions is not None
@@ -132,10 +142,9 @@ def test_packed_rows_hold_the_same_labels(tmp_path: Path, lengths: list[int]) ->
         assert row.segments[starts].tolist() == list(range(len(starts)))
         assert np.array_equal(row.positions, np.arange(200) - starts[row.segments])
         # The row of each conversation alone, laid end to end.
-        chats = packed.stored_rows(index).tolist()
-        for start, number in zip(starts, chats, strict=False):
-            (alone,) = apart.rows(number)
-            n = len(apart.conversations(number)[0].ids)
+        chats = [one.ids.tolist() for one in packed.documents(index)]
+        for start, chat_ids in zip(starts, chats, strict=False):
+            alone, n = rows_alone[tuple(chat_ids)], len(chat_ids)
             assert np.array_equal(row.input_ids[start : start + n], alone.input_ids[:n])
             assert np.array_equal(row.labels[start : start + n], alone.labels[:n])
         assert len(starts) - len(chats) in (0, 1)
@@ -146,9 +155,9 @@ def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "x" * 200), chat("Hi", "short")])
     for choice, n_samples in (("truncate", 2), ("drop", 1), ("split", 4)):
         with caplog.at_level(logging.WARNING):
-            samples = samples_of(build(tmp_path, {"too_long": choice}, 100))
-        report = samples.chats.report
-        assert (report.rows, report.too_long, len(samples)) == (2, 1, n_samples)
+            data = build(tmp_path, {"too_long": choice}, 100)
+        report = report_of(data)
+        assert (report.rows, report.too_long, len(data.train)) == (2, 1, n_samples)
         assert f"1 too long and {choice.rstrip('e')}" in caplog.text
     whole = said("Hi", "x" * 200)
     assert texts(samples_of(build(tmp_path, length=100)))[0] == whole[:100]
@@ -161,15 +170,15 @@ def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_pieces_without_trained_tokens_are_no_sign_of_a_wrong_mask(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [chat("x" * 1000, "Hello")])
-    samples = samples_of(build(tmp_path, {"too_long": "split"}))
-    (text,) = texts(samples, trained=True)
-    assert text == "Hello<|im_end|>\n$" and samples.chats.report.untrained == 0
+    data = build(tmp_path, {"too_long": "split"})
+    (text,) = texts(samples_of(data), trained=True)
+    assert text == "Hello<|im_end|>\n$" and report_of(data).untrained == 0
 
 
 def test_what_has_nothing_to_train(tmp_path: Path) -> None:
     lonely = {"messages": [{"role": "user", "content": "Hi"}]}
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely])
-    report = samples_of(build(tmp_path)).chats.report
+    report = report_of(build(tmp_path))
     assert (report.samples, report.untrained) == (1, 1)
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely, lonely])
     with pytest.raises(DataError, match=r"2 of 3 samples have no trained token: .* no turn"):
@@ -194,8 +203,8 @@ def test_malformed_rows_are_an_error_or_dropped(
         build(tmp_path)
     assert "malformed: drop" in raised.value.fix
     with caplog.at_level(logging.WARNING):
-        samples = samples_of(build(tmp_path, {"malformed": "drop"}))
-    assert (len(samples), samples.chats.report.malformed) == (2, 2)
+        data = build(tmp_path, {"malformed": "drop"})
+    assert (len(data.train), report_of(data).malformed) == (2, 2)
     assert "2 malformed rows dropped (the first: " in caplog.text
     assert "rows.jsonl:3: message 0 has no content" in caplog.text
     file.write_text("{oops\n")
@@ -268,13 +277,13 @@ def test_pairs_that_are_equal_when_they_are_cut_are_counted(
     answers = [[{"role": "assistant", "content": "x" * 200 + end}] for end in "abb"]
     row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[0]}
     write(tmp_path / "rows.jsonl", [{**row, "rejected": one} for one in answers])
-    samples = samples_of(build(tmp_path, {"kind": "preference"}))
-    report = samples.chats.report
-    assert (report.equal, report.equal_when_cut, len(samples)) == (1, 2, 3)
+    data = build(tmp_path, {"kind": "preference"})
+    report = report_of(data)
+    assert (report.equal, report.equal_when_cut, len(data.train)) == (1, 2, 3)
     assert "2 with answers that differ only after the cut (the first: " in caplog.text
     assert "rows.jsonl:2)" in caplog.text
     build(tmp_path, {"kind": "preference"}, length=512)
-    assert samples_of(build(tmp_path, {"kind": "preference"}, 512)).chats.report.equal == 1
+    assert report_of(build(tmp_path, {"kind": "preference"}, 512)).equal == 1
 
 
 def test_what_nothing_reads_is_named_once(
@@ -291,7 +300,7 @@ def test_what_nothing_reads_is_named_once(
         "rows.jsonl: keys of messages that nothing reads: thinking",
     ]
     template = CHATML.template + "{# messages[0].reasoning_content #}"
-    report = samples_of(build(tmp_path, chat_template=template)).chats.report
+    report = report_of(build(tmp_path, chat_template=template))
     assert report.unread_keys == () and report.unread_columns == ("id", "url")
 
 
@@ -339,7 +348,7 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> 
     write(tmp_path / "rows.jsonl", rows)
     data = build(tmp_path, chat_template=None, tokenizer="tokenizer")
     for number, row in enumerate(rows):
-        (one,) = samples_of(data).conversations(number)
+        (one,) = samples_of(data).documents(number)
         rendered = tokenizer.apply_chat_template(
             row["messages"], tools=row.get("tools"), tokenize=False
         )
@@ -351,13 +360,13 @@ def test_rows_that_are_read_as_before_continue_their_run(tmp_path: Path) -> None
     """The fingerprint of rows in which nothing is newly read is the one without them."""
     rows = [chat("Hi", "Hello"), {**chat("a", "b"), "id": None, "history": []}]
     write(tmp_path / "rows.jsonl", rows)
-    report = samples_of(build(tmp_path)).chats.report
+    report = report_of(build(tmp_path))
     assert (report.rows, report.newly_read) == (2, 0)
     old = {**chat("Hi", "Hello"), "images": ["x.png"]}
     muted = {"messages": [*rows[0]["messages"][:1], {**rows[0]["messages"][1], "loss": False}]}
     more = [{**rows[0], "history": [["a", "b"]]}, {**rows[0], "system": "x"}, old, muted]
     write(tmp_path / "rows.jsonl", [*rows, *more])
-    report = samples_of(build(tmp_path, {"malformed": "drop"}, 512)).chats.report
+    report = report_of(build(tmp_path, {"malformed": "drop"}, 512))
     assert (report.newly_read, report.malformed) == (4, 1)
 
 
@@ -369,10 +378,10 @@ def test_processes_make_the_same_samples_in_the_same_order(
     write(tmp_path / "rows.jsonl", rows)
     monkeypatch.setattr(workers, "ALONE", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    samples = samples_of(build(tmp_path, {"malformed": "drop"}))
+    data = build(tmp_path, {"malformed": "drop"})
     expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
-    assert texts(samples) == expected
-    assert (samples.chats.report.rows, samples.chats.report.malformed) == (3000, 1)
+    assert texts(samples_of(data)) == expected
+    assert (report_of(data).rows, report_of(data).malformed) == (3000, 1)
     # The first error is that of the first row, and a template that never ends is one.
     with pytest.raises(DataError, match=r"rows\.jsonl:2001: it has no messages"):
         build(tmp_path)
@@ -389,13 +398,11 @@ def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> 
     template = str(TEMPLATES / "qwen3.jinja")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template changes message 1"):
         build(tmp_path, chat_template=template)
-    samples = samples_of(
-        build(tmp_path, {"rewritten_history": "split"}, 256, chat_template=template)
-    )
-    assert texts(samples, trained=True) == [
+    data = build(tmp_path, {"rewritten_history": "split"}, 256, chat_template=template)
+    assert texts(samples_of(data), trained=True) == [
         f"<think>\n\n</think>\n\n{answer}<|im_end|>\n$" for answer in ("one", "two")
     ]
-    assert samples.chats.report.rewritten == 1
+    assert report_of(data).rewritten == 1
 
 
 @pytest.mark.parametrize(
@@ -438,8 +445,8 @@ def test_a_surrogate_is_malformed(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [chat("\ud800", "Hello"), chat("Hi", "Hello")])
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .* surrogate"):
         build(tmp_path)
-    samples = samples_of(build(tmp_path, {"malformed": "drop"}))
-    assert (len(samples), samples.chats.report.malformed) == (1, 1)
+    data = build(tmp_path, {"malformed": "drop"})
+    assert (len(data.train), report_of(data).malformed) == (1, 1)
     write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "\udfff"}])
     with pytest.raises(DataError, match="surrogate"):
         build(tmp_path, chat_template=None)
@@ -464,24 +471,18 @@ def test_json_may_begin_with_a_mark_or_blank_lines(tmp_path: Path, start: str) -
 
 
 def test_held_out_rows_leave_no_piece_in_the_training_data(tmp_path: Path) -> None:
-    rows = [chat(f"Hi {i}", chr(ord("a") + i) * 200) for i in range(10)]
+    rows = [chat(f"Hi {i}", chr(ord("A") + i) * 200) for i in range(10)]
     write(tmp_path / "rows.jsonl", rows)
     for packing in ("none", "greedy"):
         data = build(
             tmp_path, {"too_long": "split"}, 100, validation_fraction=0.3, packing=packing
         )
         (held_out,) = data.validation.values()
-        assert isinstance(held_out, ChatSamples)
-        kept, held_out = (
-            {
-                int(source)
-                for i in range(len(side))
-                for source in side.chats.source_rows()[side.stored_rows(i)]
-            }
+        kept, apart = (
+            set("".join(texts(side, trained=True))) & set("ABCDEFGHIJ")
             for side in (samples_of(data), held_out)
         )
-        assert len(held_out) == 3 and kept | held_out == set(range(1, 11))
-        assert not kept & held_out
+        assert (len(kept), len(apart)) == (7, 3) and not kept & apart
 
 
 def test_fingerprints(tmp_path: Path) -> None:
@@ -563,7 +564,6 @@ def test_an_entry_that_was_altered_is_made_again(tmp_path: Path) -> None:
     told = texts(samples_of(build(tmp_path)))
     (stored,) = (tmp_path / "dmt-cache" / "tokens").glob("*.bin")
     with stored.open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
         file.write((2**30).to_bytes(4, "little"))  # an id that no tokenizer has
     assert texts(samples_of(build(tmp_path))) == told
 
@@ -573,7 +573,7 @@ def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
     build(tmp_path)
     for report in (tmp_path / "dmt-cache" / "tokens").glob("*.json"):
         report.unlink()
-    assert samples_of(build(tmp_path)).chats.report.samples == 1
+    assert report_of(build(tmp_path)).samples == 1
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
@@ -607,7 +607,7 @@ def test_trl_trains_the_same_tokens(tmp_path: Path) -> None:
     )
     samples = samples_of(build(tmp_path, **ours))
     for index, theirs in enumerate(sft.train_dataset):
-        (one,) = samples.conversations(index)
+        (one,) = samples.documents(index)
         assert one.ids.tolist() == theirs["input_ids"]
         wanted = theirs.get("assistant_masks") or [x != -100 for x in theirs["labels"]]
         assert one.trained.tolist() == [bool(x) for x in wanted]
@@ -626,7 +626,7 @@ def test_trl_trains_the_same_tokens(tmp_path: Path) -> None:
     )
     samples = samples_of(build(tmp_path, {"kind": "preference"}, **ours))
     for index, theirs in enumerate(dpo.train_dataset):
-        for one, name in zip(samples.conversations(index), ("chosen", "rejected"), strict=True):
+        for one, name in zip(samples.documents(index), ("chosen", "rejected"), strict=True):
             assert one.ids[~one.trained].tolist() == theirs["prompt_ids"]
             assert one.ids[one.trained].tolist() == theirs[f"{name}_ids"]
 

@@ -18,7 +18,8 @@ from tests.data.chat.families import (
     make_tokenizer,
 )
 from toolkit.data.chat.conversations import Conversation, MalformedRow, PlainText
-from toolkit.data.chat.template import ChatTemplate, MarkedTokens, RewrittenHistory
+from toolkit.data.chat.template import ChatTemplate, RewrittenHistory
+from toolkit.data.rows import MarkedTokens
 from toolkit.errors import DataError
 
 MARKED_CHATML = next(one for one in FAMILIES if one.name == "chatml_generation")

@@ -1,7 +1,7 @@
 """Makes stored samples of rows: parsed, rendered, tokenised and cut.
 
-A stored sample is the number of its row in the data set, then its tokens, each that is trained
-as its bitwise complement, which is negative. A preference is two of them.
+A stored sample is its tokens, each that is not trained as the bitwise complement of its id,
+which is negative. A preference is two of them.
 """
 
 import signal
@@ -30,10 +30,9 @@ from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.template import (
     ChatTemplate,
     MarkedText,
-    MarkedTokens,
     RewrittenHistory,
 )
-from toolkit.data.rows import Int64Array
+from toolkit.data.rows import Int64Array, MarkedTokens
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatSource, PreferenceSource
 
@@ -54,7 +53,9 @@ class Made:
     """The samples of a batch."""
 
     stored: list[Int64Array]
-    """[1 + tokens] each."""
+    """[tokens] each."""
+    row_numbers: list[int]
+    """The row of each."""
     report: ChatReport
     malformed: list[str]
     """Place of each malformed row, and what is wrong with it."""
@@ -108,6 +109,7 @@ class SampleMaker:
             self._note_reading(row, examples)
         self._rendered = None
         stored = list(self._stored(rendered))
+        row_numbers = [number for number, _ in stored]
         noted: dict[str, Any] = {**self._counts, **self._first}
         report = ChatReport(
             **noted,
@@ -116,7 +118,7 @@ class SampleMaker:
             unread_columns=tuple(columns),
             unread_keys=tuple(key for key in keys if not self._template.reads(key)),
         )
-        return Made(stored, report, malformed)
+        return Made([tokens for _, tokens in stored], row_numbers, report, malformed)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -207,7 +209,8 @@ class SampleMaker:
                 differs |= not examples or self._parsed(before) != examples
         self._counts["newly_read"] += differs
 
-    def _stored(self, rendered: list["_Rendered"]) -> Iterator[Int64Array]:
+    def _stored(self, rendered: list["_Rendered"]) -> Iterator[tuple[int, Int64Array]]:
+        """Stored samples, each with the number of its row."""
         tokens = iter(self._template.encode([text for one in rendered for text in one.texts]))
         for one in rendered:
             sample = [next(tokens) for _ in one.texts]
@@ -215,8 +218,7 @@ class SampleMaker:
                 for marked in piece:
                     self._counts["tokens"] += len(marked.ids)
                     self._counts["trained_tokens"] += int(marked.trained[1:].sum())
-                    stored = np.where(marked.trained, ~marked.ids, marked.ids)
-                    yield np.concatenate([[one.number], stored])
+                    yield one.number, np.where(marked.trained, marked.ids, ~marked.ids)
 
     def _fitted(
         self, rendered: "_Rendered", sample: list[MarkedTokens]

@@ -13,7 +13,6 @@ from datetime import date
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.data.chat.conversations import (
     Conversation,
@@ -23,7 +22,7 @@ from toolkit.data.chat.conversations import (
     n_shared,
 )
 from toolkit.data.chat.named import reads
-from toolkit.data.rows import Int64Array
+from toolkit.data.rows import MarkedTokens
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
 
@@ -53,18 +52,6 @@ class MarkedText:
     text: str
     spans: tuple[Span, ...]
     """[start, end) of the trained characters, ascending."""
-
-
-@dataclass(frozen=True)
-class MarkedTokens:
-    ids: Int64Array
-    """[tokens]."""
-    trained: npt.NDArray[np.bool_]
-    """[tokens]: whether the token holds a trained character."""
-
-    def between(self, start: int, stop: int) -> "MarkedTokens":
-        """Tokens `start … stop - 1`."""
-        return MarkedTokens(self.ids[start:stop], self.trained[start:stop])
 
 
 class ChatTemplate:

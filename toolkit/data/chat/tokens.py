@@ -1,24 +1,26 @@
 """Tokenises chats once; the result is cached by content.
 
 An entry is a pair of files in Megatron's indexed format, like those of texts, and a report. A
-document of it is a stored sample of `toolkit/data/chat/maker.py`.
+conversation is a document of it, a preference is two; a token that is not trained is stored as
+the bitwise complement of its id, which is negative. The last document holds, of each of the
+others, the number of its row in the data set.
 """
 
 import json
 import logging
+from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from toolkit.data.chat.conversations import check_columns, check_mapped
 from toolkit.data.chat.maker import Batch, SampleMaker
 from toolkit.data.chat.report import ChatReport
-from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.chat.workers import made_in_order
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import fingerprint_of, write_cached
@@ -26,7 +28,7 @@ from toolkit.data.formats.indexed import IndexedTokens, write_indexed
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
 from toolkit.data.rows import Int64Array
-from toolkit.data.tokenized import cached_tokens
+from toolkit.data.tokenized import TokenizedData, cached_tokens
 from toolkit.data.tokenizers import tokenizer_fingerprint
 from toolkit.recipe.schema import ChatSource, DataSection, PreferenceSource, SourceSection
 
@@ -39,35 +41,28 @@ _CACHE_VERSION = 3
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
 _READING = 2
 """Increment it, instead, where only some rows would: `ChatReport.newly_read` counts them."""
+_FORMAT = 2
+"""Increment it whenever the same samples would be stored differently."""
 _ROWS_AT_ONCE = 512
 """Rows of a batch."""
 
 
 @dataclass(frozen=True)
-class StoredChats:
-    """The samples of one source, memory-mapped."""
+class StoredChats(TokenizedData):
+    """The conversations of one source, each a document."""
 
-    indexed: IndexedTokens
-    report: ChatReport
-    fingerprint: str
-    """Changes with the rows, the template, the tokenizer and every setting of the masks."""
+    report: ChatReport = field(default_factory=ChatReport)
+    row_numbers: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Row of the data set that each document comes from, ascending, [documents]."""
 
-    def lengths(self) -> Int64Array:
-        """Tokens of each stored row, int64 [rows]."""
-        numbers = np.arange(self.indexed.n_documents + 1, dtype=np.int64)
-        return np.diff(self.indexed.document_starts(numbers)) - 1
-
-    def source_rows(self) -> Int64Array:
-        """Row of the data set that each stored row comes from, int64 [rows]."""
-        numbers = np.arange(self.indexed.n_documents, dtype=np.int64)
-        starts, tokens = self.indexed.document_starts(numbers), self.indexed.tokens
+    @classmethod
+    def of(cls, entry: IndexedTokens, report: ChatReport, fingerprint: str, name: str) -> Self:
+        """Take apart what `prepare_chats` wrote."""
+        tokens, starts = entry.tokens, entry.document_offsets
         assert isinstance(tokens, np.ndarray), "in the cache"
-        return np.asarray(tokens[starts], dtype=np.int64)
-
-    def read(self, number: int) -> MarkedTokens:
-        bounds = self.indexed.document_starts(np.array([number, number + 1]))
-        stored = self.indexed.tokens[bounds[0] + 1 : bounds[1]].astype(np.int64)
-        return MarkedTokens(np.where(stored < 0, ~stored, stored), stored < 0)
+        last = int(starts[-1]) // tokens.itemsize
+        chats = IndexedTokens(tokens[:last], starts[:-1])
+        return cls(chats, fingerprint, name, True, report, tokens[last:])
 
 
 def prepare_chats(
@@ -98,19 +93,22 @@ def prepare_chats(
             [settings, sequence_length],
         ]
     )
-    prefix = cache / "tokens" / fingerprint_of([key, _READING, text])
+    reading = fingerprint_of([key, _READING, text])
+    prefix = cache / "tokens" / fingerprint_of([reading, _FORMAT])
     report_file = prefix.with_name(f"{prefix.name}.json")
 
     def rows() -> Iterator[Int64Array]:
         parse = data.special_tokens == "parse"
         maker = SampleMaker(source, tokenizer, sequence_length, parse_special=parse)
-        report, dropped = ChatReport(), DroppedRows(source)
+        report, dropped, row_numbers = ChatReport(), DroppedRows(source), array("i")
         for made in made_in_order(maker, _batches(track(records, "tokenising", None), source)):
             for said in made.malformed:
                 dropped.add(said)
             report += made.report
+            row_numbers.extend(made.row_numbers)
             yield from made.stored
         report.check_enough(source, sequence_length)
+        yield np.array(row_numbers, dtype=np.int64)
         write_cached(report_file, json.dumps(asdict(report)))
 
     make = partial(write_indexed, prefix, np.int32, rows())
@@ -118,7 +116,7 @@ def prepare_chats(
     report = ChatReport.read(report_file)
     for said in report.notes(source, data.chat_template is not None):
         logger.warning("%s: %s", source.path, said)
-    return StoredChats(indexed, report, prefix.name if report.newly_read else key)
+    return StoredChats.of(indexed, report, reading if report.newly_read else key, str(prefix))
 
 
 def _batches(
