@@ -38,7 +38,6 @@ PLACES_AND_MODES = [
     for asynchronous in (True, False)
 ]
 SMALL_DISK_BYTES = 4 << 20
-MODES = [pytest.param(True, id="asynchronous"), pytest.param(False, id="synchronous")]
 
 
 @pytest.fixture(autouse=True)
@@ -110,13 +109,12 @@ def test_a_full_disk(
     assert saved_steps(tmp_path) == [save * EVERY_STEPS for save in kept]
 
 
-@pytest.mark.parametrize("asynchronous", MODES)
-def test_a_disk_that_is_really_full(small_disk: Path, asynchronous: bool) -> None:
+def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     """The third save finds no room, the fourth does."""
     ballast = small_disk / "ballast"
     one_save = 3 * 4 * 7 * 5000
     ballast.write_bytes(bytes(SMALL_DISK_BYTES - 5 * one_save // 2 - 64 * 1024))
-    start = Start(small_disk, asynchronous, columns=5000, remove=(8, ballast))
+    start = Start(small_disk, asynchronous=True, columns=5000, remove=(8, ballast))
     codes, told = run(start)
     assert codes == [0, 0]
     for mine in told:

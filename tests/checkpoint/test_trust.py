@@ -32,7 +32,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.models.hub import model_config as plan_model_config
-from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
+from toolkit.recipe.schema import MegatronSource, ModelSection
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide, read_assignment, write
 from toolkit.track.follower import PostedState
@@ -175,35 +175,6 @@ def test_nesting_that_a_reader_can_bear_is_refused_too(tmp_path: Path) -> None:
         plan_model_config(ModelSection(hub=str(file.parent)))
     (tmp_path / "a.jsonl").write_text(f'{nested(100_000)}\n{{"kind": "save"}}\n')
     assert jsonl.read(tmp_path / "a.jsonl") == [{"kind": "save"}]
-
-
-@pytest.mark.parametrize("name", ["state-00000.safetensors", "hf/config.json"])
-def test_what_changed_is_named_before_it_is_opened(
-    name: str, payload: bytes, tmp_path: Path
-) -> None:
-    checkpoint = a_checkpoint(tmp_path)
-    (checkpoint / name).write_bytes(payload)
-    assert name in verify(checkpoint).problems[0]
-    assert not (tmp_path / "canary").exists()
-
-
-def test_a_damaged_token_cache_is_made_again(
-    payload: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    source = TextSource(kind="text", files=("*.txt",))
-
-    def tokens() -> list[int]:
-        made = prepare(source, byte_tokenizer(), base=tmp_path, cache=tmp_path / "cache")
-        return list(map(int, made.indexed.tokens))
-
-    first = tokens()
-    for file in (tmp_path / "cache" / "tokens").glob("*.[bi]*"):
-        file.write_bytes(payload)
-        assert tokens() == first
-        assert "damaged" in caplog.text
-        caplog.clear()
-    assert not (tmp_path / "canary").exists()
 
 
 def test_logs_are_lines_of_json_or_nothing(payload: bytes, tmp_path: Path) -> None:

@@ -109,8 +109,6 @@ def finish(project: Project, name: str, recipe: dict[str, object]) -> None:
     ("task", "layout", "trial"),
     [
         pytest.param("pretrain", "ddp", 99, marks=[pytest.mark.slow, pytest.mark.quick]),
-        pytest.param("pretrain", "zero3", 99, marks=pytest.mark.slow),
-        pytest.param("lora", "megatron-tp2", 99, marks=pytest.mark.slow),
         *(pytest.param(*trial, marks=pytest.mark.soak) for trial in SOAK),
     ],
 )
@@ -170,33 +168,3 @@ def kill_a_rank(ranks: ForkedRanks, chance: random.Random) -> int | None:
     with suppress(psutil.NoSuchProcess):
         alive[rank].kill()
     return rank
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("layout", "place", "newest"),
-    [
-        ("ddp", "begin=kill@rank1", 8),
-        ("zero2", "written=kill@rank1", 8),
-        ("zero3", "write=kill@rank0", 8),
-        ("megatron-tp2", "copied=kill@rank1", 8),
-        ("megatron-pp2", "manifest=kill@rank0", 8),
-        ("megatron-tp2", "renamed=kill@rank0", 12),
-        ("megatron-tp2", "latest=kill@rank0", 12),
-    ],
-)
-def test_a_kill_in_the_third_save(
-    project: Project, undisturbed: Undisturbed, layout: str, place: str, newest: int
-) -> None:
-    """By the launcher; every place of a save on every rank is in tests/checkpoint."""
-    name = f"third-{layout}-{place.partition('=')[0]}"
-    run_dir = project.folder / name
-    recipe = changes("pretrain", layout, asynchronous=True)
-    ended = project.launch(
-        name, recipe, env={"DMT_FAILPOINTS": f"checkpoint.{place},hit3"}, code=4
-    )
-    assert f"rank {place[-1]} was killed by SIGKILL" in ended.err
-    assert checkpoints(run_dir)[-1] == newest
-    ended = project.launch(name, recipe)
-    assert events(run_dir, "load")[-1]["step"] == newest
-    assert outcome(run_dir) == undisturbed("pretrain", layout).outcome

@@ -11,60 +11,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Required
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter
 
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import StageSection, TrainingSection
-from toolkit.recipe.section import Count, NonEmpty
+from toolkit.recipe.section import Count
 from toolkit.system.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Incremented when a checkpoint can no longer be read by older releases."""
 _READ_BYTES = 1 << 20
-
-
-_open = with_config(ConfigDict(extra="allow"))
-
-
-@_open
-class _Training(TypedDict):
-    precision: NonEmpty
-
-
-@_open
-class _Model(TypedDict, total=False):
-    freeze: list[str] | tuple[str, ...]
-
-
-@_open
-class _Data(TypedDict, total=False):
-    stages: list[dict[str, Any]] | tuple[dict[str, Any], ...]
-
-
-@_open
-class _Optimizer(TypedDict, total=False):
-    name: NonEmpty
-
-
-@_open
-class _Recipe(TypedDict, total=False):
-    """What is read of the recipe, of any release."""
-
-    training: Required[_Training]
-    model: _Model
-    data: _Data
-    optimizer: _Optimizer
-    adapter: dict[str, Any] | None
-
-
-_RECIPE = TypeAdapter(_Recipe)
 
 
 @dataclass(frozen=True)
@@ -185,7 +147,6 @@ class Manifest:
             manifest = _adapter().validate_python(content)
             for name in manifest.files:
                 _check_inside(name)
-            _check_recipe(manifest.recipe)
             return manifest
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -214,16 +175,6 @@ def _text(content: dict[str, Any]) -> str:
 def _digest(content: dict[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_recipe(recipe: dict[str, Any]) -> None:
-    """Raise ValueError, in one line, where what is read of it is malformed."""
-    try:
-        _RECIPE.validate_python(recipe)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{key} of its recipe: {first['msg']}") from error
 
 
 def _check_inside(name: str) -> None:
