@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.export_adapters import Merged, saved_lora, write_peft
+from toolkit.checkpoint.export_adapters import MergedWeights, saved_lora, write_peft
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import stored_shape
@@ -28,9 +28,6 @@ from toolkit.models.weights import checkpoint_names, is_correction_bias
 
 COMPANIONS = "hf"
 """Folder in a checkpoint with the files of a Hugging Face folder except the weights."""
-
-MOST_LAYERS = 10_000
-"""Of a model whose adapters are in a checkpoint."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -86,7 +83,7 @@ def export(
         if lora is not None and not merged:
             write_peft(hidden, state, lora, manifest, config, tick)
             return
-        source = state if lora is None else Merged(state, lora, manifest)
+        source = state if lora is None else MergedWeights(state, lora, manifest)
         entries = _entries(source, exported_dtype(manifest), config)
         write_model(hidden, [entry.telling(tick) for entry in entries], shard_bytes)
 
@@ -103,7 +100,6 @@ def check_complete(state: SavedState) -> PretrainedConfig:
             f"{companions} describes no model: {error.message}", fix=error.fix
         ) from error
     manifest = Manifest.read(state.folder)
-    _check_layers(state, manifest, config)
     lora = saved_lora(manifest, config)
     wanted = hf.checkpoint_shapes(config) if lora is None else lora.shapes
     wanted = {name: stored_shape(shape) for name, shape in wanted.items()}
@@ -116,20 +112,8 @@ def check_complete(state: SavedState) -> PretrainedConfig:
     return config
 
 
-def _check_layers(state: SavedState, manifest: Manifest, config: PretrainedConfig) -> None:
-    """Raise CheckpointError, before the model is built, for a config whose layers would take
-    hours: each has a tensor in the checkpoint, unless only adapters are saved."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    limit = len(state.shapes) if manifest.adapter is None else MOST_LAYERS
-    if isinstance(layers, int) and layers > limit:
-        raise CheckpointError(
-            f"the model of {state.folder / COMPANIONS / hf.CONFIG} has {layers:,} layers, the "
-            f"checkpoint has only {len(state.shapes):,} tensors"
-        )
-
-
 def _entries(
-    state: SavedState | Merged, dtype: torch.dtype, config: PretrainedConfig
+    state: SavedState | MergedWeights, dtype: torch.dtype, config: PretrainedConfig
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     model = hf.meta_model(config)
@@ -144,7 +128,7 @@ def _entries(
 
 
 def _elements(
-    state: SavedState | Merged,
+    state: SavedState | MergedWeights,
     name: str,
     shape: tuple[int, ...],
     start: int,

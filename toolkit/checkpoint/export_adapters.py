@@ -91,7 +91,7 @@ def _differences(
         yield "every B is 0, so they change nothing; train at least one step"
 
 
-class Merged:
+class MergedWeights:
     """The weights of a base with those of its adapters added, in fp32.
 
     Raises CheckpointError if the base is not the one that the adapters were trained on.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest, problem_with
-from toolkit.checkpoint.store import CheckpointStore, set_aside
+from toolkit.checkpoint.store import CheckpointStore, quarantine
 from toolkit.errors import CheckpointError
 
 
@@ -50,7 +50,7 @@ def find_newest(
         if manifest is not None and not problems:
             for damaged in skipped if dist.get_rank() == 0 else ():
                 with suppress(OSError):  # a disk that cannot be written: skipped each time
-                    set_aside(damaged, "damaged")
+                    quarantine(damaged, "damaged")
             return ResumePoint(folder, manifest, tuple(skipped.values()))
         skipped[folder] = f"{folder.name}: {problems[0]}"
     if not expected:

@@ -1,11 +1,11 @@
 """A rank's part of the training state, independently of the engine.
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
-weight and Adam's two moments, unless the optimizer keeps other states (`kept`). A rank holds
-some of their elements, as its engine declares: a `StateShard` is a range of elements with the
-corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the rectangles under
-names that describe them; loading reads the rectangles that the new layout needs. So
-every checkpoint serves every layout and engine.
+weight and Adam's two moments, unless the optimizer keeps other states (`state_quantities`). A
+rank holds some of their elements, as its engine declares: a `StateShard` is a range of elements
+with the corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the rectangles
+under names that describe them; loading reads the rectangles that the new layout needs. So every
+checkpoint serves every layout and engine.
 """
 
 import re
@@ -109,7 +109,7 @@ def whole_block(tensor: str, shape: Sequence[int]) -> Block:
     return Block(tensor, (0, rows), (0, columns[0]) if columns else None, transposed=False)
 
 
-def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
+def state_quantities(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
     """The quantities of a tensor that trains, with the optimizer of this name.
 
     Raises CheckpointError if no package has this optimizer.

@@ -38,7 +38,7 @@ def step_of(folder: Path) -> int:
         return int(folder.name.removeprefix("step-"))
 
 
-def set_aside(folder: Path, reason: str) -> None:
+def quarantine(folder: Path, reason: str) -> None:
     """Rename a checkpoint to `step-N.REASON`: it is neither counted nor read again.
 
     An earlier one of that name stays. Raises OSError.

@@ -10,7 +10,13 @@ from toolkit.checkpoint.export import COMPANIONS, check_complete
 from toolkit.checkpoint.index import INDEX, index_of, read_index
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
-from toolkit.checkpoint.shards import block_numel, block_shape, dtype_of, kept, whole_quantity
+from toolkit.checkpoint.shards import (
+    block_numel,
+    block_shape,
+    dtype_of,
+    state_quantities,
+    whole_quantity,
+)
 from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
@@ -86,7 +92,7 @@ def coverage_problems(
     """
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
-        expected = kept(optimizer, tensor, shape)
+        expected = state_quantities(optimizer, tensor, shape)
         if tensor in frozen and len(state.quantities(tensor)) > 1:
             yield f"{tensor} does not train, but has moments"
         elif more := {*state.quantities(tensor)} - {*expected}:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
+from toolkit.checkpoint.store import CheckpointStore, quarantine, step_of
 from toolkit.engines.base import Engine
 from toolkit.errors import RunFailed
 from toolkit.layout import Layout
@@ -161,7 +161,7 @@ def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
     suspect = [folder for folder in folders if step_of(folder) > agreed_step]
     try:
         for folder in suspect:
-            set_aside(folder, "suspect")
+            quarantine(folder, "suspect")
     except OSError as error:
         return f"move checkpoints after it away yourself ({error}) before you start again"
     renamed = ", ".join(path.name for path in suspect)

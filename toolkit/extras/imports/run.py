@@ -6,7 +6,7 @@ from pathlib import Path
 from toolkit.checkpoint.convert import write_state_files
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.saver import entries_of
-from toolkit.checkpoint.shards import StateShard, kept, whole_quantity
+from toolkit.checkpoint.shards import StateShard, state_quantities, whole_quantity
 from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.checkpoint.verify import uncovered
 from toolkit.data.build import recipe_data
@@ -62,7 +62,7 @@ def _problems(shards: Sequence[StateShard], model: RecipeModel) -> Iterator[str]
     for tensor, shape in model.tensors.items():
         stored = blocks.pop(tensor, {})
         trains = tensor not in frozen and not is_correction_bias(tensor)
-        expected = kept(optimizer, tensor, shape) if trains else ("weight",)
+        expected = state_quantities(optimizer, tensor, shape) if trains else ("weight",)
         if missing := [one for one in expected if one not in stored]:
             yield f"it has no {', '.join(missing)} of {tensor}"
         elif more := sorted(stored.keys() - {*expected}):

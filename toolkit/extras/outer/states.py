@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
+from toolkit.checkpoint.store import CheckpointStore, quarantine, step_of
 from toolkit.errors import RunFailed
 from toolkit.extras.outer.optimizer import OuterOptimizer, Weights
 from toolkit.extras.outer.rounds import Rounds
@@ -150,7 +150,7 @@ def settle(holder: Path, replicas: Iterable[RunDirectory], *, delayed: bool) -> 
             if at > state.step
         ]
         for path in newer:
-            set_aside(path, "ahead")
+            quarantine(path, "ahead")
             tell(f"{path} is behind the step that all have, and renamed to *.ahead")
     return state
 
