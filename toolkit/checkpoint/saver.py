@@ -8,7 +8,7 @@ threads would mix the order. One save is in flight at most; the next one waits f
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from torch import Tensor
 from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.shards import (
-    STORED,
     StateShard,
     block_shape,
     dtype_of,
@@ -76,11 +75,9 @@ class Saver:
         manifest: Manifest,
         state: Iterable[StateShard],
         companions: Mapping[str, bytes],
-        quantities: Collection[str] = STORED,
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        A run continues from all `quantities`; an export needs the weights alone.
         Of a run with adapters, only what trains. Returns when the state may change again.
         `finished` returns how it ended.
         """
@@ -91,7 +88,7 @@ class Saver:
             state = (shard for shard in state if shard.trains)
         self._copies.begin()
         copies = self._copies if self.asynchronous else None
-        entries = list(entries_of(state, copies, quantities))
+        entries = list(entries_of(state, copies))
         copied = self._copies.end()
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(
@@ -200,9 +197,7 @@ class Saver:
 
 
 def entries_of(
-    state: Iterable[StateShard],
-    copies: HostCopies | None = None,
-    quantities: Collection[str] = STORED,
+    state: Iterable[StateShard], copies: HostCopies | None = None
 ) -> Iterable[TensorToWrite]:
     """What this rank writes: copies, which outlive the next training step, or what is taken
     from the engine when its turn comes."""
@@ -210,8 +205,6 @@ def entries_of(
         if not shard.saved_here:
             continue
         for quantity in shard.quantities:
-            if quantity not in quantities:
-                continue
             values = _Values(shard, quantity)
             if copies is not None:
                 values.keep(copies)
