@@ -74,7 +74,7 @@ model: {config: {max_position_embeddings: 96}}
 @pytest.mark.usefixtures("recipe")
 def test_show_chats(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\x1b[31mHey"}]
-    rows = [{"messages": turns}, {"messages": turns[:1]}, {"messages": turns}]
+    rows = [{"messages": turns}, {"messages": turns[:1]}, {"messages": turns, "id": 1, "u": 2}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "chat.yaml").write_text(
         f"extends: recipe.yaml\n{CHAT}".replace("data:", "data:\n  validation_fraction: 0")
@@ -91,8 +91,10 @@ def test_show_chats(tmp_path: Path) -> None:
         document["tokens"] == sum(len(text) for text, _ in passages) - len("<|endoftext|>") + 1
     )
     assert said["counts"]["untrained"] == 1 and said["counts"]["samples"] == 2
+    assert said["counts"]["unread_columns"] == ["id", "u"]
     text = dmt_data("show", tmp_path / "chat.yaml", "--tokens", 60)
     assert "«\\x1b[31mHey" in text and "untrained: 1" in text and "more tokens" in text
+    assert "unread columns: id, u" in text
     assert "of the tokens are trained (between « and »)" in text
 
 

@@ -50,7 +50,7 @@ def _preview(shown: Preview, marks: bool) -> Iterator[Line]:
         bar = "█" * round(_BAR_WIDTH * one.documents / largest)
         yield f"  ≤ {one.up_to:{width},} {bar:{_BAR_WIDTH}} {one.documents:,}"
     yield from (
-        f"{name.replace('_', ' ')}: {count}"
+        f"{name.replace('_', ' ')}: {', '.join(count) if isinstance(count, tuple) else count}"
         for name, count in (shown.counts or {}).items()
         if count
     )

@@ -61,7 +61,7 @@ class Preview:
     filled: float
     """Share of the positions that hold a token rather than padding."""
     lengths: tuple[LengthBin, ...]
-    counts: dict[str, int | str] | None
+    counts: dict[str, int | str | tuple[str, ...]] | None
     """What became of the rows of a chat data set (`ChatReport`)."""
 
 
