@@ -377,7 +377,7 @@ def test_processes_make_the_same_samples_in_the_same_order(
     rows[2000] = {"messages": []}
     write(tmp_path / "rows.jsonl", rows)
     monkeypatch.setattr(workers, "ALONE", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     data = build(tmp_path, {"malformed": "drop"})
     expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
     assert texts(samples_of(data)) == expected
@@ -643,3 +643,14 @@ def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> N
     recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
     with pytest.raises(DataError, match="isolates the documents or conversations"):
         TrainingSamples(recipe)
+
+
+def test_a_process_that_ends_early_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")] * 600)
+    monkeypatch.setattr(workers, "ALONE", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(DataError, match="a process that renders chats has ended"):
+        build(tmp_path)

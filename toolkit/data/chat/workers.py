@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,14 +40,9 @@ def _made_by_processes(
     def made(batch: Batch) -> Made:
         connection = idle.get()
         try:
-            connection.send(batch)
-            answer: Made | DataError = connection.recv()
-        except (EOFError, OSError) as error:
-            raise DataError(
-                "a process that renders chats has ended",
-                fix="see what it printed; if it was killed for want of memory, take another "
-                "machine for `dmt data prepare`",
-            ) from error
+            with _connected():
+                connection.send(batch)
+                answer: Made | DataError = connection.recv()
         finally:
             idle.put(connection)
         if isinstance(answer, DataError):
@@ -60,7 +55,8 @@ def _made_by_processes(
             for _ in range(count):
                 process, connection = _started()
                 processes.append(process)
-                connection.send(make)
+                with _connected():
+                    connection.send(make)
                 idle.put(connection)
             ahead = deque[Future[Made]]()
             for batch in batches:
@@ -73,6 +69,19 @@ def _made_by_processes(
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Raise DataError if the process at the other end of a connection ends."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise DataError(
+            "a process that renders chats has ended",
+            fix="see what it printed; if it was killed for want of memory, take another "
+            "machine for `dmt data prepare`",
+        ) from error
 
 
 def _started() -> tuple["subprocess.Popen[bytes]", Connection]:
@@ -90,7 +99,7 @@ def _started() -> tuple["subprocess.Popen[bytes]", Connection]:
 def _serve(connection: Connection) -> None:
     """Answer each batch with its samples, or with the error that ends the preparation."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         make: SampleMaker = connection.recv()
         with make.limited():
             while True:
