@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -347,10 +348,32 @@ def test_megatron_source(corpus: Path, tmp_path: Path) -> None:
     assert documents_of(read) == EXPECTED
 
 
-def test_one_altered_token_of_a_large_megatron_source_is_noticed(
+def test_a_large_megatron_source_is_not_read_whole(tmp_path: Path) -> None:
+    def fingerprint(n_documents: int) -> str:
+        """Of 2 GiB of zeros each, which take no space."""
+        lengths = np.full(n_documents, 2**30, dtype=np.int64)
+        n_bytes = int(lengths.sum()) * 2
+        with idx_path(tmp_path / "data").open("wb") as index:
+            header = (b"MMIDIDX\0\0", 1, 8, n_documents, n_documents + 1)
+            index.write(struct.pack("<9sQBQQ", *header))
+            index.write(lengths.astype(np.int32).tobytes())
+            index.write((np.arange(n_documents) * 2**31).tobytes())
+            index.write(np.arange(n_documents + 1).tobytes())
+        with bin_path(tmp_path / "data").open("wb") as tokens:
+            tokens.truncate(n_bytes)
+        source = MegatronSource(kind="megatron", prefix="data")
+        cache = tmp_path / "cache"
+        return prepare(source, byte_tokenizer(), base=tmp_path, cache=cache).fingerprint
+
+    start = time.process_time()
+    assert fingerprint(128) == fingerprint(128) != fingerprint(127)
+    assert time.process_time() - start < 10
+
+
+def test_one_altered_token_of_a_megatron_source_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with its old size and modification time; unaltered, it is hashed once."""
+    """Also with its old size and time, up to 16 MiB; unaltered, it is read once."""
     monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
     tokens = np.zeros(2**22, dtype=np.uint16)
     write_indexed(tmp_path / "data", np.uint16, [tokens])
@@ -365,6 +388,7 @@ def test_one_altered_token_of_a_large_megatron_source_is_noticed(
     before, status = fingerprint(), path.stat()
     with monkeypatch.context() as context:
         context.setattr("toolkit.data.tokenized.hash_in_pieces", pytest.fail)
+        context.setattr("toolkit.data.tokenized.hash_samples", pytest.fail)
         assert fingerprint() == before
     time.sleep(0.02)
     with path.open("r+b") as file:

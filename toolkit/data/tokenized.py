@@ -24,6 +24,7 @@ from toolkit.data.files import (
     content_fingerprint,
     fingerprint_of,
     hash_in_pieces,
+    hash_samples,
     held_lock,
 )
 from toolkit.data.formats.indexed import (
@@ -80,6 +81,8 @@ class TokenizedData:
     """Path of the pair of files, for messages."""
     is_marked: bool = False
     """Whether a token that is not trained is stored as the complement of its id."""
+    earlier: Callable[[], str] | None = None
+    """Gives the fingerprint that checkpoints of 0.1 have of a Megatron pair, if it is one."""
 
 
 @dataclass(frozen=True)
@@ -159,21 +162,35 @@ def prepare(
 
 
 def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
-    """Data that is tokenised already. All of it is hashed, once: see `content_fingerprint`."""
+    """Data that is tokenised already, which its index and samples of its tokens identify."""
     indexed = read_indexed(prefix)
     _check_some(indexed, str(bin_path(prefix)))
+    fingerprint = partial(_pair_fingerprint, prefix, cache, track)
+    earlier = partial(fingerprint, sampled=False)
+    return TokenizedData(indexed, fingerprint(sampled=True), str(prefix), earlier=earlier)
+
+
+def _pair_fingerprint(prefix: Path, cache: Path, track: Track, *, sampled: bool) -> str:
+    """Of the index and of samples of the tokens, or of all of them; see
+    `content_fingerprint`."""
+    whole = partial(hash_in_pieces, track=track)
+    index, tokens = [idx_path(prefix)], [bin_path(prefix)]
     lock = cache / "fingerprints" / f"{fingerprint_of(str(prefix))}.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with held_lock(lock, "reading"):
-            contents = content_fingerprint(
-                [idx_path(prefix), bin_path(prefix)],
-                cache,
-                partial(hash_in_pieces, track=track),
+            if not sampled:
+                contents = content_fingerprint([*index, *tokens], cache, whole)
+                return fingerprint_of(["megatron", contents])
+            return fingerprint_of(
+                [
+                    "megatron pair",
+                    content_fingerprint(index, cache, whole),
+                    content_fingerprint(tokens, cache, hash_samples),
+                ]
             )
     except OSError as error:
         raise cache_not_writable(lock.parent, error) from error
-    return TokenizedData(indexed, fingerprint_of(["megatron", contents]), str(prefix))
 
 
 def _read_remote(prefix: str, cache: Path, limit_bytes: int, *, track: Track) -> TokenizedData:

@@ -62,7 +62,8 @@ class StoredChats(TokenizedData):
         assert isinstance(tokens, np.ndarray), "in the cache"
         last = int(starts[-1]) // tokens.itemsize
         chats = IndexedTokens(tokens[:last], starts[:-1])
-        return cls(chats, fingerprint, name, True, report, tokens[last:])
+        numbers = tokens[last:]
+        return cls(chats, fingerprint, name, is_marked=True, report=report, row_numbers=numbers)
 
 
 def prepare_chats(
