@@ -7,14 +7,14 @@ import pytest
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.plan.cost.prediction import Basis, Prediction, basis
-from toolkit.run.comparison import Measured, differences, event_fields, summary_numbers
+from toolkit.run.comparison import RunMeasurement, differences, event_fields, summary_numbers
 from toolkit.run.recorded import valid_event
 
-ON_GPU = Measured(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
-ON_CPU = Measured(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)
+ON_GPU = RunMeasurement(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
+ON_CPU = RunMeasurement(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)
 
 
-def rows(predicted: Prediction, measured: Measured) -> dict[str, str]:
+def rows(predicted: Prediction, measured: RunMeasurement) -> dict[str, str]:
     return dict(differences(event_fields(predicted, measured)))
 
 

@@ -21,7 +21,7 @@ from tests.processes import HANG_S, wait_until
 from toolkit.plan.cost.prediction import Prediction
 from toolkit.recipe.schema import LoggingSection, WandbSection
 from toolkit.run import jsonl
-from toolkit.run.comparison import Measured, event_fields
+from toolkit.run.comparison import RunMeasurement, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.track.metrics import Metrics, MetricsLog
@@ -173,7 +173,9 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
 def test_prediction_is_in_the_summary(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.step(1)
-    fields = event_fields(Prediction(2.0, 60.0, "data sheet"), Measured(2.5, 1, 63.0, None))
+    fields = event_fields(
+        Prediction(2.0, 60.0, "data sheet"), RunMeasurement(2.5, 1, 63.0, None)
+    )
     trainer.events.write("prediction", step=1, **fields)
     assert trainer.finish() is None
     summary = {

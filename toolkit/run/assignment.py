@@ -173,7 +173,7 @@ def _of_hub(path: str) -> bool:
 def write(
     assignment: Assignment,
     command: Sequence[str],
-    places: Mapping[str, str] | None = None,
+    stated: Mapping[str, str] | None = None,
 ) -> RunDirectory:
     """Write the run directory, or continue the one that is there.
 
@@ -194,8 +194,8 @@ def write(
         command,
         assignment.engine_config,
     )
-    if places is not None:
-        write_atomically(run.stated_in, jsonl.document(places))
+    if stated is not None:
+        write_atomically(run.stated_in, jsonl.document(stated))
     return run
 
 
@@ -249,8 +249,8 @@ def assign(
         show_plan(assignment.recipe, assignment.plan)
     preflight(assignment.recipe, assignment.plan, "worker", tell)
     handed_over = recipe_path.absolute() == run.handed_over
-    places = None if handed_over else stated_in(recipe_path, overrides)
-    show_run_directory(write(assignment, command, places))
+    stated = None if handed_over else stated_in(recipe_path, overrides)
+    show_run_directory(write(assignment, command, stated))
     return assignment
 
 

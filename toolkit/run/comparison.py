@@ -9,7 +9,7 @@ from toolkit.text.units import seconds, size
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurement:
     """What a run took since it started."""
 
     step_time_s: float
@@ -29,7 +29,7 @@ class Measured:
     and the next step may not fit."""
 
 
-def event_fields(predicted: Prediction, measured: Measured) -> dict[str, Any]:
+def event_fields(predicted: Prediction, measured: RunMeasurement) -> dict[str, Any]:
     """The `prediction` event: both sides, and measured over predicted where that says
     something: a nominal CPU is no real machine."""
     step_time_s = None if predicted.basis == "nominal" else predicted.step_time_s

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @_open
-class Predicted(TypedDict, total=False):
+class PredictionLine(TypedDict, total=False):
     """Of a plan; an older one may lack any."""
 
     step_time_s: Amount
@@ -34,7 +34,7 @@ class Predicted(TypedDict, total=False):
 
 
 @_open
-class _PredictedInEvent(TypedDict):
+class _PredictionInEvent(TypedDict):
     step_time_s: Amount
     memory_gib: Amount
     basis: Basis
@@ -43,7 +43,7 @@ class _PredictedInEvent(TypedDict):
 
 
 @_open
-class _Measured(TypedDict):
+class _MeasurementInEvent(TypedDict):
     step_time_s: Amount
     memory_gib: Amount | None
     process_gib: Amount | None
@@ -67,8 +67,8 @@ class Event(TypedDict, total=False):
     world: _Whole | None
     step: _Whole | None
     exit_code: _Whole | None
-    predicted: _PredictedInEvent
-    measured: _Measured
+    predicted: _PredictionInEvent
+    measured: _MeasurementInEvent
     measured_over_predicted: _Ratios
     files: dict[str, _Whole]
 
@@ -84,7 +84,7 @@ class MetricsLine(TypedDict):
 class PlanFile(TypedDict, total=False):
     """plan.json."""
 
-    predicted: Predicted | None
+    predicted: PredictionLine | None
     layout: dict[str, Any]
 
 
@@ -121,10 +121,10 @@ def checked(schema: TypeAdapter[T], value: Any) -> T:
         return schema.validate_python(value)
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_input=False)
-        place = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"])
         more = f" ({len(others)} more)" if others else ""
         what = first["msg"].replace(*_NO_MAPPING)
-        raise ValueError(f"{place}: {what}{more}".removeprefix(": ")) from None
+        raise ValueError(f"{key}: {what}{more}".removeprefix(": ")) from None
 
 
 def read_events(path: Path, offset: int = 0) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, EvalResult, StepResult
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
-from toolkit.run.comparison import Measured, event_fields
+from toolkit.run.comparison import RunMeasurement, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.text.terminal import lost_output, tell
@@ -327,7 +327,7 @@ class Observer:
         if prediction is None or not self._seconds:
             return  # resumed at the end: there was nothing left to train
         device, counted = self.start.ranks.device, self._seconds[1:] or self._seconds
-        measured = Measured(
+        measured = RunMeasurement(
             step_time_s=statistics.median(counted),
             steps=len(counted),
             memory_gib=peak_memory_gib(device),
@@ -400,8 +400,8 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def beyond_allocated(device: torch.device) -> dict[str, Any]:
-    """Fields of `Measured`: what the allocator reserved and what is outside of it, GiB of the
-    fullest rank, and its retries, the most of a rank. None on CPU. Collective."""
+    """Fields of `RunMeasurement`: what the allocator reserved and what is outside of it, GiB of
+    the fullest rank, and its retries, the most of a rank. None on CPU. Collective."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
