@@ -12,12 +12,21 @@ _HARNESS = "`lm_eval --model hf --model_args pretrained=FOLDER --tasks NAMES`"
 
 SETTINGS: dict[str, str] = {
     "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
+    **{
+        f"data.{side}.malformed_limit": "remove it: `dmt data prepare` counts what is dropped"
+        for side in ("train", "validation")
+    },
+    "data.remote_cache_gib": "remove it: a pair of token files at a URL is copied into "
+    "data.cache once",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "evaluation.samples": f"remove it; {_EXPORT}, and generate with transformers",
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
+
+DEFAULTS: dict[str, object] = {"data.remote_cache_gib": 50.0}
+"""Of removed settings, where it was not null."""
 
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
@@ -33,7 +42,7 @@ COMMANDS: dict[str, str] = {
 
 
 def without_unset(stated: Any, prefix: str = "") -> Any:
-    """A stated recipe without the removed settings that are null: that was their default.
+    """A stated recipe without the removed settings that are null or at what was their default.
 
     Lists keep their order; what is neither a map nor a list is returned as it is.
     """
@@ -42,7 +51,7 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
         return {
             key: without_unset(value, paths[key])
             for key, value in stated.items()
-            if value is not None or paths[key] not in SETTINGS
+            if paths[key] not in SETTINGS or value not in (None, DEFAULTS.get(paths[key]))
         }
     if isinstance(stated, list):
         return [without_unset(one, prefix) for one in stated]

@@ -184,12 +184,12 @@ ROWS = [
     Case(
         "with-code",
         folder(**{"with-code__py": raw(b"open('executed', 'w')"), "a__jsonl": raw(b"{")}),
-        "cannot load `with-code`, split `train`: Dataset scripts are no longer supported",
+        "with-code/a.jsonl:1: it is not JSON",
     ),
     Case(
         "saved",
         folder(state__json=lines({"_data_files": [{"filename": "a.arrow"}]}), a__arrow=pickled),
-        "saved/a.arrow: Invalid IPC stream",
+        "cannot load `saved`, split `train`",
     ),
 ]
 

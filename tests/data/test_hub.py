@@ -28,11 +28,9 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from toolkit.data.build import build_data
-from toolkit.data.remote import store
 from toolkit.errors import DmtError
 from toolkit.recipe.schema import DataSection
 
-store._FIRST_PAUSE_S = 0.001
 data = DataSection.model_validate({"cache": "cache", **json.loads(sys.argv[1])})
 try:
     built = build_data(
@@ -41,7 +39,7 @@ try:
     train = built.sources[0].train
     tokens = train.stream.read(0, len(train.stream))[0].tolist()
     found = bytes(0 if token == 256 else token for token in tokens).decode()
-    print(json.dumps([found.split("\\0")[:-1], store.RETRIES.count, built.fingerprint]))
+    print(json.dumps([found.split("\\0")[:-1], built.fingerprint]))
 except DmtError as error:
     print(json.dumps(str(error)))
 """
@@ -61,7 +59,7 @@ def repository(tmp_path: Path) -> Iterator[Hub]:
 
 
 def built(folder: Path, found: Hub, train: dict[str, str], **data: object) -> object:
-    """Texts, retries and fingerprint of the training data; or an error."""
+    """Texts and fingerprint of the training data; or an error."""
     data = {"train": {"kind": "hf", **train}, **data}
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
@@ -83,8 +81,8 @@ def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
         repository.files[f"deep/{name}"] = repository.files[name]
     url = f"hf://datasets/{NAME}/data"
     repository.failures.extend(["error", "cut"])
-    texts, retries, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
-    assert (texts, retries) == (TEXTS[:300], 2)
+    texts, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    assert texts == TEXTS[:300]
     repository.files["data/1.parquet"] = repository.files["held-out.parquet"]
-    texts, _, after = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    texts, after = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
     assert texts == TEXTS[:150] + TEXTS[300:] and after != before

@@ -84,6 +84,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.train.files=['memory://b/a', ./no.txt]",), "data.train.files", "no file matches"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
     ((hf("empty"),), TRAIN_PATH, "holds no .json"),
+    ((hf("folder, split: test"),), TRAIN_PATH, "split `test` (train: train.jsonl)"),
     ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
     *(
         ((hf(f"body.{kind}", field),), TEXT_FIELD, says)
@@ -204,6 +205,24 @@ def test_the_template_of_a_tokenizer_is_looked_at(recipe: Path, as_config: bool)
     assert verdict.note == "data.train: keys of messages that nothing reads: thinking"
 
 
+def test_brackets_in_the_folder_of_a_recipe(recipe: Path) -> None:
+    """Its name is no glob."""
+    folder = recipe.parent / "exp[1]"
+    folder.mkdir()
+    for name in ("recipe.yaml", "text.jsonl"):
+        (recipe.parent / name).rename(folder / name)
+    (folder / "one.txt").write_text("one")
+    recipe = folder / "recipe.yaml"
+    for source in (
+        "kind: text\n    files: ['*.txt']",
+        "kind: text\n    files: ['?ne.txt', './one.txt']",
+        "kind: hf\n    path: 'te*.jsonl'",
+        "kind: hf\n    path: ./text.jsonl",
+    ):
+        recipe.write_text(re.sub(r"kind: text\n    files: .*", source, GOOD))
+        assert source in recipe.read_text() and not judge(recipe).problems
+
+
 def test_a_later_file_without_the_column(recipe: Path) -> None:
     several = 'data.train={kind: hf, path: "./[bt]*.jsonl"}'
     (problem,) = judge(recipe, (several,)).problems
@@ -217,7 +236,6 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
         *(hf(f"text.{kind}") for kind in ("jsonl", "json", "parquet")),
         *(hf(f"body.{kind}", "body") for kind in ("jsonl", "json", "parquet")),
         hf("folder"),
-        hf("folder, split: test"),
         hf("text.jsonl, split: 'train[:50%]'"),
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",

@@ -21,7 +21,7 @@ from tests.data.malformed import (
     raw,
     zipped,
 )
-from toolkit.data.formats.columns import Broken
+from toolkit.data.columns import Broken
 from toolkit.data.records import open_records
 from toolkit.data.sources import open_source
 from toolkit.data.tokenized import prepare
@@ -78,44 +78,6 @@ def test_a_file_that_may_not_be_read(
     assert "secret.jsonl: Permission denied" in refusal(source, tmp_path)
 
 
-def texts(path: Path, **settings: Any) -> list[str]:
-    source = HfSource(kind="hf", path=path.name, malformed="drop", **settings)
-    return list(open_source(source, base=path.parent, cache=path.parent / "cache"))
-
-
-_WRONG = ["{", "[1]", json.dumps({"text": 7}), json.dumps({"text": "\ud800"})]
-
-
-def test_malformed_documents_are_dropped_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(GOOD + "\n".join(_WRONG) + "\n" + GOOD)
-    with caplog.at_level("WARNING"):
-        assert texts(file, malformed_limit=4) == ["good", "good"]
-    assert f"4 malformed rows dropped (the first: {file}:2: it is not JSON" in caplog.text
-    with pytest.raises(DataError, match="more than 3 rows are malformed"):
-        texts(file, malformed_limit=3)
-
-
-def test_rows_that_are_not_utf8_are_dropped(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    wrong = pa.array([b"one", b"\xff\xfe", b"two"]).view(pa.string())
-    pq.write_table(pa.table({"text": wrong}), tmp_path / "a.parquet")
-    assert texts(tmp_path / "a.parquet") == ["one", "two"]
-    with pytest.raises(DataError, match=r"more than 0 rows .* row 2: `text` is not UTF-8"):
-        texts(tmp_path / "a.parquet", malformed_limit=0)
-
-
-def test_dropping_does_not_hide_a_wrong_column(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"body": "good"}\n')
-    with pytest.raises(DataError, match="has no column `text`; its columns are body"):
-        texts(file)
-
-
 def test_the_row_is_found_among_several_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(GOOD * 5000)
     (tmp_path / "b.jsonl").write_text(GOOD * 2000 + '{"text": "x" "y"}\n')
@@ -139,12 +101,11 @@ _LONG_LIST = json.dumps([{"text": "good"}, {"text": "x" * 2**25}])
     ],
 )
 def test_memory_does_not_grow_with_the_longest_row(
-    name: str, content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, content: str, place: str, tmp_path: Path
 ) -> None:
     """A few kB may hold a row of GB."""
     import zstandard
 
-    monkeypatch.setattr("toolkit.data.formats.lines.BLOCK_BYTES", 2**20)
     packed = {".gz": gzip, ".bz2": bz2, ".xz": lzma, ".zst": zstandard}.get(Path(name).suffix)
     file = tmp_path / "folder" / name
     file.parent.mkdir()

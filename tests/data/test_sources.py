@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.files import cache_folder, content_fingerprint, find_files
-from toolkit.data.formats.arrow import without_added_nulls
-from toolkit.data.formats.files import ListedFile
+from toolkit.data import readers
+from toolkit.data.files import cache_folder
+from toolkit.data.listing import content_fingerprint, find_files
+from toolkit.data.readers import without_added_nulls
 from toolkit.data.records import open_records
 from toolkit.data.sources import Documents, open_source
 from toolkit.data.tokenized import prepare
@@ -71,7 +73,12 @@ def test_order_is_not_the_file_systems(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("content", "what"), [(b"PAR1\x15\x04", "Parquet"), (gzip.compress(b"a"), "gzip")]
+    ("content", "what"),
+    [
+        (b"PAR1\x15\x04", "Parquet"),
+        (gzip.compress(b"a"), "gzip"),
+        (bytes(range(256)) * 4, "512 of its first 1,024 characters"),
+    ],
 )
 def test_binary_files_are_not_text(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
@@ -92,7 +99,7 @@ def test_stdlib() -> None:
     (path,) = find_files(["{stdlib}/textwrap.py"], Path("/nowhere"))
     import textwrap
 
-    assert path.samefile(textwrap.__file__)
+    assert isinstance(path, Path) and path.samefile(textwrap.__file__)
 
 
 def test_no_match_names_the_glob(tmp_path: Path) -> None:
@@ -112,10 +119,14 @@ def test_text_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_not_utf8_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe in two caf\xe9s")
     (tmp_path / "c.txt").write_text("good")
     with caplog.at_level(logging.WARNING):
-        assert list(open_text(tmp_path, "*.txt")) == ["caf\ufffd", "\ufffd\ufffd", "good"]
+        assert list(open_text(tmp_path, "*.txt")) == [
+            "caf\ufffd",
+            "\ufffd\ufffd in two caf\ufffds",
+            "good",
+        ]
     assert len(caplog.records) == 1
     assert "not UTF-8: 2 of 3 files" in caplog.text
 
@@ -139,13 +150,13 @@ def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
 def test_contents_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, a_txt="a")
     files, cache = [tmp_path / "a.txt"], tmp_path / "cache"
-    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 60.0)
+    monkeypatch.setattr("toolkit.data.listing._UNSETTLED_S", 60.0)
     content_fingerprint(files, cache)
     assert not cache.exists()  # a file that has just changed may change again unnoticed
-    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
+    monkeypatch.setattr("toolkit.data.listing._UNSETTLED_S", 0.0)
     time.sleep(0.02)
     fingerprint = content_fingerprint(files, cache)
-    monkeypatch.setattr("toolkit.data.files._hash_file", None)  # would fail if it were called
+    monkeypatch.setattr("toolkit.data.listing._hash_file", None)  # would fail if it were called
     assert content_fingerprint(files, cache) == fingerprint
 
 
@@ -205,8 +216,8 @@ def test_text_in_other_arrow_types(tmp_path: Path, form: str) -> None:
 
 def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the total of a progress bar; they are hashed before."""
-    opened, really = list[ListedFile](), ListedFile.open
-    monkeypatch.setattr(ListedFile, "open", lambda file: opened.append(file) or really(file))
+    opened, really = list[object](), readers.opened
+    monkeypatch.setattr(readers, "opened", lambda file: opened.append(file) or really(file))
     write_jsonl_gz(tmp_path / "data.jsonl.gz")
     source = HfSource(kind="hf", path="data.jsonl.gz")
     prepare(source, byte_tokenizer(), base=tmp_path, cache=tmp_path / "cache")
@@ -264,6 +275,82 @@ def test_hf_folder_with_splits(tmp_path: Path) -> None:
         (tmp_path / "folder" / f"{split}.jsonl").write_text(json.dumps({"text": split}) + "\n")
     for split in ("train", "validation"):
         assert list(open_hf(tmp_path, "./folder", split=split)) == [split]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            "train more.json part-2",
+            "belong to no split: more.json, part-2.jsonl (train: train.jsonl)",
+        ),
+        ("test", "no files of the split `train` (test: test.jsonl)"),
+        ("data part-2 bak", ""),
+        ("train card", ""),
+    ],
+)
+def test_no_file_of_a_folder_is_left_out(
+    tmp_path: Path, names: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In silence; backups are not read."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in names.split():
+        path = folder / (name if "." in name else f"{name}.jsonl")
+        path.write_text(json.dumps({"text": name}) + "\n")
+    if "bak" in names:
+        (folder / "bak.jsonl").rename(folder / "data.jsonl.bak")
+    if "card" in names:
+        (folder / "README.md").write_text(
+            "---\nconfigs:\n- {config_name: a, data_files: card.jsonl}\n---\n"
+        )
+    if said:
+        with pytest.raises(DataError, match=re.escape(said)) as raised:
+            list(open_hf(tmp_path, "./folder"))
+        assert raised.value.fix
+    else:
+        read = ["card"] if "card" in names else ["data", "part-2"]
+        assert list(open_hf(tmp_path, "./folder")) == read
+    assert ("not read, no rows: data.jsonl.bak" in caplog.text) == ("bak" in names)
+
+
+def test_parquet_beside_a_backup(tmp_path: Path) -> None:
+    """A name with the ending of rows may be no such file."""
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "data.jsonl.bak")
+    write_jsonl(tmp_path / "folder" / "old.jsonl.bak")
+    write_parquet(tmp_path / "folder" / "data.parquet")
+    assert list(open_hf(tmp_path, "./folder")) == TEXTS
+    write_jsonl(tmp_path / "folder" / "more.jsonl")
+    with pytest.raises(DataError, match="files of different or unknown kinds"):
+        list(open_hf(tmp_path, "./folder"))
+
+
+def test_several_splits_in_order(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for split in ("train", "test"):
+        lines = (json.dumps({"text": f"{split} {n}"}) for n in range(3))
+        (tmp_path / "folder" / f"{split}.jsonl").write_text("\n".join(lines))
+    both = open_hf(tmp_path, "./folder", split="test[1:]+train[:1]")
+    assert list(both) == ["test 1", "test 2", "train 0"]
+
+
+def test_brackets_in_a_path(tmp_path: Path) -> None:
+    """A path that exists is no glob; another may be one."""
+    write_files(tmp_path, **{"exp[1]__a_txt": "a", "exp[1]__b[2]_txt": "b", "exp1__c_txt": "c"})
+    write_jsonl(tmp_path / "exp[1]" / "d.jsonl")
+    for pattern, found in [
+        ("exp[1]/a.txt", ["a"]),
+        ("exp[1]/b[2].txt", ["b"]),
+        ("exp[1]/*.txt", ["c"]),
+        ("exp[[]1]/*.txt", ["a", "b"]),
+    ]:
+        assert list(open_text(tmp_path, pattern)) == found
+    assert list(open_hf(tmp_path, "./exp[1]/d.jsonl")) == TEXTS
+    for file in (tmp_path / "exp1" / "c.jsonl", tmp_path / "exp[1]" / "train.jsonl"):
+        file.write_text(json.dumps({"text": file.name}))
+    (tmp_path / "exp[1]" / "d.jsonl").unlink()
+    assert list(open_hf(tmp_path, "exp[1]")) == ["train.jsonl"]
 
 
 def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_blocks_of_a_file_are_the_same_pieces(
     while (found := tokenized._PIECE_END.search(whole, start + 10)) is not None:
         expected.append(whole[start : found.end()])
         start = found.end()
-    monkeypatch.setattr("toolkit.data.formats.files._READ_BYTES", block)
+    monkeypatch.setattr("toolkit.data.sources._BLOCK_BYTES", block)
     documents = open_source(SOURCE, base=tmp_path, cache=tmp_path / "cache")
     pieces = list(tokenized._pieces(documents.in_parts()))
     assert [piece.text for piece in pieces] == [*expected, whole[start:]]
@@ -374,7 +374,7 @@ def test_one_altered_token_of_a_megatron_source_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with its old size and time, up to 16 MiB; unaltered, it is read once."""
-    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
+    monkeypatch.setattr("toolkit.data.listing._UNSETTLED_S", 0.0)
     tokens = np.zeros(2**22, dtype=np.uint16)
     write_indexed(tmp_path / "data", np.uint16, [tokens])
 

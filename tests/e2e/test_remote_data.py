@@ -1,4 +1,4 @@
-"""Runs on data in an S3 that fails: equal losses, failures counted, no credential shown."""
+"""Runs on data in an S3 that fails: equal losses, no credential shown."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ import s3fs
 from tests.data import s3
 from tests.data.s3 import KEY, SECRET, Store
 from tests.e2e.conftest import Project
-from tests.e2e.product import Ended, curve, dmt, events, run
+from tests.e2e.product import Ended, curve, dmt, run
 from toolkit.data.formats.indexed import IndexedWriter
 
 pytestmark = pytest.mark.slow
@@ -69,9 +69,6 @@ def test_the_same_losses_although_reads_fail(project: Project, store: Store) -> 
     store.failures.extend(["error", "cut", "", "error", "slow", "", "cut"])
     ended = project.launch("from-s3", source(PREFIX), env=environment(store))
     assert curve(project.folder / "from-s3") == curve(project.folder / "local")
-    counted = events(project.folder / "from-s3", "warning")
-    assert sum(event["count"] for event in counted if event["source"] == "data") >= 5
-    assert "reads of remote data failed and were tried again (rank 0)" in ended.err
     assert_no_credential(project.folder / "from-s3", ended)
     assert_no_credential(project.folder / "cache-of-s3", ended)
 

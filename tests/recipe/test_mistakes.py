@@ -636,12 +636,12 @@ MISTAKES = {
         "validation_fraction",
         at="  validation:",
     ),
-    "a limit of malformed rows that are errors": M(
+    "documents that are dropped": M(
         '    kind: text\n    files: ["{stdlib}/*.py"]',
-        "    kind: hf\n    path: org/texts\n    malformed_limit: 5",
-        "data.train.malformed_limit",
-        "malformed: drop",
-        at="malformed_limit",
+        "    kind: hf\n    path: org/texts\n    malformed: drop",
+        "data.train.malformed",
+        "correct or remove",
+        at="malformed: drop",
     ),
     "weight of one source": M(
         "kind: text",

@@ -1,5 +1,6 @@
 """Names of earlier releases: one error that says what to do instead; null is accepted."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from toolkit.cli.main import main
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
-from toolkit.removed import COMMANDS, SETTINGS
+from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS
 from toolkit.run.changes import changes
 
 TINY = Path("recipes/tiny/llama-bytes.yaml")
@@ -21,6 +22,8 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
     inner = stated
     *sections, name = path.split(".")
     for section in sections:
+        if section == "validation":
+            inner |= {"validation": deepcopy(inner["train"]), "validation_fraction": 0.0}
         inner[section] = inner.get(section) or {}
         inner = inner[section]
         inner = inner[0] if isinstance(inner, list) else inner
@@ -36,7 +39,8 @@ def test_a_removed_setting(path: str, tmp_path: Path) -> None:
     problem = next(one for one in error.value.problems if one.key == path)
     assert problem.found == "a setting that was removed" and problem.line
     assert problem.fix == SETTINGS[path]
-    load_recipe(with_setting(tmp_path, path, None))
+    for unset in (None, DEFAULTS.get(path)):
+        load_recipe(with_setting(tmp_path, path, unset))
 
 
 @pytest.mark.parametrize("path", SETTINGS)

@@ -12,7 +12,7 @@ import torch
 from toolkit.batch import MicroBatch
 from toolkit.data.lengths import CutOrder, cut
 from toolkit.data.order import Order
-from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
+from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.recipe.lengths import SequenceLengths
 
 _PADDING = -1
@@ -47,17 +47,10 @@ class GlobalBatches:
         `sizes`: samples of a micro batch of each data-parallel rank. The shares of all ranks in
         order form the global batch, which must be a multiple of their sum.
         """
-        shares, position = [], consumed_samples
-        for _ in range(2):
-            stage = self.lengths.stage_at(position)
-            dataset = cut(self._dataset, stage.parts)
-            indices = self._indices(position, stage.global_batch_size)
-            position += len(indices)
-            share = _share(indices, dp_rank, sizes)
-            shares.append((dataset, share))
-            if isinstance(dataset, ReadAhead):
-                dataset.expect(share)
-        return _micro_batches(*shares[0], sizes[dp_rank])
+        stage = self.lengths.stage_at(consumed_samples)
+        indices = self._indices(consumed_samples, stage.global_batch_size)
+        share = _share(indices, dp_rank, sizes)
+        return _micro_batches(cut(self._dataset, stage.parts), share, sizes[dp_rank])
 
     def _indices(self, position: int, size: int) -> Int64Array:
         """The samples of the global batch of this size that starts at `position`.
@@ -122,8 +115,6 @@ def _share(global_batch: Int64Array, dp_rank: int, sizes: Sequence[int]) -> Int6
 def _micro_batches(
     dataset: Samples, indices: Int64Array, micro_batch_size: int
 ) -> list[MicroBatch]:
-    if isinstance(dataset, ReadAhead):
-        dataset.expect(indices[indices != _PADDING])
     return [
         _micro_batch(dataset, indices[start : start + micro_batch_size])
         for start in range(0, len(indices), micro_batch_size)

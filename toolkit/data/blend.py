@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import Order, Shuffled
-from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
+from toolkit.data.rows import Int64Array, Row, Samples
 
 Part = TypeVar("Part", bound=Samples)
 
@@ -34,11 +34,6 @@ class JoinedSamples(Generic[Part]):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.parts[part].rows(index - int(self.starts[part]))
-
-    def expect(self, indices: Int64Array) -> None:
-        for part, start, behind in zip(self.parts, self.starts, self.starts[1:], strict=False):
-            if isinstance(part, ReadAhead):
-                part.expect(indices[(start <= indices) & (indices < behind)] - start)
 
 
 @dataclass(frozen=True)

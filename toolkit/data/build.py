@@ -337,7 +337,6 @@ class _Builder:
             base=self.base,
             cache=self.cache,
             parse_special=self.data.special_tokens == "parse",
-            remote_cache_bytes=int(self.data.remote_cache_gib * 2**30),
             track=self.track,
         )
 

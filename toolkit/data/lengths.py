@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.data.order import Order
-from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
+from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.recipe.lengths import SequenceLengths
 
 
@@ -36,10 +36,6 @@ class CutSamples:
             self._read = block, rows
         start = part * self.sequence_length
         return [row.cut(start, start + self.sequence_length) for row in rows]
-
-    def expect(self, indices: Int64Array) -> None:
-        if isinstance(self.whole, ReadAhead):
-            self.whole.expect(np.array(list(dict.fromkeys((indices // self.parts).tolist()))))
 
 
 def cut(samples: Samples, parts: int) -> Samples:

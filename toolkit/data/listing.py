@@ -1,155 +1,226 @@
-"""The files of a source, in order, without reading rows.
+"""Finds data files by glob, here or at URLs, and identifies their contents without reading them
+twice."""
 
-A folder whose format has an index names its files. The files of a split of a hub id, or of a
-folder of data files, are determined by `datasets`.
-"""
-
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import glob
+import hashlib
+import os
+import sysconfig
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from toolkit.data.files import find_files
-from toolkit.data.formats.base import Format, folder_format, format_of, formats, only_format
-from toolkit.data.formats.files import ListedFile, ListedFolder
-from toolkit.data.formats.saved import saved_files
-from toolkit.data.huggingface import data_files_of, split_name
-from toolkit.data.remote.store import list_files as stored_files
+from toolkit.data.files import fingerprint_of, unreadable, write_cached
+from toolkit.data.progress import Track
+from toolkit.data.remote import DataFile, RemoteFile, list_files, shown
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
-from toolkit.recipe.schema import RowsSource
 
-_OF_FILES = re.compile(r"(train|all)\b")
-"""Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
-_NEUTRAL = {"kind": "hf", "split": "train", "name": None}
-KNOWN = ".json or .jsonl, .parquet, .arrow, .txt"
-"""Files of this package's own formats, for messages."""
+STDLIB = "{stdlib}"
+"""In a recipe, stands for the standard library folder of the running Python."""
+
+_ROWS = "write `kind: hf` (or `kind: chat`, `kind: preference`) with its path"
+_UNPACK = "unpack it; for rows of compressed JSON lines, " + _ROWS
+_SIGNATURES = {
+    b"PAR1": ("a Parquet file", _ROWS),
+    b"ARROW1": ("an Arrow file", _ROWS),
+    b"\x1f\x8b": ("compressed with gzip", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", _UNPACK),
+    b"PK\x03\x04": ("a zip archive", _UNPACK),
+}
+"""How binary files begin that are taken for text, what they are, and the way to read them."""
+_BEGINNING = 2**16
+_UNDECODABLE = 0.3
+"""Of the characters of a file's beginning; of random bytes, 0.45 are."""
+
+_PIECE_BYTES = 2**24
+_HASH_THREADS = min(16, os.cpu_count() or 1)
+"""Faster than any disk, and at most 256 MiB of pieces in memory."""
+_SAMPLES = 1024
+_SAMPLE_BYTES = 2**14
+_UNSETTLED_S = 2.0
+"""A file changed this recently may change again with the same time stamp."""
 
 
-def local_path(source: RowsSource, base: Path) -> Path:
-    """Where `path` is, if it is on this machine."""
-    return base / Path(source.path).expanduser()
+def find_files(
+    patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()
+) -> list[DataFile]:
+    """Files that match, each once: pattern by pattern, sorted by path within a pattern.
 
+    Relative patterns start at `base`. The order does not depend on the file system.
+    Excluding a folder excludes everything below it.
 
-def local_folder(source: RowsSource, base: Path) -> tuple[Format, ListedFolder] | None:
-    """The local folder that `path` names, if an index in it names its files."""
-    path = local_path(source, base)
-    if is_remote(source.path) or not path.is_dir():
-        return None
-    folder = ListedFolder.here(path)
-    form = folder_format(folder)
-    return None if form is None else (form, folder)
-
-
-def local_files(source: RowsSource, base: Path) -> list[Path] | None:
-    """Data files that `path` names, sorted, with what else decides the rows; None when it is a
-    hub id or a URL.
-
-    A local folder wins over a hub id of the same name, as in `datasets`.
+    Raises DataError when a pattern matches no file.
     """
-    files = _local_files(source, base)
-    if files is None:
-        return None
-    if source.revision is not None:
+    left_out = {one for pattern in exclude for one in _excluded(pattern, base)}
+    found: dict[DataFile, None] = {}
+    for pattern in patterns:
+        for file in _matching(pattern, base):
+            folders = file.parents if isinstance(file, Path) else ()
+            if not {file, *folders} & left_out:
+                found[file] = None
+    if not found:
         raise DataError(
-            f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
-            fix="remove `revision`; it chooses a version of a hub dataset",
+            f"`exclude` leaves none of the files that match {', '.join(map(shown, patterns))}",
+            fix="narrow the globs under `exclude`",
         )
-    of_files = _OF_FILES.match(source.split) and split_name(source) is not None
-    if not local_path(source, base).is_dir() and not of_files:
-        raise DataError(
-            f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
-            fix="write `split: train` next to `path`; folders and hub ids have other splits",
-        )
-    return files
+    return list(found)
 
 
-def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
-    if is_remote(source.path):
-        return None
-    path = local_path(source, base)
-    if path.is_dir():
-        return _files_of_folder(source, ListedFolder.here(path), path)
-    looks_local = (
-        path.exists()
-        or format_of(Path(source.path)) is not None
-        or source.path.startswith((".", "/", "~"))
-        or any(sign in source.path for sign in "*?[")
+def _matching(pattern: str, base: Path) -> Sequence[DataFile]:
+    """The files of a glob. Raises DataError where there is none."""
+    fix = "correct the path; use `**/*.txt` for the files below a folder"
+    if is_remote(pattern):
+        if stored := list_files(pattern):
+            return stored
+        raise DataError(f"no file matches `{shown(pattern)}`", fix=fix)
+    paths = matching_paths(pattern, base)
+    if files := [path for path in paths if path.is_file()]:
+        return files
+    looked = _expand(pattern, base)
+    if Path(looked).is_dir():
+        inside = f"{pattern.rstrip('/')}/**/*.txt"
+        raise DataError(
+            f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
+        )
+    raise DataError(f"no file matches `{pattern}` (looked in {looked})", fix=fix)
+
+
+def _excluded(pattern: str, base: Path) -> Sequence[DataFile]:
+    if is_remote(pattern):
+        return [*list_files(pattern), *list_files(f"{pattern.rstrip('/')}/**/*")]
+    return matching_paths(pattern, base)
+
+
+def matching_paths(pattern: str, base: Path) -> list[Path]:
+    """Files and folders that match a glob, sorted; hidden ones only by their name. The name of
+    one that exists is no glob."""
+    whole = _expand(pattern, base)
+    if os.path.lexists(whole):
+        found = [whole]
+    else:
+        whole = _expand(pattern, glob.escape(str(base)), glob.escape)
+        found = sorted(glob.glob(whole, recursive=True))  # noqa: PTH207
+    return [Path(os.path.normpath(path)) for path in found]
+
+
+def _expand(pattern: str, base: Path | str, escape: Callable[[str], str] = str) -> str:
+    stdlib = escape(sysconfig.get_path("stdlib"))
+    expanded = os.path.expanduser(pattern.replace(STDLIB, stdlib))  # noqa: PTH111 - a glob
+    return os.path.join(base, expanded)  # noqa: PTH118
+
+
+def find_texts(
+    patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()
+) -> list[DataFile]:
+    """`find_files`, each of text: of this machine's files, the beginning is looked at. Raises
+    DataError as `check_text` does, too."""
+    found = find_files(patterns, base, exclude)
+    for file in found:
+        if isinstance(file, Path):
+            try:
+                with file.open("rb") as stream:
+                    check_text(file, stream.read(_BEGINNING))
+            except OSError as error:
+                raise unreadable(file, error) from error
+    return found
+
+
+def check_text(file: DataFile, beginning: bytes) -> None:
+    """Raise DataError where a file begins as one of a binary format, or mostly with bytes that
+    are not UTF-8."""
+    for signature, (what, fix) in _SIGNATURES.items():
+        if beginning.startswith(signature):
+            raise DataError(f"{file} is {what}, not text", fix=fix)
+    replaced, left_out = (
+        len(getincrementaldecoder("utf-8")(errors).decode(beginning))
+        for errors in ("replace", "ignore")
     )
-    return find_files([source.path], base) if looks_local else None
-
-
-def _files_of_folder(source: RowsSource, folder: ListedFolder, path: Path) -> list[Path]:
-    form = folder_format(folder)
-    if form is not None and not form.has_splits:
-        shards = form.files(source, folder)
-        _check_neutral(source, *_NEUTRAL, of=form)
-        return [*(path / name for name in form.index), *(file.path for file in shards)]
-    files = [
-        file.path
-        for file in folder.files.values()
-        if (known := format_of(file.path)) is not None and known.in_folders
-    ]
-    if form is not None:
-        saved_files(source, folder)
-        files = [file for file in files if file.suffix == ".arrow"]
-    if not files:
-        endings = ", ".join(
-            end for form in formats() if form.in_folders for end in form.endings
-        )
+    if (wrong := replaced - left_out) > _UNDECODABLE * replaced:
         raise DataError(
-            f"the folder {path} holds no {endings} file",
-            fix="name the folder that holds the data files",
+            f"{file} is not text: {wrong:,} of its first {replaced:,} characters are not UTF-8",
+            fix="convert it to UTF-8, or leave it out with `exclude`; for Parquet, Arrow and "
+            f"JSON files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
         )
-    # The card may say which file belongs to which split.
-    card = path / "README.md"
-    return [*files, card] if card.is_file() and form is None else files
 
 
-def _check_neutral(source: RowsSource, *settings: str, of: Format) -> None:
-    """Raise DataError for a setting that chooses among rows which are all read by the format
-    `of` the files."""
-    for key in settings:
-        if (value := getattr(source, key)) != _NEUTRAL[key]:
-            raise DataError(
-                f"`{key}: {value}` is given for {of.title} (`{source.path}`)",
-                fix="read them with `kind: hf`, without `split` and `name`",
-            )
+def content_fingerprint(
+    files: Sequence[DataFile], cache: Path, hash_file: Callable[[Any], str] | None = None
+) -> str:
+    """Hash of the files' contents, in order; hex. `hash_file` is that of one file.
+
+    The result is stored in `cache` under each file's metadata (path, inode, size, times of its
+    last modification and last change; of a URL, what its store reports), so that a second run
+    does not read them again.
+    """
+    try:
+        listing = [_identity(file) for file in files]
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from error
+    memo = cache / "fingerprints" / fingerprint_of(listing)
+    try:
+        return memo.read_text()
+    except OSError:
+        pass  # not seen before, or not readable: compute it
+    fingerprint = fingerprint_of([(hash_file or _hash_file)(file) for file in files])
+    last_change_ns = max((changed for one in listing for changed in one[2:4]), default=0)
+    if time.time() - last_change_ns / 1e9 > _UNSETTLED_S:
+        write_cached(memo, fingerprint)
+    return fingerprint
 
 
-def split_files(
-    source: RowsSource, base: Path, files: Sequence[Path]
-) -> tuple[Format, list[ListedFile]] | None:
-    """The format of these local files, and those of them that hold the split; None where
-    `datasets` reads the rows: of hub ids, of several splits, and what a card takes apart."""
-    if not files:
-        return None
-    listed = [*map(ListedFile.of, files)]
-    if (indexed := local_folder(source, base)) is not None:
-        form, folder = indexed
-        listed = form.files(source, folder)
-    elif (path := local_path(source, base)).is_dir():
-        try:
-            split = source.model_copy(update={"split": split_name(source)})
-            listed = [*_at(data_files_of(split, path))]
-            return only_format(listed, source.path, KNOWN), listed
-        except DataError:  # `datasets` reads it, or says what is wrong
-            return None
-    form = only_format(listed, source.path, KNOWN)
-    if not (form.in_folders or form.index):
-        _check_neutral(source, "split", "name", of=form)
-    return form, listed
+def _identity(file: DataFile) -> tuple[Any, ...]:
+    if isinstance(file, RemoteFile):
+        return file.url, file.identity
+    # No program can set the time of the inode's change: every write and every rename moves
+    # it, also where the old modification time is put back. The device's number is left out:
+    # machines that share a file system count devices differently.
+    found = file.stat()
+    return str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
-def _at(places: Iterable[str]) -> Iterator[ListedFile]:
-    """The files at paths or URLs; of a repository of the hub, it is asked once."""
-    repositories: dict[str, dict[str, ListedFile]] = {}
-    for place in places:
-        if not is_remote(place):
-            yield ListedFile.of(Path(place))
-            continue
-        repository, _, rest = place.partition("@")
-        root = f"{repository}@{rest.partition('/')[0]}"
-        if root not in repositories:
-            files = map(ListedFile.stored, stored_files(f"{root}/**/*"))
-            repositories[root] = {str(file.remote.url): file for file in files if file.remote}
-        yield repositories[root][place]
+def _hash_file(file: DataFile) -> str:
+    try:
+        stream: Any
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def hash_in_pieces(path: Path, *, track: Track) -> str:
+    """Hash of a large file's pieces, which several threads read and hash; hex.
+
+    `track` shows how long it takes.
+    """
+    try:
+        with path.open("rb") as stream, ThreadPoolExecutor(_HASH_THREADS) as pool:
+            starts = range(0, os.fstat(stream.fileno()).st_size, _PIECE_BYTES)
+            hashes = pool.map(partial(_hash_piece, stream.fileno()), starts)
+            shown = track(hashes, f"hashing {path.name}", len(starts))
+            return fingerprint_of(list(shown))
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _hash_piece(descriptor: int, start: int) -> str:
+    piece = os.pread(descriptor, _PIECE_BYTES, start)
+    return hashlib.sha256(piece).hexdigest()
+
+
+def hash_samples(path: Path) -> str:
+    """Hash of the size of a file and of `_SAMPLES` pieces that are spread evenly over it, which
+    are all of it up to 16 MiB; hex."""
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            last = max(size - _SAMPLE_BYTES, 0)
+            hashed = hashlib.sha256(str(size).encode())
+            for start in sorted({last * n // (_SAMPLES - 1) for n in range(_SAMPLES)}):
+                hashed.update(os.pread(stream.fileno(), _SAMPLE_BYTES, start))
+            return hashed.hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error

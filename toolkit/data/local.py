@@ -1,10 +1,10 @@
 """Checks a run's local files before anything is started.
 
-Does not import torch, transformers or datasets, because `dmt check` uses it. Problems on the
-hub, and deep in a file, are found when the data is built.
+Does not import torch or transformers, because `dmt check` uses it, and `datasets` for folders
+only. Problems on the hub, and deep in a file, are found when the data is built.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -24,14 +24,12 @@ from toolkit.data.chat.conversations import (
 )
 from toolkit.data.chat.named import known_template, reads, stated_template
 from toolkit.data.chat.report import not_read, template_unused
+from toolkit.data.columns import check_column
 from toolkit.data.dropped import DroppedRows
-from toolkit.data.files import find_texts
-from toolkit.data.formats.base import format_of
-from toolkit.data.formats.columns import check_column
-from toolkit.data.formats.compressed import undecodable
-from toolkit.data.formats.files import ListedFile
-from toolkit.data.listing import local_files, local_folder
-from toolkit.data.remote.store import check_package
+from toolkit.data.listing import find_texts
+from toolkit.data.readers import columns_of, ending_of, read_rows
+from toolkit.data.records import data_files, splits_of
+from toolkit.data.remote import DataFile, check_package
 from toolkit.data.tokenizers import (
     BYTES,
     BYTES_VOCAB_SIZE,
@@ -200,9 +198,9 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
             read_indexed(Path.cwd() / Path(source.prefix).expanduser())
         elif isinstance(source, RowsSource):
             allowed = "a hub id, or data files that can be read"
-            files = local_files(source, Path.cwd()) or []
+            files = _files(source)
             needed = source.text_field if isinstance(source, HfSource) else None
-            columns, all_seen = _columns(source, files, needed)
+            columns, all_seen = _columns(files, needed)
             if isinstance(source, HfSource):
                 setting, allowed = "text_field", "the name of a column of text"
                 if columns:
@@ -222,7 +220,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 
-def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> None:
+def _check_rows(source: ChatSource | PreferenceSource, files: Sequence[DataFile]) -> None:
     """Raise DataError for a malformed row among the first ones, unless such are dropped.
 
     What a template omits or refuses is found when the data is built.
@@ -236,12 +234,11 @@ def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> Non
             dropped.add(f"{place}: {error}")
 
 
-def _rows(source: RowsSource, files: list[Path]) -> Iterator[tuple[object, object]]:
-    """The rows of those files that do not state their columns."""
+def _rows(source: RowsSource, files: Sequence[DataFile]) -> Iterator[tuple[str, object]]:
+    """The rows of JSON files, which do not state their columns."""
     for file in files:
-        form = format_of(file)
-        if form is not None and not form.states_columns:
-            yield from form.rows(source, ListedFile.of(file).whole)
+        if ending_of(file).startswith(".json"):
+            yield from read_rows(file, source)
 
 
 def chat_notes(recipe: Recipe) -> Iterator[str]:
@@ -250,9 +247,9 @@ def chat_notes(recipe: Recipe) -> Iterator[str]:
         return
     data = recipe.data
     for key, source in data.named_sources:
-        if isinstance(source, ChatSource | PreferenceSource) and not is_remote(source.path):
-            files = local_files(source, Path.cwd()) or []
-            columns, _ = _columns(source, files)
+        if isinstance(source, ChatSource | PreferenceSource):
+            files = _files(source)
+            columns, _ = _columns(files)
             if columns:
                 for note in _notes_of(data, source, columns, files):
                     yield f"{key}: {note}"
@@ -262,7 +259,7 @@ def _notes_of(
     data: DataSection,
     source: ChatSource | PreferenceSource,
     columns: Mapping[str, str],
-    files: list[Path],
+    files: Sequence[DataFile],
 ) -> Iterator[str]:
     if data.chat_template is not None and not needs_template(source, columns):
         yield template_unused("its rows")
@@ -286,7 +283,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         if data.chat_template is not None:
             stated_template(data.chat_template, Path.cwd())
         elif data.tokenizer == BYTES:
-            columns, _ = _columns(source, local_files(source, Path.cwd()) or [])
+            columns, _ = _columns(_files(source))
             if columns and needs_template(source, columns):
                 found = "nothing, and the tokenizer `bytes` has no template of its own"
                 yield Problem(key, found, allowed, "write `chat_template: chatml` under `data`")
@@ -294,8 +291,22 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         yield Problem(key, error.message, allowed, error.fix)
 
 
+def _files(source: RowsSource) -> list[DataFile]:
+    """Files on this machine that hold the source's rows; none where that is not known.
+
+    Raises DataError where there is none, or files of a folder would not be read.
+    """
+    if is_remote(source.path):
+        return []
+    files = data_files(source, Path.cwd()) or []
+    splits = splits_of(source, Path.cwd(), files) if files else None
+    if splits is not None:
+        return [*dict.fromkeys(file for some in splits.values() for file in some)]
+    return [] if any(not ending_of(file) for file in files) else files  # a card
+
+
 def _columns(
-    source: RowsSource, files: list[Path], needed: str | None = None
+    files: Sequence[DataFile], needed: str | None = None
 ) -> tuple[dict[str, str], bool]:
     """Columns of the first files, with what they hold, empty where that is not known; and
     whether no row has others.
@@ -303,15 +314,9 @@ def _columns(
     Raises DataError if a file lacks the column `needed`, which another has.
     """
     columns: dict[str, str] = {}
-    if (indexed := local_folder(source, Path.cwd())) is not None:
-        form, folder = indexed
-        if not form.has_splits:
-            return form.columns(form.files(source, folder))
-    if any(file.name == "README.md" for file in files):
-        return columns, False  # The card decides which files are read.
     all_seen, lacking = len(files) <= _FILES_OF_A_FOLDER, ""
     for file in files[:_FILES_OF_A_FOLDER]:
-        own, whole = columns_of_file(file)
+        own, whole = columns_of(file)
         if not own:
             return {}, False
         if needed is not None and needed not in own:
@@ -321,17 +326,3 @@ def _columns(
     if lacking and needed in columns:
         raise DataError(lacking, fix="name files with the same columns in `path`")
     return columns, all_seen
-
-
-def columns_of_file(file: Path) -> tuple[dict[str, str], bool]:
-    """Columns of a file with what they hold, none if it cannot be read; and whether no row has
-    others."""
-    form = format_of(file)
-    # What builds the data says what is wrong with a file.
-    unreadable: tuple[type[Exception], ...] = (
-        *undecodable(), ValueError, ImportError, BackendUnavailable, DataError,
-    )  # fmt: skip
-    with suppress(*unreadable):
-        if form is not None:
-            return form.columns([ListedFile.of(file)])
-    return {}, False

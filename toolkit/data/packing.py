@@ -10,7 +10,6 @@ import numpy as np
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedTokens
-from toolkit.data.remote.blocks import BlockArray
 from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents, occurrences
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
@@ -18,8 +17,6 @@ from toolkit.errors import DataError
 _PADDING_ID = 0
 """Valid in every vocabulary; it is never a label, and no trained token attends to it."""
 _CHUNK_TOKENS = 2**22
-REMOTE_COUNTED_TOKENS = 2**24
-"""Number of tokens of a remote store that are read to count them."""
 _WINDOW_TOKENS = 2**28
 """About a quarter of a million documents."""
 
@@ -74,11 +71,6 @@ class TokenStream:
         """See `TokenizedData`."""
         return self._data.is_marked
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether reading a token takes a network request."""
-        return isinstance(self._data.indexed.tokens, BlockArray)
-
     def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """Stored tokens `start … stop - 1`, int64 [stop - start], and which end a document.
 
@@ -91,8 +83,8 @@ class TokenStream:
         return read.astype(np.int64), self.document_ends(start, stop)
 
     def beginning(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """What `read` gives, piece by piece, of all tokens; of a remote store, the first."""
-        n_tokens = min(len(self), REMOTE_COUNTED_TOKENS) if self.is_remote else len(self)
+        """What `read` gives, piece by piece, of all tokens."""
+        n_tokens = len(self)
         for start in range(0, n_tokens, _CHUNK_TOKENS):
             yield self.read(start, min(start + _CHUNK_TOKENS, n_tokens))
 
@@ -102,13 +94,6 @@ class TokenStream:
         for start in range(0, n_tokens, _CHUNK_TOKENS):
             ends.append(self.document_ends(start, min(start + _CHUNK_TOKENS, n_tokens)) + start)
         return np.diff(np.concatenate(ends))
-
-    def expect(self, start: int, stop: int) -> None:
-        """Prefetch tokens that `read` will return, from a remote store."""
-        tokens = self._data.indexed.tokens
-        assert isinstance(tokens, BlockArray)
-        for first, behind, _ in self._pieces(start, stop):
-            tokens.expect(first, behind)
 
     def document_ends(self, start: int, stop: int) -> Int64Array:
         """The second array of `read`, without reading the tokens."""
@@ -240,14 +225,8 @@ class StreamSamples:
             found += [tokens.between(first, end) for first, end in pairwise(bounds)]
         return found
 
-    def expect(self, indices: Int64Array) -> None:
-        for index in indices.tolist() if self.stream.is_remote else ():
-            for start, size in (part for parts in self._rows_of(index) for part in parts):
-                self.stream.expect(start, min(start + size + 1, len(self.stream)))
-
     def token_counts(self) -> Int64Array:
-        """How often each token id is trained, int64 [largest id + 1]; of tokens in a remote
-        store, in its beginning."""
+        """How often each token id is trained, int64 [largest id + 1]."""
         pieces = (self._marked(stored) for stored, _ in self.stream.beginning())
         return occurrences(tokens.ids[tokens.trained] for tokens in pieces)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -90,13 +90,4 @@ class Samples(Protocol):
 
     def rows(self, index: int) -> Sequence[Row]:
         """The rows of sample `index`. Raises DataError for data that cannot be used."""
-        ...
-
-
-@runtime_checkable
-class ReadAhead(Protocol):
-    """Samples that are slow to read one by one."""
-
-    def expect(self, indices: Int64Array) -> None:
-        """Prefetch samples that will be read soon, without blocking."""
         ...

@@ -1,4 +1,4 @@
-"""Sources of documents: text files, and rows of every format."""
+"""Sources of documents: text files, and rows with a column of text."""
 
 import codecs
 import logging
@@ -9,49 +9,36 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from toolkit.data.files import content_fingerprint, find_texts, fingerprint_of
-from toolkit.data.formats.base import format_of, texts_of_rows
-from toolkit.data.formats.columns import CORRECT, check_column
-from toolkit.data.formats.files import ListedFile
-from toolkit.data.formats.lines import LINES
-from toolkit.data.progress import Track, untracked
+from toolkit.data.columns import CORRECT, TEXT, add_kinds, check_column, wrong_text
+from toolkit.data.files import fingerprint_of, unreadable
+from toolkit.data.listing import check_text, content_fingerprint, find_texts
+from toolkit.data.readers import ending_of
 from toolkit.data.records import Records, open_records
-from toolkit.data.remote.copies import with_copies
+from toolkit.data.remote import DataFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_BYTES = 2**20
 
-def open_source(
-    source: TextSource | HfSource, *, base: Path, cache: Path, track: Track = untracked
-) -> "Documents":
+
+def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> "Documents":
     """Find the documents of `source`; relative paths start at `base`.
 
-    `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
-    Raises DataError when there are none, BackendUnavailable when `datasets` is missing.
+    `cache` is the folder that remembers the hashes of files. Raises DataError when there are
+    none, BackendUnavailable when `datasets` is missing.
     """
-    if isinstance(source, HfSource):
-        return _open_rows(open_records(source, base=base, cache=cache, track=track))
-    source = with_copies(source, cache, track)
-    texts = find_texts(source.files, base, source.exclude)
-    return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
-
-
-def _open_rows(records: Records) -> "RowDocuments":
-    source = records.source
-    assert isinstance(source, HfSource), "documents"
+    if isinstance(source, TextSource):
+        texts = find_texts(source.files, base, source.exclude)
+        return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
+    records = open_records(source, base=base, cache=cache)
     if not records.files:
         parts = ["hub", source.path, source.name, source.split, source.text_field]
         return RowDocuments(source, records, fingerprint_of([*parts, records.version]))
     parts = ["hf", records.version, source.name, source.split, source.text_field]
-    if source.malformed == "drop":
-        parts.append(f"at most {source.malformed_limit} dropped")
-    if any(format_of(file) is LINES for file in records.files):
+    if any(ending_of(file) == ".txt" for file in records.files):
         parts.append("lines end with a line feed, and no byte order mark is read")
-    if (index := records.index) is not None:
-        form, files = index
-        check_column(source, form.columns(files)[0])
     return RowDocuments(source, records, fingerprint_of(parts))
 
 
@@ -59,7 +46,7 @@ def _open_rows(records: Records) -> "RowDocuments":
 class TextDocuments:
     """One document per file. Bytes that are not UTF-8 become U+FFFD, reported once."""
 
-    files: tuple[Path, ...]
+    files: tuple[DataFile, ...]
     fingerprint: str
     """Changes with the contents; stays the same when files are only moved."""
 
@@ -68,9 +55,9 @@ class TextDocuments:
 
     def in_parts(self) -> Iterator[Iterable[str]]:
         """The texts, each in parts, so that a large file is never completely in memory."""
-        not_utf8: list[Path] = []
-        for path in self.files:
-            yield decoded(ListedFile.of(path).blocks(), partial(not_utf8.append, path))
+        not_utf8: list[DataFile] = []
+        for file in self.files:
+            yield decoded(_blocks(file), partial(not_utf8.append, file))
         if not_utf8:
             logger.warning(
                 "not UTF-8: %d of %d files; their undecodable bytes were replaced by U+FFFD "
@@ -79,6 +66,18 @@ class TextDocuments:
                 len(self.files),
                 not_utf8[0],
             )
+
+
+def _blocks(file: DataFile) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as stream:
+            if block := stream.read(_BLOCK_BYTES):
+                check_text(file, block)
+            while block:
+                yield block
+                block = stream.read(_BLOCK_BYTES)
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator[str]:
@@ -102,11 +101,20 @@ class RowDocuments:
     fingerprint: str
 
     def __iter__(self) -> Iterator[str]:
-        seen = yield from texts_of_rows(self.records, self.source)
-        if not seen and self.records.index is None:
+        column, columns = self.source.text_field, dict[str, str]()
+        for place, row in self.records:
+            if (why := wrong_text(row, column)) is not None:
+                raise DataError(f"{place}: {why}", fix="correct the row")
+            assert isinstance(row, dict), "anything else is wrong"
+            if columns.get(column) != TEXT:
+                add_kinds(columns, row)
+            yield row.get(column) or ""
+        if not columns:
             raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
+        check_column(self.source, columns)
 
     def in_parts(self) -> Iterator[Iterable[str]]:
+        """The texts, each whole."""
         return ((text,) for text in self)
 
 

@@ -13,20 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import (
-    cache_not_writable,
-    content_fingerprint,
-    fingerprint_of,
-    hash_in_pieces,
-    hash_samples,
-    held_lock,
-)
+from toolkit.data.files import cache_not_writable, fingerprint_of, held_lock
 from toolkit.data.formats.indexed import (
     IndexedTokens,
     IndexedWriter,
@@ -34,13 +27,14 @@ from toolkit.data.formats.indexed import (
     bin_path,
     idx_path,
     is_as_written,
+    no_file,
     read_indexed,
-    read_remote_indexed,
     token_dtype,
     write_indexed,
 )
+from toolkit.data.listing import content_fingerprint, hash_in_pieces, hash_samples
 from toolkit.data.progress import Track, untracked
-from toolkit.data.remote.store import shown
+from toolkit.data.remote import copied, list_files, shown
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
     encoder,
@@ -129,13 +123,11 @@ def prepare(
     base: Path,
     cache: Path,
     parse_special: bool = False,
-    remote_cache_bytes: int = 2**30,
     track: Track = untracked,
 ) -> TokenizedData:
     """Tokens of `source`: from the cache, or tokenised now.
 
-    Relative paths start at `base`. `parse_special`: see `encoder`. `remote_cache_bytes`: what
-    is kept of tokens that are read remotely. `track` shows how long
+    Relative paths start at `base`. `parse_special`: see `encoder`. `track` shows how long
     work continues.
     Safe to call from several processes at once. Each document consists of the tokenizer's
     prefix (such as a BOS token), its tokens, and the EOS token; documents without text are
@@ -145,10 +137,10 @@ def prepare(
     """
     if isinstance(source, MegatronSource):
         if is_remote(source.prefix):
-            return _read_remote(source.prefix, cache, remote_cache_bytes, track=track)
+            return _read_remote(source.prefix, cache, track=track)
         prefix = base / Path(source.prefix).expanduser()
         return _read_megatron(prefix, cache, track=track)
-    documents = open_source(source, base=base, cache=cache, track=track)
+    documents = open_source(source, base=base, cache=cache)
     parts = [CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
@@ -193,12 +185,21 @@ def _pair_fingerprint(prefix: Path, cache: Path, track: Track, *, sampled: bool)
         raise cache_not_writable(lock.parent, error) from error
 
 
-def _read_remote(prefix: str, cache: Path, limit_bytes: int, *, track: Track) -> TokenizedData:
-    """Data that is tokenised already, in a store. It is not read: the store's checksum
-    identifies it."""
-    indexed, identity = read_remote_indexed(prefix, cache, limit_bytes, track)
+def _read_remote(prefix: str, cache: Path, *, track: Track) -> TokenizedData:
+    """Data that is tokenised already, in a store: copied into the cache, once. The store's
+    checksums identify it."""
+    name = PurePosixPath(prefix).name
+    found = {PurePosixPath(file.url).name: file for file in list_files(f"{prefix}.*")}
+    for ending in (".idx", ".bin"):
+        if f"{name}{ending}" not in found:
+            raise no_file(shown(prefix), f"{shown(prefix)}{ending}")
+    pair = [found[f"{name}{ending}"] for ending in (".idx", ".bin")]
+    contents = fingerprint_of([file.identity for file in pair])
+    folder = cache / "remote" / contents
+    copied(pair, folder, track)
+    indexed = read_indexed(folder / name)
     _check_some(indexed, f"{shown(prefix)}.bin")
-    return TokenizedData(indexed, fingerprint_of(["megatron", identity]), shown(prefix))
+    return TokenizedData(indexed, fingerprint_of(["megatron", contents]), shown(prefix))
 
 
 def _check_some(indexed: IndexedTokens, name: str) -> None:

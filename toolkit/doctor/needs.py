@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from toolkit.backend import BACKENDS
-from toolkit.data.remote.store import PACKAGES
+from toolkit.data.remote import PACKAGES
 from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config

@@ -5,6 +5,7 @@ an earlier one, with the overrides of the command line on top of all. Every node
 knows the file and line that state it.
 """
 
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os.path import normpath
@@ -292,6 +293,8 @@ def _absolute(node: Node, folder: Path, resolve: Callable[[str, Path], bool]) ->
         return node
     if not resolve(node.value, folder):
         return node
+    if resolve in (_is_glob, _is_local_data) and not _exists(folder / node.value):
+        folder = Path(glob.escape(str(folder.absolute())))  # its own name is no glob
     return Scalar(node.place, _join(folder, node.value), node.text, node.quoted)
 
 
@@ -304,6 +307,10 @@ def _join(folder: Path, value: str) -> str:
 
 def _is_file_name(value: str, folder: Path) -> bool:  # noqa: ARG001 - one signature
     return not value.startswith("{stdlib}") and not is_remote(value)
+
+
+def _is_glob(value: str, folder: Path) -> bool:
+    return _is_file_name(value, folder)
 
 
 def _is_local(value: str, folder: Path) -> bool:
@@ -346,8 +353,8 @@ _PATHS: dict[str, Callable[[str, Path], bool]] = {
         f"data.{part}.{key}": is_path
         for part in ("train", "validation")
         for key, is_path in (
-            ("files", _is_file_name),
-            ("exclude", _is_file_name),
+            ("files", _is_glob),
+            ("exclude", _is_glob),
             ("prefix", _is_file_name),
             ("path", _is_local_data),
         )

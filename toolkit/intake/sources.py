@@ -4,7 +4,7 @@ them."""
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.recipe.schema import Recipe, RowsSource, Source
+from toolkit.recipe.schema import HfSource, Recipe, Source
 
 
 def blend_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -13,7 +13,7 @@ def blend_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, source in data.named_sources:
         if not key.startswith("data.train["):
             yield from _no_shares(key, source)
-        yield from _no_limit(key, source)
+        yield from _no_drop(key, source)
     if not isinstance(data.train, tuple):
         return
     yield from _shares(recipe)
@@ -27,12 +27,10 @@ def _no_shares(key: str, source: Source) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", str(found), allowed, fix)
 
 
-def _no_limit(key: str, source: Source) -> Iterator[Problem]:
-    if not isinstance(source, RowsSource) or source.malformed == "drop":
-        return
-    if (limit := source.malformed_limit) is not None:
-        fix = "add `malformed: drop`, or remove the limit"
-        yield Problem(f"{key}.malformed_limit", str(limit), "nothing: no row is dropped", fix)
+def _no_drop(key: str, source: Source) -> Iterator[Problem]:
+    if isinstance(source, HfSource) and source.malformed == "drop":
+        allowed = "error: rows are dropped of chats and preferences alone"
+        yield Problem(f"{key}.malformed", "drop", allowed, "correct or remove such rows")
 
 
 def _shares(recipe: Recipe) -> Iterator[Problem]:

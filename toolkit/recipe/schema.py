@@ -252,10 +252,8 @@ class RowsSource(SourceSection):
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
     malformed: Literal["error", "drop"] = "error"
-    """A row that is not a document, conversation or pair: an error that names file and row, or
-    drop and count."""
-    malformed_limit: Count | None = None
-    """With `drop`: an error once more rows than this are dropped. Default: no limit."""
+    """A row that is not a conversation or pair: an error that names file and row, or drop and
+    count. Of documents: an error."""
     row_limit_mib: Annotated[int, Field(ge=1, le=2**20)] = 128
     """Longest row of JSON or text files in MiB: a longer one is an error. Reading a row needs
     several times its size in memory."""
@@ -391,8 +389,6 @@ class DataSection(Section):
     many whole ones as fit, padded at the end, so that only longer ones are cut."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
-    remote_cache_gib: PositiveFloat = 50.0
-    """GiB of the cache for blocks of remote files; the oldest are evicted."""
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -5,10 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from toolkit.data.formats.base import format_of
-from toolkit.data.formats.columns import MESSAGES, TEXT
-from toolkit.data.formats.files import ListedFile
-from toolkit.data.local import columns_of_file
+from toolkit.data.columns import MESSAGES, TEXT
+from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.tokenizers import BYTES, count_tokens
 from toolkit.errors import DataError, PlanError
 from toolkit.recipe.schema import ChatRowsSource, Recipe
@@ -70,7 +68,7 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
     """The source that reads the file, from the names and contents of its columns."""
     if not data.is_file():
         raise PlanError(f"--data: {data} is no file", fix="name a file of text, or of rows")
-    columns, _ = columns_of_file(data)
+    columns, _ = columns_of(data)
     path, texts = str(data.absolute()), [name for name, held in columns.items() if held == TEXT]
     rows: dict[str, Any] = {"path": path}
     if {"chosen", "rejected"} <= columns.keys():
@@ -127,9 +125,9 @@ def _samples(recipe: Recipe, data: Path) -> int:
         return counted
     train = recipe.data.train
     packed = recipe.data.packing != "none"
-    form = format_of(data)
-    if isinstance(train, ChatRowsSource) and not packed and form and not form.states_columns:
-        return sum(1 for _ in form.rows(train, ListedFile.of(data).whole))
+    of_json = ending_of(data).startswith(".json")
+    if isinstance(train, ChatRowsSource) and not packed and of_json:
+        return sum(1 for _ in read_rows(data, train))
     tokens = data.stat().st_size / BYTES_PER_TOKEN * (1 - recipe.data.validation_fraction)
     samples = tokens / recipe.training.sequence_length
     # Rows of conversations are padded; of documents, the rest is not trained.

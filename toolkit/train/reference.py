@@ -28,12 +28,8 @@ from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.batches import batches_of
 from toolkit.data.build import TrainingData
-from toolkit.data.files import (
-    cache_folder,
-    content_fingerprint,
-    fingerprint_of,
-    write_cached,
-)
+from toolkit.data.files import cache_folder, fingerprint_of, write_cached
+from toolkit.data.listing import content_fingerprint
 from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.engines.base import Engine
 from toolkit.errors import CheckpointError, DataError, RunFailed

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 import transformers
 
-from toolkit.data.remote.store import RETRIES
 from toolkit.engines import deterministic
 from toolkit.engines.distributed import Ranks, join, leave, rank_here
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable, DmtError, Stopped
@@ -163,7 +162,6 @@ def _end(start: Start, code: int) -> int:
     """Record a successful end; no rank exits before rank 0's reports are written."""
     start.phases.begin("finishing the logs")
     failpoint("leaving")
-    _report_retries(start)
     if start.leads:
         _record(start, "end", exit_code=code)
     start.at_end.close()
@@ -178,20 +176,9 @@ def _end(start: Start, code: int) -> int:
 
 def _fail(start: Start, error: Exception, code: int, message: str) -> None:
     """Record this rank's failure, without waiting for ranks that may never arrive."""
-    _report_retries(start)
     retry = {} if getattr(error, "retry", True) else {"retry": False}
     _record(start, "end", exit_code=code, error=message, **retry)
     start.at_end.__exit__(type(error), error, error.__traceback__)
-
-
-def _report_retries(start: Start) -> None:
-    """Report how often this rank had to retry reading data."""
-    if count := RETRIES.count:
-        message = f"{count} reads of remote data failed and were tried again"
-        start.events.write(
-            "warning", source="data", rank=start.ranks.rank, message=message, count=count
-        )
-        tell(f"data: {message} (rank {start.ranks.rank})")
 
 
 def _record(start: Start, kind: Literal["signal", "end"], **fields: Any) -> None:

@@ -16,7 +16,7 @@ from toolkit.data.chat.conversations import (
     preference_of,
     unread_columns,
 )
-from toolkit.data.formats.arrow import rows_of
+from toolkit.data.readers import rows_of
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatSource, PreferenceSource
 

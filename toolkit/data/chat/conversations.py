@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-from toolkit.data.formats.columns import TEXT, Broken
+from toolkit.data.columns import TEXT, Broken
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatRowsSource, ChatSource, ColumnName, PreferenceSource
 
@@ -209,7 +209,7 @@ def _check_there(
 def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
     """Whether rows with these columns are conversations rather than plain text.
 
-    `columns` says what each holds, as in `check_column` of `toolkit/data/formats/columns.py`.
+    `columns` says what each holds, as in `check_column` of `toolkit/data/columns.py`.
     """
     answer: ColumnName = "completion" if isinstance(source, ChatSource) else "chosen"
     return columns.get(source.column(answer)) != TEXT

@@ -82,7 +82,7 @@ def prepare_chats(
 
     Raises DataError when the data, the template or the mask leaves nothing to train on.
     """
-    records = open_records(source, base=base, cache=cache, track=track)
+    records = open_records(source, base=base, cache=cache)
     text = tokenizer.chat_template
     whose = {*SourceSection.model_fields, "path", "name", "revision", "split", "row_limit_mib"}
     settings = source.model_dump(exclude=whose, exclude_defaults=True)

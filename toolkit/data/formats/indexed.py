@@ -22,20 +22,16 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import damage_hash, fingerprint_of
-from toolkit.data.progress import Track
-from toolkit.data.remote.blocks import BlockArray, BlockCache
-from toolkit.data.remote.copies import copied
-from toolkit.data.remote.store import list_files, shown
+from toolkit.data.files import damage_hash
 from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
 
@@ -78,8 +74,8 @@ def idx_path(prefix: Path) -> Path:
 class IndexedTokens:
     """A pair of files. Tokens are read lazily."""
 
-    tokens: TokenArray | BlockArray
-    """Token ids [total], in the type they are stored in; memory-mapped if they are here."""
+    tokens: TokenArray
+    """Token ids [total], in the type they are stored in; memory-mapped."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
     view into the (unaligned) index file: look things up with `bisect`, which reads a few
@@ -105,61 +101,24 @@ def read_indexed(prefix: Path) -> IndexedTokens:
     index_file, token_file = idx_path(prefix), bin_path(prefix)
     for path in (index_file, token_file):
         if not path.is_file():
-            raise _no_file(str(prefix), str(path))
-    size = token_file.stat().st_size
-    return _indexed(index_file, str(token_file), size, lambda dtype: _map(token_file, dtype))
-
-
-def _indexed(
-    path: Path, name: str, size: int, tokens: Callable[[type[Any]], TokenArray | BlockArray]
-) -> IndexedTokens:
-    """The `tokens` of the file `name`, as the index at `path` describes them.
-
-    Raises DataError when that is none, or one of a file of another size.
-    """
-    index = _map(path, np.uint8)
-    dtype, n_sequences, n_marks = _read_header(path, index)
-    lengths, pointers, marks = _index_arrays(path, index, n_sequences, n_marks)
-    n_tokens, itemsize = (
-        _checked_total(path, dtype, lengths, pointers),
-        np.dtype(dtype).itemsize,
-    )
+            raise no_file(str(prefix), str(path))
+    index = _map(index_file, np.uint8)
+    dtype, n_sequences, n_marks = _read_header(index_file, index)
+    lengths, pointers, marks = _index_arrays(index_file, index, n_sequences, n_marks)
+    n_tokens = _checked_total(index_file, dtype, lengths, pointers)
+    size, itemsize = token_file.stat().st_size, np.dtype(dtype).itemsize
     if size != n_tokens * itemsize:
         raise DataError(
-            f"{name} has {size:,} bytes; its index says {n_tokens:,} tokens of "
+            f"{token_file} has {size:,} bytes; its index says {n_tokens:,} tokens of "
             f"{itemsize} bytes",
             fix=_REBUILD,
         )
-    return IndexedTokens(tokens(dtype), _document_offsets(path, pointers, marks))
+    offsets = _document_offsets(index_file, pointers, marks)
+    return IndexedTokens(_map(token_file, dtype), offsets)
 
 
-def read_remote_indexed(
-    prefix: str, cache: Path, limit_bytes: int, track: Track
-) -> tuple[IndexedTokens, str]:
-    """The pair of files at the URL `prefix`, and its identity: the index is copied into the
-    cache, the tokens are fetched in blocks when they are used.
-
-    Raises DataError as `read_indexed`.
-    """
-    name = PurePosixPath(prefix).name
-    found = {PurePosixPath(file.url).name: file for file in list_files(f"{prefix}.*")}
-    pair = [found.get(f"{name}{ending}") for ending in (".idx", ".bin")]
-    index_file, token_file = pair
-    if index_file is None or token_file is None:
-        missing = ".idx" if index_file is None else ".bin"
-        raise _no_file(shown(prefix), shown(f"{prefix}{missing}"))
-    (copy,) = copied([index_file], cache, track)
-    blocks = BlockCache(cache / "remote" / "blocks", limit_bytes)
-    indexed = _indexed(
-        copy,
-        shown(token_file.url),
-        token_file.size,
-        lambda dtype: BlockArray(blocks, token_file, dtype),
-    )
-    return indexed, fingerprint_of([index_file.identity, token_file.identity])
-
-
-def _no_file(prefix: str, path: str) -> DataError:
+def no_file(prefix: str, path: str) -> DataError:
+    """The error if a pair of files lacks one."""
     return DataError(
         f"indexed data {prefix}: there is no file {path}",
         fix="give the path of the pair without `.bin`/`.idx`; both files are needed",

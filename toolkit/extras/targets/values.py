@@ -38,7 +38,7 @@ _NO_SUCH = NotCarried("no such value")
 _BESIDES = """
     name cluster guard launch kernels logging checkpoint evaluation parallel schedule
     model.config model.hub model.revision data.train data.validation data.tokenizer
-    data.cache data.remote_cache_gib data.special_tokens training.steps
+    data.cache data.special_tokens training.steps
     training.tokens training.epochs training.deterministic data.tokenizer_revision
     data.validation_fraction fp8
 """

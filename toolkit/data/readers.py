@@ -1,0 +1,414 @@
+"""Rows of one data file, each with its place: the file's ending says how it is read.
+
+JSON lines or one list of rows, Parquet, Arrow, and text, a row a line; JSON and text also
+compressed. These are read line by line, and a list row by row, up to a limit: a small
+compressed file may hold a line that does not fit into memory.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+import zlib
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import BufferedReader, RawIOBase
+from pathlib import PurePosixPath
+from typing import Any
+
+from toolkit.data.columns import (
+    CORRECT,
+    TEXT,
+    Broken,
+    add_kinds,
+    arrow_kinds,
+    check_column,
+)
+from toolkit.data.remote import DataFile
+from toolkit.errors import BackendUnavailable, DataError
+from toolkit.recipe.schema import HfSource, RowsSource
+from toolkit.text.units import MIB
+
+ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".txt")
+_TABLES = (".parquet", ".arrow")
+ROWS_AT_ONCE = 1000
+"""Rows that are Python objects at the same time: they take several times Arrow's memory."""
+_READ_BYTES = 2**20
+_BEGINNING = 10 * 2**20
+"""Bytes of a JSON file whose columns are looked at: `datasets` takes them from as many."""
+_WHOLE = "check that the file is whole and UTF-8"
+_TOO_DEEP = Broken("it is nested too deeply")
+_SPACE = re.compile(r"\s*")
+_SCANNED = json.JSONDecoder().raw_decode
+
+_OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
+}  # fmt: skip
+_COMPRESSED = (*_OPENERS, ".zst")
+_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def ending_of(file: DataFile) -> str:
+    """The ending by which a file is read, without that of a compression; empty if none is
+    known."""
+    path = PurePosixPath(str(file))
+    plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return plain.suffix if plain.suffix in ENDINGS else ""
+
+
+def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
+    """The rows of a file: dicts of columns, or whatever else a line of JSON holds; `Broken` for
+    what cannot be read. Of documents, Parquet and Arrow give the column of the text alone.
+
+    Raises DataError when the file cannot be read, for a row above the source's limit, and where
+    a file of documents has no column of text.
+    """
+    match ending_of(file):
+        case ".parquet" | ".arrow":
+            yield from _rows_of_table(file, source)
+        case ".txt":
+            yield from _rows_of_text(file, source)
+        case _:
+            yield from _rows_of_json(file, source.row_limit_mib)
+
+
+def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
+    """Columns of a file with what they hold, as `check_column` names it, none if it cannot be
+    read; and whether no row has others. Of JSON, the beginning is read."""
+    columns: dict[str, str] = {}
+    # What builds the data says what is wrong with a file.
+    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable)
+    with suppress(*unreadable):
+        match ending_of(file):
+            case ".parquet" | ".arrow":
+                with _opened_table(file) as (schema, _):
+                    return arrow_kinds(schema), True
+            case ".txt":
+                return {"text": TEXT}, True
+            case ".json" | ".jsonl":
+                with opened(file) as stream:
+                    beginning = stream.read(_BEGINNING)
+                whole = _add_columns(columns, beginning) and len(beginning) < _BEGINNING
+                return columns, whole
+    return {}, False
+
+
+# Bytes
+
+
+@contextmanager
+def opened(file: DataFile) -> Iterator[Any]:
+    """The bytes of a file, not compressed. Raises BackendUnavailable where a package is
+    missing."""
+    opener = _opener(file)
+    raw: Any
+    with file.open("rb") as raw, opener(raw, "rb") as stream:
+        yield stream
+
+
+def _opener(file: DataFile) -> Callable[..., Any]:
+    ending = PurePosixPath(str(file)).suffix
+    if ending != ".zst":
+        return _OPENERS.get(ending, lambda stream, _: BufferedReader(stream))
+    try:
+        import zstandard
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{file} needs the package `zstandard`", fix="pip install zstandard"
+        ) from error
+    decompressor = zstandard.ZstdDecompressor()
+    return lambda stream, _: BufferedReader(_Zstandard(stream, decompressor))
+
+
+class _Zstandard(RawIOBase):
+    """The content of all frames. Unlike `zstandard.open`, it raises EOFError where a file ends
+    inside a frame."""
+
+    _INPUT_BYTES = 2**8
+    """Decompressed at once: a byte may stand for 32 KiB."""
+
+    def __init__(self, stream: Any, decompressor: Any) -> None:
+        self._stream, self._decompressor = stream, decompressor
+        self._frame: Any = None
+        self._input, self._output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        """As every stream that is read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        while not self._output:
+            self._input = self._input or self._stream.read(self._INPUT_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstandard frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            output, self._input = self._frame.decompress(self._input), b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+            self._output = memoryview(output)
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+
+def undecodable() -> tuple[type[Exception], ...]:
+    """Exceptions of reading files, also compressed ones."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return _UNREADABLE
+    return (*_UNREADABLE, ZstdError)
+
+
+# Lines
+
+
+def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file, each with its place, without line feed; the first without a byte
+    order mark."""
+    number, limit = 0, limit_mib * MIB
+    try:
+        while line := stream.readline(limit + 1):
+            number += 1
+            if len(line) > limit and not line.endswith(b"\n"):
+                raise _too_long(f"{file}:{number}", limit_mib)
+            line = line.removesuffix(b"\n")
+            yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
+    except undecodable() as error:
+        behind = f" behind line {number:,}" if number else ""
+        raise DataError(f"cannot read {file}{behind}: {error}", fix=_WHOLE) from error
+
+
+def _too_long(place: str, limit_mib: int) -> DataError:
+    return DataError(
+        f"{place}: the row is longer than {limit_mib:,} MiB, the limit",
+        fix="correct the file, or raise `row_limit_mib` next to `path`",
+    )
+
+
+def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
+    if isinstance(source, HfSource):
+        check_column(source, {"text": TEXT})
+    with opened(file) as stream:
+        for place, line in _lines(file, stream, source.row_limit_mib):
+            try:
+                yield place, {"text": line.removesuffix(b"\r").decode()}
+            except UnicodeDecodeError:
+                yield place, Broken("it is not UTF-8")
+
+
+# JSON
+
+
+def _rows_of_json(file: DataFile, limit_mib: int) -> Iterator[tuple[str, object]]:
+    with opened(file) as stream:
+        if _stripped(_begin(file, stream)).startswith(b"["):
+            yield from _rows_of_list(file, stream, limit_mib)
+            return
+        for place, line in _lines(file, stream, limit_mib):
+            if _stripped(line):
+                yield place, _parsed(line)
+
+
+def _begin(file: DataFile, stream: Any) -> bytes:
+    try:
+        return bytes(stream.peek(1))
+    except undecodable() as error:
+        raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
+
+
+def _stripped(line: bytes) -> bytes:
+    return line.removeprefix(BOM_UTF8).strip()
+
+
+def _parsed(text: bytes) -> object:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return Broken(_not_utf8(error))
+    except json.JSONDecodeError as error:
+        return Broken(f"it is not JSON ({error.msg}, character {error.colno:,})")
+    except RecursionError:
+        return _TOO_DEEP
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    byte = f"0x{error.object[error.start]:02x}"
+    return f"it is not UTF-8 (byte {byte} at {error.start + 1:,})"
+
+
+def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:
+    """The rows of a file that is a list, each with its place."""
+    decode = getincrementaldecoder("utf-8-sig")().decode
+    text, at, number = "", 0, 0
+    while at >= 0:
+        place = f"{file}, row {number + 1}"
+        try:
+            row, at = _next_row(text, at, number)
+        except RecursionError:
+            raise DataError(f"{place}: {_TOO_DEEP.why}", fix=_WHOLE) from None
+        except json.JSONDecodeError as error:
+            text, at = text[at:], 0
+            if len(text) > limit_mib * MIB:
+                raise _too_long(place, limit_mib) from error
+            try:
+                block = stream.read(max(len(text), _READ_BYTES))
+                text += decode(block)
+            except UnicodeDecodeError as wrong:
+                raise DataError(f"{place}: {_not_utf8(wrong)}", fix=_WHOLE) from wrong
+            except undecodable() as wrong:
+                raise DataError(f"cannot read {file}: {wrong}", fix=_WHOLE) from wrong
+            if not block:
+                said = f"{place}: it is not JSON ({error.msg})"
+                raise DataError(said, fix=_WHOLE) from error
+            continue
+        if at >= 0:
+            number += 1
+            yield place, row
+    while block := stream.read(_READ_BYTES):
+        if block.strip():
+            raise DataError(f"{file}: there is text after the end of the list", fix=_WHOLE)
+
+
+def _next_row(text: str, at: int, number: int) -> tuple[object, int]:
+    """The row after `number` rows, and where it ends: -1 at the end of the list.
+
+    Raises JSONDecodeError where that is not in the text.
+    """
+    at = _after_space(text, at)
+    if not (number and text.startswith("]", at)):
+        if not text.startswith("," if number else "[", at):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        at = _after_space(text, at + 1)
+        if number or not text.startswith("]", at):
+            row, at = _SCANNED(text, at)
+            if at == len(text):  # a number may go on
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+            return row, at
+    if text[at + 1 :].strip():
+        raise json.JSONDecodeError("Extra data", text, at)
+    return None, -1
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it matches anything"
+    return found.end()
+
+
+def _add_columns(columns: dict[str, str], beginning: bytes) -> bool:
+    """Add the columns of the objects, one a line or in a list, that a file begins with; whether
+    it holds nothing else."""
+    text, at = beginning.decode(errors="replace"), 0
+    with suppress(ValueError, RecursionError):  # the last object is truncated
+        while at < len(text):
+            if text[at] in "[],\n\r\t ":
+                at += 1
+                continue
+            row, at = _SCANNED(text, at)
+            if not isinstance(row, dict):
+                columns.clear()
+                return False
+            add_kinds(columns, row)
+    return at == len(text)
+
+
+# Parquet and Arrow
+
+
+@contextmanager
+def _opened_table(file: DataFile) -> Iterator[tuple[Any, Callable[[list[str] | None], Any]]]:
+    """The schema of a file, and what gives record batches of the columns of these names."""
+    from pyarrow import ArrowInvalid, ipc, parquet
+
+    with file.open("rb") as stream:
+        if ending_of(file) == ".parquet":
+            table = parquet.ParquetFile(stream)
+            yield (
+                table.schema_arrow,
+                lambda names: table.iter_batches(ROWS_AT_ONCE, columns=names),
+            )
+            return
+        try:
+            reader = ipc.open_stream(stream)
+            batches = iter(reader)
+        except ArrowInvalid:
+            stream.seek(0)
+            reader = ipc.open_file(stream)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        yield (
+            reader.schema,
+            lambda names: (batch.select(names or reader.schema.names) for batch in batches),
+        )
+
+
+def _rows_of_table(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
+    from pyarrow import ArrowException
+
+    try:
+        with _opened_table(file) as (schema, batches):
+            if isinstance(source, HfSource):
+                check_column(source, arrow_kinds(schema))
+                yield from rows_of(batches([source.text_field]), file)
+            else:
+                # It keeps values of several kinds as JSON: messages of chats may have them.
+                from datasets import Features
+
+                yield from rows_of(batches(None), file, Features.from_arrow_schema(schema))
+    except (ArrowException, OSError, zlib.error) as error:
+        raise DataError(f"cannot read {file}: {error}", fix=CORRECT) from error
+
+
+def rows_of(
+    batches: Iterable[Any], name: object, types: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, object]]:
+    """The rows of record batches of the file `name`, decoded by these `Features` of `datasets`
+    if there are any."""
+    before = 0
+    slices = (
+        batch.slice(start, ROWS_AT_ONCE)
+        for batch in batches
+        for start in range(0, len(batch), ROWS_AT_ONCE)
+    )
+    for batch in slices:
+        try:
+            rows: list[object] = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = [_row(batch, number) for number in range(len(batch))]
+        for number, row in enumerate(rows, before + 1):
+            if types is not None and isinstance(row, dict):
+                row = without_added_nulls(types.decode_example(row), types)  # type: ignore[attr-defined]
+            yield f"{name}, row {number:,}", row
+        before += len(rows)
+
+
+def without_added_nulls(row: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the null keys that Arrow adds inside its columns to make all rows
+    uniform. `types` are those of its columns; values of the type Json are as they were
+    stated."""
+    return {name: _without_added(value, types.get(name)) for name, value in row.items()}
+
+
+def _without_added(value: Any, kind: Any) -> Any:
+    if isinstance(value, list):
+        inner = kind[0] if isinstance(kind, list) else getattr(kind, "feature", None)
+        return [_without_added(item, inner) for item in value]
+    if isinstance(value, dict) and isinstance(kind, dict):
+        pairs = ((key, item) for key, item in value.items() if item is not None)
+        return {key: _without_added(item, kind.get(key)) for key, item in pairs}
+    return value
+
+
+def _row(batch: Any, number: int) -> object:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[number].as_py()
+        except UnicodeDecodeError:
+            return Broken(f"`{name}` is not UTF-8")
+    return row
