@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from toolkit.accelerate import training_arguments
 from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.lora import Lora
-from toolkit.data.chat.named import template_text
+from toolkit.data.chat.named import stated_template
 from toolkit.data.files import cache_folder
 from toolkit.data.records import open_records
 from toolkit.data.tokenizers import load_tokenizer
@@ -43,7 +43,8 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
         recipe, config_class=config_class, **objective_settings(recipe), **more
     )
     tokenizer = load_tokenizer(recipe.data.tokenizer, recipe.data.tokenizer_revision)
-    tokenizer.chat_template = template_text(recipe.data.chat_template, tokenizer, Path())
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = stated_template(recipe.data.chat_template, Path())
     config = build_config(recipe.model)  # the recipe's dropout: none unless it says so
     lora = recipe.adapter and Lora.of(recipe.adapter, config.to_dict())
     set_seed(recipe.training.seed)  # the adapters begin with the same values on all ranks
