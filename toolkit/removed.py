@@ -35,6 +35,15 @@ COMMANDS: dict[str, str] = {
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER`",
+    "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "
+    "checkpoint export` writes whole tensors",
+    "checkpoint inspect": "`dmt checkpoint list` shows step and layout, manifest.json and "
+    "index.json in the step's folder have the rest",
+    "checkpoint fits": "start the run: `dmt launch` refuses a checkpoint that does not fit, "
+    "and names why, before the first step",
+    "checkpoint export --push-to-hub": "export, then `hf upload REPO FOLDER`",
+    "checkpoint export --private": "export, then `hf upload REPO FOLDER --private`",
+    "checkpoint export --compare-logits": "use --verify, which compares with transformers",
     "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "
     "checkpoint import RECIPE DIR` starts a run with the weights of such a folder",
 }

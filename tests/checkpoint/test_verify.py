@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.making import saved_run
 from toolkit.checkpoint import saved_state
-from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.index import INDEX
 from toolkit.checkpoint.manifest import Manifest, record_of
 from toolkit.checkpoint.verify import coverage_problems, verify
@@ -82,19 +81,6 @@ def test_an_index_of_other_files_is_named(tmp_path: Path) -> None:
     manifest = Manifest.read(checkpoint)
     manifest.with_files(manifest.files | {INDEX: record_of(index)}).write(checkpoint)
     assert verify(checkpoint).problems[0] == "index.json is not the index of its files"
-
-
-def test_convert_holds_little_and_fills_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saved_state, "ELEMENTS_AT_ONCE", 256)
-    src = saved_run(tmp_path, 5) / "checkpoints" / "step-00000005"
-    pieces: list[int] = []
-    manifest = convert(src, tmp_path / "out", pieces.append, limit=200_000)
-    assert max(pieces) == 256 * 4 and sum(pieces) == saved_state.SavedState(src).nbytes
-    state = [record.size for name, record in manifest.files.items() if "state-" in name]
-    assert len(state) > 3 and max(state) < 200_000 + 10_000
-    assert verify(tmp_path / "out").problems == ()
 
 
 @pytest.mark.parametrize("name", ["../stolen", "/etc/passwd", "hf/../../stolen"])

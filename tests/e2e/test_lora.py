@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.e2e.conftest import Project, write_project
-from tests.e2e.product import curve, dmt, run, settings
+from tests.e2e.product import curve, dmt, run
 from toolkit.checkpoint.logits import compare
 from toolkit.errors import RunFailed
 from toolkit.intake.load import load_recipe
@@ -73,7 +73,7 @@ def test_exports_compute_the_same(tuned: Project) -> None:
     folder = tuned.folder
     for options in (["merged", "--merged"], ["adapter"]):
         ended = run(
-            dmt("checkpoint", "export", "moved", *options, "--compare-logits", "transformers"),
+            dmt("checkpoint", "export", "moved", *options, "--verify"),
             folder,
             code=0,
         )
@@ -104,20 +104,7 @@ def test_an_export_that_computes_something_else_is_told(tuned: Project) -> None:
     save_file(tensors, weights, {"format": "pt"})
     told = pytest.raises(RunFailed, match="its logits differ from those of")
     with told, chdir(tuned.folder):
-        compare(checkpoint, damaged, "transformers")
-
-
-def test_fits_reports_adapters(tuned: Project) -> None:
-    arguments = settings(LORA | {"model.hub": "base"})
-    ended = run(
-        dmt("checkpoint", "fits", tuned.recipe, "moved", *arguments), tuned.folder, code=0
-    )
-    assert "kept     weights and moments  28 tensors" in ended.out
-    arguments = settings(LORA | {"model.hub": "base", "adapter": "{rank: 8, alpha: 8}"})
-    ended = run(
-        dmt("checkpoint", "fits", tuned.recipe, "moved", *arguments), tuned.folder, code=2
-    )
-    assert "adapter.rank: 4 then, 8 now" in ended.out
+        compare(checkpoint, damaged)
 
 
 def test_training_goes_on_from_an_export(tuned: Project) -> None:

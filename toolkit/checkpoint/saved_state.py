@@ -74,15 +74,6 @@ class SavedState:
             if quantity == "weight"
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all whole tensors, moments included."""
-        return sum(
-            block_numel(whole_quantity(quantity, tensor, shape)) * dtype_of(quantity).itemsize
-            for tensor, shape in self.shapes.items()
-            for quantity in self.quantities(tensor)
-        )
-
     def quantities(self, tensor: str) -> list[str]:
         """The stored quantities of a tensor: only the weight if it is frozen."""
         return [quantity for quantity in STORED if f"{quantity}/{tensor}" in self._index]
@@ -133,8 +124,7 @@ class SavedState:
             raise CheckpointError(
                 f"{self.folder} does not hold {quantity} of {block.tensor}, rows "
                 f"{block.rows[0]} to {block.rows[1]}",
-                fix="resume with the model that it was saved from; `dmt checkpoint fits RECIPE "
-                f"{self.folder}` compares",
+                fix="resume with the model that it was saved from",
             )
         return values
 

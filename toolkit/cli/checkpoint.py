@@ -1,6 +1,5 @@
-"""`dmt checkpoint`: list, verify, convert, export and import checkpoints."""
+"""`dmt checkpoint`: list, verify, export and import checkpoints."""
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -12,7 +11,6 @@ import typer
 from rich.text import Text
 
 from toolkit.checkpoint.checkpoints import (
-    CHECKPOINTS,
     CheckpointFolder,
     ListEntry,
     list_checkpoints,
@@ -24,7 +22,6 @@ from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir
 from toolkit.cli.output import Hanging, Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
-from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import degrees_text
 from toolkit.run.directory import RunDirectory
 from toolkit.text.terminal import tell
@@ -32,14 +29,13 @@ from toolkit.text.units import byte_size
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.verify import VerificationResult
-    from toolkit.train.fits import StateRow
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, verify, convert, export and import checkpoints.\n\n"
+    help="List, verify, export and import checkpoints.\n\n"
     "CKPT is a step-… folder; for a run directory or its checkpoints folder, the newest "
     "finished checkpoint is meant.\n\n"
     "Example: `dmt checkpoint list runs/tiny-llama-bytes`",
@@ -50,10 +46,7 @@ Checkpoint = Annotated[
     typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest checkpoint."),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
-_COLOURS = {
-    "finished": "green", "damaged": "red", "unfinished": "yellow",
-    "kept": "green", "changed": "yellow", "refused": "red",
-}  # fmt: skip
+_COLOURS = {"finished": "green", "damaged": "red", "unfinished": "yellow"}
 
 
 @app.command("list")
@@ -163,78 +156,19 @@ def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> 
     yield f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
 
 
-@app.command()
-def inspect(
-    checkpoint: Checkpoint,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor with its shape and pieces.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a checkpoint holds: step, layout, precision, versions, tensors.
-
-    Example: `dmt checkpoint inspect runs/tiny-llama-bytes --tensors`
-    """
-    from toolkit.cli.checkpoint_tables import TENSORS, contents, facts
-
-    found = _find(checkpoint)
-    held = contents(found.folder)
-    data = {"folder": str(found.folder), **asdict(found.manifest)}
-    data["layout"] = found.manifest.layout.to_dict()
-    if tensors:
-        data["tensors"] = {tensor.name: tensor._asdict() for tensor in held}
-
-    def lines() -> Iterator[Line]:
-        yield Text(str(found.folder), "bold", no_wrap=True)
-        for name, text in facts(found.manifest, held):
-            yield Hanging(Text(f"  {name:<12} ", "dim"), text)
-        if tensors:
-            yield from (f"  {line}" for line in TENSORS.lines(held))
-
-    output(as_json, data, lines(), wrap=False)
-
-
-@app.command()
-def convert(checkpoint: Checkpoint, dst: Destination, as_json: AsJson = False) -> None:
-    """Write the same checkpoint with whole tensors, in files of at most 5 GB.
-
-    Runs continue from it as from the original, and every tool that reads safetensors can
-    read it. Both are verified. A few rows of one tensor are in memory at a time.
-
-    Example: `dmt checkpoint convert runs/tiny-llama-bytes archive/step-00000200`
-    """
-    from toolkit.checkpoint import convert as conversion
-    from toolkit.checkpoint.saved_state import SavedState
-    from toolkit.checkpoint.verify import require_whole
-
-    found = _find(checkpoint)
-    nbytes = found.manifest.nbytes
-    conversion.check_target(found.folder, dst, nbytes)
-    # New hashes are written: damage must not become part of a good checkpoint.
-    with byte_progress("verify", nbytes) as tick:
-        require_whole(found.folder, tick)
-    with byte_progress("convert", SavedState(found.folder).nbytes) as tick:
-        manifest = conversion.convert(found.folder, dst, tick)
-    with byte_progress("verify", manifest.nbytes) as tick:
-        require_whole(dst, tick)
-    _wrote(dst, found, {"files": len(manifest.files), "bytes": manifest.nbytes}, as_json)
-
-
-_CompareLogits = Annotated[
-    Literal["transformers", "vllm"] | None,
-    typer.Option(
-        "--compare-logits",
-        help="Compare the export, as transformers (or PEFT) or vLLM load it, with the trained "
-        "model; needs room for two in fp32.",
-    ),
-]
 _ShardSize = Annotated[
     str | None,
     typer.Option(help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated."),
 ]
 _Verify = Annotated[
-    bool,
-    typer.Option(" /--no-verify", help="Do not hash the checkpoint first.", show_default=False),
+    bool | None,
+    typer.Option(
+        "--verify/--no-verify",
+        help="Also compare logits of the export, as transformers (or PEFT) loads it, with "
+        "those of the trained model, with room for two in fp32; or do not even hash the "
+        "checkpoint first.",
+        show_default=False,
+    ),
 ]
 _Merged = Annotated[
     bool,
@@ -247,29 +181,16 @@ _To = Annotated[
         "may also be a Hugging Face folder. Needs memory for the whole model.",
     ),
 ]
-_PushToHub = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REPO",
-        help="Upload the export to this model repository, which is created if needed.",
-    ),
-]
-_Private = Annotated[
-    bool, typer.Option("--private", help="With --push-to-hub: only to a private one.")
-]
 
 
 @app.command()
 def export(
     checkpoint: Checkpoint,
     dst: Destination,
-    verify: _Verify = True,
+    verify: _Verify = None,
     merged: _Merged = False,
-    compare: _CompareLogits = None,
     shard_size: _ShardSize = None,
     to: _To = "huggingface",
-    push_to_hub: _PushToHub = None,
-    private: _Private = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer, sharded safetensors and a model card.
@@ -279,10 +200,9 @@ def export(
     Example: `dmt checkpoint export runs/tiny-llama-bytes model`
     """
     from toolkit.checkpoint import export as exporting
-    from toolkit.checkpoint import logits
-    from toolkit.checkpoint.hub_upload import HubRepository
+    from toolkit.checkpoint.logits import compare
     from toolkit.models.new_folder import check_destination
-    from toolkit.run.model_card import is_generated, write_card
+    from toolkit.run.model_card import write_card
 
     if to != "huggingface" and (checkpoint / "config.json").is_file():
         _to_megatron(checkpoint, dst)
@@ -290,18 +210,13 @@ def export(
         return
     found = _find(checkpoint)
     limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
-    if private and push_to_hub is None:
-        raise CheckpointError("--private: nothing is uploaded", fix="add --push-to-hub REPO")
-    if to != "huggingface" and (shard_size or compare or push_to_hub):
+    if to != "huggingface" and (shard_size or verify):
         raise CheckpointError("--to megatron: not with options of a Hugging Face folder")
     if found.manifest.adapter is not None and not merged:
-        _refuse_for_adapters(shard_size, compare, to)
-    if compare is not None:
-        logits.require(compare)
+        _refuse_for_adapters(shard_size, to)
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
-    repository = push_to_hub and HubRepository.prepare(push_to_hub, private=private)
-    if verify:
+    if verify is not False:
         _verify_first(found)
     with byte_progress("export", nbytes) as tick:
         if to != "huggingface":
@@ -309,14 +224,9 @@ def export(
         else:
             exporting.export(found.folder, dst, tick, merged=merged, **limit)
             write_card(dst, found.folder)
-    report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
-    if compare is not None:
-        report["logits"] = logits.compare(found.folder, dst, compare)
-    if repository:
-        message = (
-            f"Step {found.manifest.step:,} of {found.manifest.recipe.get('name', 'a run')}"
-        )
-        report["commit"] = repository.upload(dst, message, is_generated)
+    report: dict[str, Any] = {"bytes": nbytes, "verified": verify is not False}
+    if verify:
+        report["logits"] = compare(found.folder, dst)
     _wrote(dst, found, report, as_json)
 
 
@@ -349,17 +259,13 @@ def _to_megatron(source: Path, dst: Path) -> None:
         option("checkpoint export --to megatron")(source, folder)
 
 
-def _refuse_for_adapters(shard_size: str | None, compare: str | None, to: str) -> None:
+def _refuse_for_adapters(shard_size: str | None, to: str) -> None:
     """Raise CheckpointError for options that need a whole model."""
     if to != "huggingface":
         raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
     if shard_size is not None:
         fix = "remove --shard-size, or add --merged"
         raise CheckpointError("--shard-size: adapters are one file", fix=fix)
-    if compare == "vllm":
-        raise CheckpointError(
-            "--compare-logits vllm: it loads whole models", fix="add --merged"
-        )
 
 
 def _shard_bytes(text: str) -> int:
@@ -382,62 +288,7 @@ def _wrote(dst: Path, found: CheckpointFolder, written: dict[str, Any], as_json:
     lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
     if "logits" in written:
         lines.append(str(written["logits"]))
-    if "commit" in written:
-        lines.append(f"uploaded: {written['commit']}")
     output(as_json, data | written, lines, wrap=False)
-
-
-@app.command()
-def fits(
-    recipe: RecipePath,
-    checkpoint: Checkpoint,
-    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
-    cluster: ClusterOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a run would keep of a checkpoint, before it is launched.
-
-    Exits with 2 when the recipe cannot continue from it. Starts and writes nothing.
-
-    Example: `dmt checkpoint fits recipes/tiny/llama-bytes.yaml runs/tiny-llama-bytes --set
-    parallel.zero.stage=3`
-    """
-    from toolkit.hardware.cluster_file import find_cluster
-    from toolkit.run.assignment import decide
-    from toolkit.train.fits import compare
-
-    where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_recipe(recipe, overrides, where), None, where)
-    found = _find(checkpoint)
-    rows = compare(found, assignment)
-    refused = any(row.verdict == "refused" for row in rows)
-    parts = [row._asdict() for row in rows]
-    data = {"folder": str(found.folder), "fits": not refused, "parts": parts}
-    verdict = f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}"
-    code = EXIT_USER_ERROR if refused else EXIT_DONE
-    output(as_json, data, [*_fit_lines(rows), verdict], wrap=False, exit_code=code)
-    if not as_json:
-        launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
-        launch += [] if cluster is None else ["--cluster", cluster]
-        tell(_how_to_go_on(found, launch))
-
-
-def _fit_lines(rows: "Sequence[StateRow]") -> Iterator[Hanging]:
-    width = max(len(row.what) for row in rows)
-    for row in rows:
-        verdict = (f"{row.verdict:<8} ", _COLOURS[row.verdict])
-        prefix = Text.assemble(verdict, (f"{row.what:<{width}}  ", "bold"))
-        yield Hanging(prefix, row.why)
-
-
-def _how_to_go_on(found: CheckpointFolder, launch: Sequence[str]) -> str:
-    if found.folder.absolute().parent.name != CHECKPOINTS:
-        return "copy it into the checkpoints folder of a run directory to continue from it"
-    run = found.folder.absolute().parent.parent
-    newest = store_of(run).finished()[-1].name
-    if newest != found.folder.name:
-        return f"a launch continues from the newest, {newest}, unless that is removed"
-    return f"to continue: {shlex.join(['dmt', 'launch', *launch, '--run-dir', str(run)])}"
 
 
 @app.command("import")

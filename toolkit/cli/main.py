@@ -46,7 +46,7 @@ VERBS: dict[str, Verb] = {
         "Choose settings by trials on this machine.", "toolkit.extras.tune.command:tune"
     ),
     "checkpoint": Verb(
-        "List, verify, convert, export and import checkpoints.", "toolkit.cli.checkpoint:app"
+        "List, verify, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),
     "report": Verb("Show what a run did and where its time went."),
     "watch": Verb("Show a run live in the browser.", "toolkit.extras.page.watch:watch"),

@@ -52,7 +52,7 @@ def idle_problem(
     idle = [pattern for pattern in patterns if not matching([pattern], names)]
     if not idle:
         return None
-    listed = "`dmt checkpoint inspect --tensors` and the checkpoint's index list the names"
+    listed = "model.safetensors.index.json of the model lists the names"
     fix = did_you_mean(idle[0], names, listed, cutoff=0.8)
     if matching(idle, _HEADS):
         fix = "name the input embedding: the head of this model is tied to it"

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from toolkit.checkpoint.resume import (
 )
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import SaveOutcome, Saver
+from toolkit.checkpoint.shards import stored_shape
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.data.build import TrainingData
@@ -42,11 +43,11 @@ from toolkit.system.untrusted import read_json
 from toolkit.text.terminal import tell
 from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
-from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
 from toolkit.train.schedule import learning_rate
 
+_Shapes = Mapping[str, tuple[int, ...]]
 GB = 1e9
 _VERIFYING = "verifying the checkpoint"
 _EXPORTED = (
@@ -150,7 +151,7 @@ class RunCheckpoints:
         ]
         if self.leader:
             assert self._saved is not None
-            problems += shape_problems(self._saved.shapes, self._shapes(config))
+            problems += _shape_problems(self._saved.shapes, self._shapes(config))
         if problems:
             weights = f"model.init: checkpoint and model.checkpoint: {found.folder}"
             if found.manifest.adapter is not None:
@@ -205,7 +206,7 @@ class RunCheckpoints:
                 fix=_EXPORTED.format(saved.folder),
             )
         stored = hf.stored_config(model, config)
-        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(stored))]:
+        if problems := [*_shape_problems(saved.shapes, hf.checkpoint_shapes(stored))]:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
                 fix="state that model's config in model.config",
@@ -401,3 +402,27 @@ class RunCheckpoints:
             return str(checked(MAPPING, state)["run_id"])
         except (OSError, ValueError, KeyError):
             return None
+
+
+def _shape_problems(saved: _Shapes, wanted: _Shapes) -> Iterator[str]:
+    """How the tensors of a checkpoint differ from those of a model; empty when they agree."""
+    both = saved.keys() & wanted.keys()
+    other = sorted(name for name in both if saved[name] != stored_shape(wanted[name]))
+    if other:
+        first = other[0]
+        yield (
+            f"{_count(other)} of another shape: {first} is {list(saved[first])} in the "
+            f"checkpoint, {list(wanted[first])} in the recipe's model"
+        )
+    if new := sorted(wanted.keys() - saved.keys()):
+        yield f"{_count(new)} not in the checkpoint: {_named(new)}"
+    if gone := sorted(saved.keys() - wanted.keys()):
+        yield f"{_count(gone)} not in the recipe's model: {_named(gone)}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}, …"

@@ -4,7 +4,6 @@ every layout trains with it in tests/engines/test_pairs.py."""
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,7 @@ import torch
 from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import nn
 
-from tests.checkpoint.reshape_worker import SAVED_AT
-from tests.checkpoint.reshaping import write_all
-from tests.engines.owner_cases import EXPERTS, LAYOUTS, check_reshaped, zeros
-from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.shards import whole_quantity
-from toolkit.checkpoint.store import folder_name
+from tests.engines.owner_cases import EXPERTS, check_reshaped, zeros
 from toolkit.checkpoint.verify import coverage_problems
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.optimizers.adamw_8bit import ADAMW_8BIT
@@ -64,24 +57,6 @@ def test_reshape(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_reshape_experts(tmp_path: Path) -> None:
     check_reshaped(tmp_path, OPTIMIZER, EXPERTS)
-
-
-@pytest.mark.slow
-def test_convert(tmp_path: Path) -> None:
-    """Whole codes and scales, in their own types, and as many bytes as were announced."""
-    write_all(tmp_path, {"zero2": (2, replace(LAYOUTS["zero2"], optimizer=OPTIMIZER))})
-    src, dst = tmp_path / "zero2" / folder_name(SAVED_AT), tmp_path / "whole"
-    written: list[int] = []
-    convert(src, dst, written.append)
-    before, after = SavedState(src), SavedState(dst)
-    assert sum(written) == before.nbytes == after.nbytes
-    assert [*coverage_problems(after, optimizer="adamw_8bit")] == []
-    for tensor, shape in before.shapes.items():
-        for quantity in before.quantities(tensor):
-            whole = whole_quantity(quantity, tensor, shape)
-            found = after.read(quantity, whole)
-            assert torch.equal(before.read(quantity, whole), found), (quantity, tensor)
-            assert found.dtype == (torch.uint8 if "code" in quantity else torch.float32)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """Writes the state of another tool as a checkpoint of a run, which continues from it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.checkpoint.convert import write_state_files
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.saver import entries_of
 from toolkit.checkpoint.shards import StateShard, state_quantities, whole_quantity
@@ -15,6 +15,12 @@ from toolkit.extras.imports.base import SAMPLES, ForeignState, RecipeModel
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
+from toolkit.models.safetensors_stream import (
+    LARGEST_FILE_BYTES,
+    TensorToWrite,
+    in_files,
+    write_file,
+)
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -132,13 +138,23 @@ def write_checkpoint(
     return manifest
 
 
+def _write_state_files(folder: Path, entries: Iterable[TensorToWrite]) -> dict[str, FileRecord]:
+    """Write tensors of a state into files of at most 5 GB, unless one is larger."""
+    files = {}
+    for number, content in enumerate(in_files(entries, LARGEST_FILE_BYTES)):
+        name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
+        write_file(folder / name, content, digest)
+        files[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
+    return files
+
+
 def _write_files(
     folder: Path,
     shards: Sequence[StateShard],
     companions: Mapping[str, bytes],
     tick: Callable[[int], None],
 ) -> dict[str, FileRecord]:
-    records = write_state_files(folder, [one.telling(tick) for one in entries_of(shards)])
+    records = _write_state_files(folder, [one.telling(tick) for one in entries_of(shards)])
     records |= {path: write_synced(folder / path, text) for path, text in companions.items()}
     for inner in {(folder / path).parent for path in companions}:
         sync_folder(inner)

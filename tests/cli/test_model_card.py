@@ -1,0 +1,84 @@
+"""The model card of an export, and its comparison with the trained model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.conftest import single_rank  # noqa: F401 - a fixture
+from tests.checkpoint.making import saved_run
+from toolkit.checkpoint.logits import compare
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.cli.main import main
+from toolkit.errors import RunFailed
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
+from toolkit.run.model_card import write_card
+from toolkit.train.exporting import export_last
+from toolkit.train.phases import Phases
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """With a checkpoint of step 10 of 20, and what it would have logged until now."""
+    made = RunDirectory(saved_run(tmp_path, 10))
+    for step in (1, 10, 20):
+        jsonl.append(made.metrics, {"step": step, "loss": 5.0 - step / 10})
+    for step in (5, 10, 20):
+        EventLog(made.events).write("evaluation", step=step, loss=6.0 - step / 10)
+    return made.path
+
+
+def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
+    """Neither a card nor an edit of it makes a finished run export again."""
+    made = RunDirectory(run)
+    export_last(made, 10, Phases(1))
+    card = ModelCard.load(run / "export" / "README.md")
+    assert card.data.library_name == "transformers"
+    for line in (
+        "| steps | 10 |", "| 1 | 4.9000 |  |", "| 10 | 4.0000 | 5.0000 |",
+        "| *.txt | text |  |", "  learning_rate: 0.001", "| torch | 2.13.0 |",
+    ):  # fmt: skip
+        assert line in card.content
+    assert "| 20 |" not in card.content, "a later step"
+    assert str(run.parent) not in card.content, "a path of this machine"
+    checkpoint = run / "checkpoints" / "step-00000010"
+    _train_from(run.parent / "base", checkpoint)
+    write_card(run / "export", checkpoint)
+    metadata = ModelCard.load(run / "export" / "README.md").data
+    assert (metadata.base_model, metadata.license) == ("meta/llama", "llama3")
+    path = run / "export" / "README.md"
+    edited = card.content.replace("DMT", "patience")
+    path.write_text(edited)
+    weights = run / "export" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    export_last(made, 10, Phases(1))
+    assert weights.stat().st_mtime_ns == written
+    weights.unlink()
+    export_last(made, 10, Phases(1))
+    assert weights.exists() and path.read_text() == edited
+
+
+def _train_from(base: Path, checkpoint: Path) -> None:
+    """As if the run had begun with the weights in a folder that has a card."""
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: llama3\nbase_model: meta/llama\n---\n")
+    manifest = Manifest.read(checkpoint)
+    model = manifest.recipe["model"] | {"hub": str(base), "init": "pretrained"}
+    replace(manifest, recipe=manifest.recipe | {"model": model}).write(checkpoint)
+
+
+def test_verify_compares_logits(run: Path, capsys: Captured) -> None:
+    dst, checkpoint = run.parent / "out", run / "checkpoints" / "step-00000010"
+    assert main(["checkpoint", "export", str(run), str(dst), "--verify"]) == 0
+    assert "logits agree" in capsys.readouterr().out
+    weights = load_file(dst / "model.safetensors")
+    weights["model.norm.weight"] *= 1.1
+    save_file(weights, dst / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailed, match="its logits differ"):
+        compare(checkpoint, dst)
