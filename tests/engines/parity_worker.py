@@ -353,6 +353,15 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def fall_of_one_batch(case: Case, ranks: Ranks) -> float:
+    """How far the loss of one global batch falls in the first step."""
+    engine, layout = new_engine(case, ranks, SEED)
+    batch = first_batch(ranks, layout)
+    first, second = (engine.train_step(*batch, case.learning_rate).loss for _ in range(2))
+    engine.close()
+    return first - second
+
+
 def biases_of(engine: Engine) -> dict[str, list[float]]:
     """The correction biases of all ranks, which are equal where several hold one."""
     mine = {

@@ -1,7 +1,10 @@
 """The inputs from which an engine is built."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from toolkit.adapters.lora import Lora, lora_of
 from toolkit.batch import MicroBatch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from toolkit.checkpoint.shards import StateShard
     from toolkit.engines.distributed import Ranks
     from toolkit.models.context import Context
     from toolkit.models.weights import WeightSource
@@ -78,6 +82,14 @@ class EngineSetup:
         from toolkit.models import huggingface as hf
 
         hf.enable_recompute(model, self.layout.recompute, self.layout.offload_activations)
+
+    def fill_masters(self, state: "Iterable[StateShard]") -> None:
+        """Give the fp32 master weights of a 16-bit model their initial values: the engine made
+        them from weights that are already rounded."""
+        for shard in state:
+            if shard.trains and shard.blocks and self.precision != "fp32":
+                parts = [self.weights.read_block(block).reshape(-1) for block in shard.blocks]
+                shard.put("weight", torch.cat(parts))
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""

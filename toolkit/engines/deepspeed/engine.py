@@ -101,6 +101,7 @@ class DeepSpeedEngine(Engine):
         """Whether steps differ in their number of micro batches, to which DeepSpeed counts."""
         self._bind_optimizer()
         self.model.restore_buffers(self.engine.module)
+        setup.fill_masters(self._shards())
         self.engine.train()
 
     def _new_optimizer(self, groups: list[dict[str, Any]]) -> OwnerOptimizer | None:
@@ -122,7 +123,7 @@ class DeepSpeedEngine(Engine):
             owned = owned_by(optimizer)
             if self.stage == 3:
                 owned = dict.fromkeys(stage_3_owned(self.optimizer), optimizer)
-            bind(owned, self._parameter_shards, self.setup, apart=self.stage > 0)
+            bind(owned, self._shards, self.setup, apart=self.stage > 0)
 
     def train_step(
         self,
@@ -222,20 +223,20 @@ class DeepSpeedEngine(Engine):
             yield from self.engine.module.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
-        owned = owner_shards([self._adam])
-        return chain(self._parameter_shards(), owned, self.model.biases())
+        shards = self._shards()
+        if self.stage == 3 and self.optimizer.swap_optimizer and not self._adam.state:
+            self._allocate_swapped_moments()
+            shards = zeroed(shards)
+        return chain(shards, owner_shards([self._adam]), self.model.biases())
 
-    def _parameter_shards(self) -> Iterator[StateShard]:
+    def _shards(self) -> Iterator[StateShard]:
+        """The parameters' part of the `state`; moments on NVMe may not exist yet."""
         placed = self.model.placed()
         if self.stage == 0:
             return whole_parameters(self.optimizer, placed, self.copies, self.copy)
         if self.stage < 3:
             return partitions(self.optimizer, placed, self.copies, self.copy)
-        fresh = self.optimizer.swap_optimizer and not self.optimizer.optimizer.state
-        if fresh:
-            self._allocate_swapped_moments()
-        shards = stage_3_shards(self.optimizer, placed, self.copy)
-        return zeroed(shards) if fresh else shards
+        return stage_3_shards(self.optimizer, placed, self.copy)
 
     def _allocate_swapped_moments(self) -> None:
         """Run a step that changes no weight: moments on NVMe exist only after the first

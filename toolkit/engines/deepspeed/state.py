@@ -204,18 +204,16 @@ def _scaler(optimizer: Any) -> Any:
     return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
 
 
-@torch.no_grad()
 def undo_first_step(optimizer: Any) -> None:
-    """Undo the AdamW step that DeepSpeed's 16-bit stage 0 runs in its constructor.
+    """Forget the AdamW step that DeepSpeed's 16-bit stage 0 runs in its constructor.
 
-    Its constructor steps once on zero gradients to allocate the states, which decays the
-    weights and leaves the bias correction one step ahead of every other stage.
+    Its constructor steps once on zero gradients to allocate the states, which decays the fp32
+    weights, filled afterwards, and leaves the bias correction one step ahead of every other
+    stage.
     """
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where a fused AdamW counts
-    for master, weight in _stage_0_pairs(optimizer):
-        master.copy_(weight)
 
 
 def _stage_0_pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:

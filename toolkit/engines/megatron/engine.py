@@ -82,6 +82,7 @@ class MegatronEngine(Engine):
         self.replicas = self._wrap()
         weights.fill_buffers(self.chunks, self.model, setup.weights)
         self.optimizer = self._build_optimizer()
+        setup.fill_masters(self.state())
         self._configure_schedule()
 
     def _wrap(self) -> list[DistributedDataParallel]:
