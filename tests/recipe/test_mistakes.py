@@ -181,7 +181,7 @@ MISTAKES = {
         "weight_decay: 0.1",
         "groups:\n    - parameters: [model.*]\n      lr_mult: 0.5\n    - parameters: [modle.*]",
         "optimizer.groups[1].parameters",
-        "list the names",
+        "lists the names",
         at="- parameters: [modle.*]",
     ),
     "multiplier of a group": M(
