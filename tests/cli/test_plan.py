@@ -56,7 +56,7 @@ llama-3.1-8b-pretrain  8.03B parameters
     )
     assert re.search(r"\n  run  [\d,]+ steps: \d+\.\d days, [\d,]+ GPU-hours$", step)
     header, names, chosen, *_ = table.splitlines()
-    assert re.search(r"; \d+ layouts considered, \d+ of them rejected$", header)
+    assert header == "  best of each engine and degrees"
     assert names.split()[:4] == ["engine/model", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed/hf"
     assert "\n  - engine deepspeed with model hf: asked for\n" in why
@@ -167,7 +167,6 @@ def test_what_does_not_fit_says_how_far_off_and_what_would(dmt: Dmt) -> None:
     found = json.loads(shown(dmt, LLAMA_70B, *tight, "--json", code=EXIT_USER_ERROR))
     assert not found["plans"][0]["fits"]
     assert len(found["remedies"]) == 2
-    assert sum(found["rejected"].values()) == found["considered"]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +210,6 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
     captured = dmt("plan", LLAMA_8B, "--json")
     output = json.loads(captured.out)
     assert captured.err == ""
-    assert output["considered"] > 1000
-    assert 0 < sum(output["rejected"].values()) < output["considered"]
     assert len(output["plans"]) == 5
     times = [plan["step_time_s"] for plan in output["plans"]]
     assert times[1:] == sorted(times[1:]) and times[0] <= 1.01 * min(times)

@@ -35,7 +35,7 @@ from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
 from toolkit.plan.plan import Plan
 from toolkit.plan.planned import Planned
 from toolkit.plan.remedies import over, prices
-from toolkit.plan.search import UNNEEDED, Candidate, Search
+from toolkit.plan.search import Candidate, Search
 from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
 from toolkit.recipe.schema import ClusterSection, GroupSection
@@ -172,8 +172,6 @@ def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> 
         "recipe": planned.recipe.name,
         "cluster": planned.cluster.name,
         "plans": plans,
-        "considered": found.considered,
-        "rejected": dict(found.rejected),
         "run": None if run is None else run.machine_output(),
     }
     if not found.fits:
@@ -305,17 +303,9 @@ def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
 
 def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
     shown = found.shortlist(top)
-    rejected = sum(found.rejected.values())
-    yield Text(
-        f"  best of each engine and degrees; {found.considered:,} layouts considered, "
-        f"{rejected:,} of them rejected",
-        "dim",
-    )
+    yield Text("  best of each engine and degrees", "dim")
     table = plan_tables.strategies(found, shown)
     yield from table.texts(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
-    for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
-        verb = "" if reason == UNNEEDED else "need "
-        yield Text(f"  {count:,} layouts {verb}{reason}", "dim")
 
 
 def _reasons(plan: Plan) -> Iterator[Text]:

@@ -6,6 +6,7 @@ feature is in its `Feature`. They ask all that a recipe turns on, and name none.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -216,11 +217,19 @@ def intent_problems(
     parallel: Section, pair: Any = None, ranks: int | None = None
 ) -> Iterator[Any]:
     """See `Feature.intent`: the problems of all features that are on."""
-    for feature in FEATURES.values():
-        if feature.intent:
-            around = attrgetter(feature.inside.removeprefix("parallel."))(parallel)
-            if (settings := feature.read(around)) is not None:
-                yield from feature.call("intent", settings, parallel, pair, ranks)
+    for feature, around in _judging_intent():
+        if (settings := feature.read(around(parallel))) is not None:
+            yield from feature.call("intent", settings, parallel, pair, ranks)
+
+
+@cache
+def _judging_intent() -> list[tuple[Feature, Callable[[Section], Section]]]:
+    """Features with the hook `intent`, and where in `parallel` their settings are."""
+    return [
+        (one, attrgetter(one.inside.removeprefix("parallel.")))
+        for one in FEATURES.values()
+        if one.intent
+    ]
 
 
 def excluding(what: str, settings: Settings) -> list[str]:

@@ -27,7 +27,6 @@ from toolkit.plan.search import (
     TIE,
     Candidate,
     Search,
-    equally_fast,
     room,
     search,
 )
@@ -109,21 +108,19 @@ def choice(found: Search) -> Iterator[str]:
     best, cluster, capacity = found.best, found.cluster, found.best.capacity_gib
     if not found.fits or capacity is None:
         return
-    equal = equally_fast(found.fitting, cluster)
-    first = equal[0]
-    if best == first or len(equal) == 1:
+    first = found.equal[0]
+    if best == first:
         margin = " with a margin of memory" if room(best, cluster) == "fits" else ""
         yield f"choice: the fastest of the layouts that fit{margin}"
     else:
         yield (
-            f"choice: the simplest of {len(equal)} layouts whose predicted times differ by "
-            f"less than the planner's error of {TIE:.0%}; the fastest of them is "
+            f"choice: the simplest of {len(found.equal)} layouts whose predicted times differ "
+            f"by less than the planner's error of {TIE:.0%}; the fastest of them is "
             f"{_text(first)}: {_faster(found, first)}"
         )
     free = capacity / best.memory_gib - 1
     state = f"{best.memory_gib:.1f} of {capacity:.4g} GiB"
-    fastest = min(found.fitting, key=lambda one: one.step_s or 0.0)
-    roomy = [one for one in found.fitting if room(one, cluster) == "fits"]
+    fastest = next(found.by_time())
     if room(best, cluster) == "fits":
         yield f"memory: {state} leaves more than the planner's error of {MARGIN:.0%}"
         if room(fastest, cluster) != "fits":
@@ -133,8 +130,8 @@ def choice(found: Search) -> Iterator[str]:
             )
         return
     other = "no layout leaves a margin"
-    if roomy:
-        safest = min(roomy, key=lambda one: one.step_s or 0.0)
+    roomy = (one for one in found.by_time() if room(one, cluster) == "fits")
+    if safest := next(roomy, None):
         other = (
             f"{_text(safest)} needs {safest.memory_gib:.1f} GiB and {_slower(found, safest)}"
         )
@@ -177,7 +174,7 @@ def _pair(found: Search) -> Decision:
         why = "asked for"
     elif stated:
         why = f"{stated[0]} asked for"
-    elif any(one.pair != best.pair for one in (*found.fitting, *found.too_large)):
+    elif any(one.partial.pair != best.pair for one in found.splits):
         why = _auto(found)
     return Decision(str(best.pair), why)
 
@@ -196,21 +193,24 @@ def decision(found: Search, dimension: Dimension) -> Decision:
 def _evenly(found: Search, dimension: Dimension) -> str:
     """What even work costs where a layout has uneven work, if any layout has that and fits."""
     layout = found.best.layout
-    even = [
+    even = (
         one
-        for one in found.fitting
+        for one in found.by_time()
         if one.pair == found.best.pair
         and getattr(one.layout, dimension.field) == ()
         and (one.layout.pp, one.layout.tp) == (layout.pp, layout.tp)
-    ]
-    return f"; evenly it {_slower(found, even[0])}" if even else ""
+    )
+    fastest = next(even, None)
+    return "" if fastest is None else f"; evenly it {_slower(found, fastest)}"
 
 
 def _others(found: Search, dimension: Dimension) -> list[Any]:
     """Other values of a decision, ascending. Of recompute no numbers of layers: each layout has
     its own."""
     field = dimension.field
-    seen = {getattr(one.layout, field) for one in (*found.fitting, *found.too_large)}
+    seen = {getattr(one.partial.layout, field) for one in found.splits}
+    if field == "micro_batch":
+        seen = {size for one in found.splits for size in one.partial.micro_batches}
     values = {*seen, *dimension.unneeded(_choice(found))} - {getattr(found.best.layout, field)}
     return sorted(one for one in values if field != "recompute" or isinstance(one, str))
 

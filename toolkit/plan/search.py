@@ -2,15 +2,17 @@
 
 Exhaustive, with two shortcuts that exclude no optimum. A layout with recompute is slower than
 the same layout without, so each one recomputes only as much as needed to fit, or to leave a
-margin: logits before layers. And memory grows with the micro batch, so once a size does not
-fit, no larger one does.
+margin: logits before layers. And a layout is evaluated only once no other is faster than a
+lower bound of its time, so those that are too slow to be chosen never are.
 """
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, takewhile, tee
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -26,7 +28,7 @@ from toolkit.plan.cost.memory import (
     stage_memory,
 )
 from toolkit.plan.cost.placement import StagePart, splits_groups, stage_parts
-from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.time import least_step_s, step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.groups import spread
@@ -53,10 +55,10 @@ Published peaks differ from predicted ones by 0.5 to 4.0% on average, by source,
 rehearsed ranks need at most 5% more than predicted (docs/planner.md)."""
 MARGIN_COST = 0.1
 """How much slower a layout with a margin may be than the fastest one and still be chosen."""
-UNNEEDED = "recompute more than they must in order to fit"
-"""Why layouts are rejected that also fit with less recompute: those are faster."""
 FAST_LINKS = ("nvlink", "xgmi", "shared")
 """Links that are fast enough for the collectives of every layer."""
+_ROUNDED = 1 - 1e-9
+"""Sums of the same numbers in another order may differ."""
 Room = Literal["fits", "tight", "does not fit"]
 
 
@@ -92,48 +94,64 @@ class Search:
     job: PlanRequest
     cluster: Cluster
     fallback: Fallback
-    """The least fallback with which anything fits; the largest one if nothing does. Where no
-    layout with it that has a margin of memory is chosen, `fitting` has more offload, too."""
-    fitting: tuple[Candidate, ...]
-    """Best first; empty where nothing fits."""
-    too_large: tuple[Candidate, ...]
-    """The smallest of the layouts that do not fit with any batch split and recompute."""
-    considered: int
-    """Possible layouts."""
-    rejected: Mapping[str, int]
-    """Those of them that are not in `fitting`, counted by reason."""
+    """The least fallback with which anything fits; the largest one if nothing does."""
+    splits: tuple["Splits", ...]
+    """Every partial layout with it. Where none of these that has a margin of memory is chosen,
+    those with more offload, too."""
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         """Whether any layout fits."""
-        return bool(self.fitting)
+        return any(one.fits for one in self.splits)
 
-    @property
+    def by_time(self) -> Iterator[Candidate]:
+        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
+        return copy(self._by_time)
+
+    @cached_property
+    def _by_time(self) -> Iterator[Candidate]:
+        return tee(by_time(self.splits), 1)[0]
+
+    @cached_property
+    def equal(self) -> list[Candidate]:
+        """Those of which one is chosen; see `equally_fast`."""
+        return equally_fast(self.by_time, self.cluster)
+
+    @cached_property
     def best(self) -> Candidate:
         """The chosen layout: the best that fits, or the one nearest to fitting."""
-        return self.fitting[0] if self.fitting else self.nearest
+        return preferred(self.equal, self.cluster) if self.fits else self.nearest
 
     @cached_property
     def nearest(self) -> Candidate:
         """Of those that do not fit, the smallest."""
-        return min(self.too_large, key=lambda one: (one.memory_gib, one.host_gib))
+        too_large = (one.smallest for one in self.splits if not one.fits)
+        return min(too_large, key=lambda one: (one.memory_gib, one.host_gib))
 
-    @property
-    def strategies(self) -> list[Candidate]:
+    @cached_property
+    def fitting(self) -> list[Candidate]:
+        """All that fit, best first, the others by time."""
+        others = (one for one in self.by_time() if one is not self.best)
+        return [self.best, *others] if self.fits else []
+
+    def strategies(self, most: int) -> list[Candidate]:
         """The best of each engine and set of degrees, best first."""
         found: dict[object, Candidate] = {}
-        for one in self.fitting:
+        for one in chain((self.best,), self.by_time()):
             found.setdefault(one.degrees, one)
-        return list(found.values())
+            if len(found) == most:
+                break
+        return [*found.values()]
 
     def shortlist(self, most: int) -> list[Candidate]:
         """The best strategies, at least one of them with a margin of memory if any has one;
         the nearest layout if nothing fits."""
-        found = self.strategies[:most] or [self.best]
-        roomy = [one for one in self.fitting if room(one, self.cluster) == "fits"]
-        if roomy and not {*found} & {*roomy}:
-            found = [*found[: max(1, most - 1)], roomy[0]]
-        return found
+        found = self.strategies(most)
+        if any(room(one, self.cluster) == "fits" for one in found):
+            return found
+        roomy = (one for one in self.by_time() if room(one, self.cluster) == "fits")
+        safest = [*islice(roomy, 1)]
+        return [*found[: max(1, most - 1)], *safest] if safest else found
 
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
@@ -149,29 +167,17 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
             break
     if found is None:
         raise _no_layout(job, cluster, tried)
-    return _with_offload(found, tried[tried.index(found.fallback) + 1 :])
-
-
-def _with_offload(found: Search, further: Sequence[Fallback]) -> Search:
-    """The same where the chosen layout has a margin of memory; otherwise next to layouts with
-    more offload, until one with a margin is chosen."""
-    first, cluster = found.fallback, found.cluster
-    if cluster.gpu.memory_gib is None:  # a CPU: it would offload to its own memory
+    first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
+    if on_cpu or not found.fits:  # a CPU would offload to its own memory
         return found
-    for one in further:
-        if not found.fits or room(found.best, cluster) == "fits":
+    for one in tried[tried.index(first) + 1 :]:
+        if room(found.best, cluster) == "fits":
             break
         same = replace(one, largest_tensor=first.largest_tensor)
         if one.offload == first.offload or one.context != first.context:
             continue
-        other = _search(found.job, cluster, same)
-        if other is not None and other.fits:
-            found = replace(
-                found,
-                fitting=tuple(ranked([*found.fitting, *other.fitting], cluster)),
-                considered=found.considered + other.considered,
-                rejected=Counter(found.rejected) + Counter(other.rejected),
-            )
+        if (other := _search(job, cluster, same)) is not None:
+            found = replace(found, splits=(*found.splits, *other.splits))
     return found
 
 
@@ -228,11 +234,6 @@ class Shortage(NamedTuple):
     """The same in a comparison of layouts: ` on the host`; empty for a GPU."""
     missing: str
 
-    @property
-    def reason(self) -> str:
-        """Why the layout is rejected."""
-        return f"more than {self.capacity} GiB {self.where}"
-
     def __str__(self) -> str:
         return f"{self.needed} of {self.capacity} GiB{self.on}"
 
@@ -277,24 +278,34 @@ def room(one: Candidate, cluster: Cluster) -> Room:
 
 def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
     """The search with at most this fallback; None if there is no layout."""
-    fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
-    rejected: Counter[str] = Counter()
-    for one in partial_layouts(job, fallback):
-        for partial in spread(one, cluster, job.training):
-            if partial.micro_batches:
-                _Splits(partial, cluster).fill(fitting, too_large, rejected)
-    if not fitting and not too_large:
-        return None
-    return Search(
-        job,
-        cluster,
-        fallback,
-        tuple(ranked(fitting, cluster)),
-        tuple(too_large),
-        len(fitting) + rejected.total(),
-        +rejected,
+    splits = tuple(
+        Splits(partial, cluster)
+        for one in partial_layouts(job, fallback)
+        for partial in spread(one, cluster, job.training)
+        if partial.micro_batches
     )
+    return Search(job, cluster, fallback, splits) if splits else None
+
+
+def by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
+    """Layouts that fit, fastest first. A micro batch is looked at once nothing else is faster
+    than its lower bound: first its time without recompute, then the recompute that it needs."""
+    waiting: list[tuple[float, int, int, int, Candidate | None]] = [
+        (least_s, number, size, 0, None)
+        for number, one in enumerate(every)
+        for size, least_s in one.least_s()
+    ]
+    heapify(waiting)
+    while waiting:
+        _, number, size, place, found = heappop(waiting)
+        splits = every[number]
+        if found is not None:
+            yield found
+        elif place == 0:
+            heappush(waiting, (splits.without_recompute_s(size), number, size, 1, None))
+        else:
+            for place, one in enumerate(splits.fitting(size), 2):
+                heappush(waiting, (_seconds(one), number, size, place, one))
 
 
 def _no_layout(job: PlanRequest, cluster: Cluster, tried: list[Fallback]) -> PlanError:
@@ -314,7 +325,7 @@ def _no_layout(job: PlanRequest, cluster: Cluster, tried: list[Fallback]) -> Pla
 
 
 @dataclass(frozen=True)
-class _Splits:
+class Splits:
     """The batch splits and recomputes of a partial layout on a cluster."""
 
     partial: PartialLayout
@@ -323,40 +334,38 @@ class _Splits:
     @cached_property
     def known(self) -> dict[Layout, Candidate]:
         """Evaluated layouts."""
-        return _known(self.partial.workload, self.cluster)
+        return known(self.partial.workload, self.cluster)
 
-    def fill(
-        self,
-        fitting: list[Candidate],
-        too_large: list[Candidate],
-        rejected: "Counter[str]",
-    ) -> None:
-        """Choose batch split and recompute; count what does not fit."""
-        sizes, ways = self.partial.micro_batches, self.partial.recomputes
-        smallest = self.measured(sizes[0], ways[-1])
-        if missing := shortage(smallest, self.cluster):
-            too_large.append(smallest)
-            rejected[missing.reason] += len(sizes) * len(ways)
-            return
-        least, reason = 0, ""  # the larger a micro batch, the more must be recomputed
-        for done, size in enumerate(sizes):
-            for way in range(least, len(ways)):
-                candidate = self.measured(size, ways[way])
-                if not (missing := shortage(candidate, self.cluster)):
-                    least = way
-                    break
-                reason = missing.reason
-            else:
-                rejected[reason] += (len(sizes) - done) * len(ways)
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The one that needs least memory."""
+        return self.measured(self.partial.micro_batches[0], self.partial.recomputes[-1])
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether any fits."""
+        return shortage(self.smallest, self.cluster) is None
+
+    def least_s(self) -> Iterator[tuple[int, float]]:
+        """Each micro batch, and a lower bound of the seconds of a step with it."""
+        partial, sizes = self.partial, self.partial.micro_batches
+        layout = partial.split(1, *partial.recomputes[0])
+        bounds = least_step_s(partial.workload, layout, self.cluster, sizes)
+        yield from zip(sizes, (_ROUNDED * one for one in bounds), strict=True)
+
+    def without_recompute_s(self, size: int) -> float:
+        """A lower bound that lacks only recompute."""
+        layout = self.partial.split(size, *self.partial.recomputes[0])
+        return _ROUNDED * step_time(self.partial.workload, layout, self.cluster).total_s
+
+    def fitting(self, size: int) -> Iterator[Candidate]:
+        """Layouts with this micro batch that fit: with the least of the usual recomputes, and
+        those of some layers that are faster or leave a margin."""
+        for way in self.partial.recomputes if self.fits else ():
+            one = self.measured(size, way)
+            if shortage(one, self.cluster) is None:
+                yield from map(self.timed, (one, *self.recomputing_some(one)))
                 return
-            if least:
-                rejected[reason] += least
-            if unneeded := len(ways) - least - 1:
-                rejected[UNNEEDED] += unneeded
-            fitting.append(self.timed(candidate))
-            for one in self.recomputing_some(candidate):
-                rejected[UNNEEDED] -= isinstance(one.layout.recompute, str)  # now it is needed
-                fitting.append(self.timed(one))
 
     def recomputing_some(self, fits: Candidate) -> Iterator[Candidate]:
         """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
@@ -401,35 +410,37 @@ class _Splits:
 
 
 @lru_cache(maxsize=16)
-def _known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
+def known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
     """The layouts of a workload on a cluster that earlier searches evaluated: explanations
     search the same ones again."""
     return {}
 
 
-def ranked(fitting: list[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Fastest first; the chosen one in front."""
-    if not fitting:
-        return []
-    found = sorted(fitting, key=_seconds)
-    equal = equally_fast(found, cluster)
+def preferred(equal: Sequence[Candidate], cluster: Cluster) -> Candidate:
+    """The one that is chosen of equally fast layouts."""
     if cluster.gpu.memory_gib is None:
-        chosen = _preferred(equal)
-    else:
-        chosen = min(equal, key=lambda one: _drawbacks(one, cluster))
-    return [chosen, *(one for one in found if one is not chosen)]
+        return _preferred_on_cpu(equal)
+    return min(equal, key=lambda one: _drawbacks(one, cluster))
 
 
-def equally_fast(found: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
+def equally_fast(
+    fastest_first: Callable[[], Iterator[Candidate]], cluster: Cluster
+) -> list[Candidate]:
     """Those of which one is chosen, fastest first: with a margin of memory, unless that costs
-    more than `MARGIN_COST`, and as fast as the fastest of these within the planner's error."""
-    fastest = min(found, key=_seconds)
-    roomy = [one for one in found if room(one, cluster) == "fits"]
-    limit = _seconds(fastest) * (1 + MARGIN_COST)
-    if roomy and min(map(_seconds, roomy)) <= limit:
-        found = roomy
-    limit = min(map(_seconds, found)) * (1 + TIE)
-    return sorted((one for one in found if _seconds(one) <= limit), key=_seconds)
+    more than `MARGIN_COST`, and as fast as the fastest of these within the planner's error.
+
+    `fastest_first` begins again with each call.
+    """
+
+    def within(share: float, of: Candidate) -> Iterator[Candidate]:
+        limit_s = _seconds(of) * (1 + share)
+        return takewhile(lambda one: _seconds(one) <= limit_s, fastest_first())
+
+    fastest = next(fastest_first())
+    near = within(MARGIN_COST, fastest)
+    roomy = next((one for one in near if room(one, cluster) == "fits"), None)
+    equal = within(TIE, roomy or fastest)
+    return [one for one in equal if roomy is None or room(one, cluster) == "fits"]
 
 
 def _drawbacks(one: Candidate, cluster: Cluster) -> tuple[bool, float, int, int, float]:
@@ -449,8 +460,8 @@ def tensor_link(layout: Layout, cluster: Cluster) -> LinkKind:
     return cluster.node_link.kind if within else cluster.network.kind
 
 
-def _preferred(equal: list[Candidate]) -> Candidate:
-    """The same if memory is not limited (a CPU): memory is not considered first.
+def _preferred_on_cpu(equal: Sequence[Candidate]) -> Candidate:
+    """The same if memory is not limited: memory is not considered first.
 
     Nominal speeds do not distinguish engines, so the preferred one is chosen, with its fastest
     layout; of equally fast ones, the one with the smallest model states.

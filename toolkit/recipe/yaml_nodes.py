@@ -8,6 +8,7 @@ ever runs, so a tag cannot create an object.
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from ruamel.yaml import YAML
@@ -158,6 +159,16 @@ class _NoTypes(VersionedResolver):
         return Tag(suffix="")
 
 
+@lru_cache(maxsize=64)
+def _composed(text: str) -> Any:
+    """The tree of ruamel's composer, which nobody changes: recipes share the files that they
+    extend."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = _NoTypes
+    yaml.composer.warn_double_anchors = False
+    return yaml.compose(text)
+
+
 @dataclass
 class _Builder:
     file: str
@@ -178,11 +189,8 @@ class _Builder:
 
     def compose(self, text: str) -> Any:
         """The tree of ruamel's composer, its errors turned into ours."""
-        yaml = YAML(typ="safe", pure=True)
-        yaml.Resolver = _NoTypes
-        yaml.composer.warn_double_anchors = False
         try:
-            return yaml.compose(text)
+            return _composed(text)
         except RecursionError:
             raise self.fatal("deeper nesting", f"at most {MAX_DEPTH} levels") from None
         except ReaderError as error:

@@ -55,7 +55,7 @@ class Candidates:
         if len(times) >= self.most:
             return None
         open_ = [one for key, one in self.by_key.items() if key not in times]
-        strategies = self.search.strategies[: max(1, self.most // 2)]
+        strategies = self.search.strategies(max(1, self.most // 2))
         measured = {
             key: time for key, time in times.items() if time is not None and key in self.by_key
         }

@@ -8,7 +8,6 @@ included.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import ceil
 from typing import NamedTuple
 
@@ -188,11 +187,12 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
     width = device.width if plain else device.matmul_width
     half_k, units = device.half_k, device.multiprocessors
     best = 0.0
-    for (rows, columns, quality), parts in product(_tiles(device.efficiency), SPLITS):
-        tiles = ceil(m / rows) * ceil(n / columns) * parts
-        waves = ceil(tiles / units)
-        useful = m * n * parts / (rows * columns)
-        best = max(best, quality * useful / (waves * units) * k / (k + parts * half_k))
+    for rows, columns, quality in _tiles(device.efficiency):
+        tiles = ceil(m / rows) * ceil(n / columns)
+        for parts in SPLITS:
+            waves = ceil(tiles * parts / units)
+            useful = m * n * parts / (rows * columns)
+            best = max(best, quality * useful / (waves * units) * k / (k + parts * half_k))
     moved = width * (m * k + k * n) + device.width * m * n
     return max(2.0 * m * n * k / (rate * best), moved / device.memory)
 
@@ -462,8 +462,7 @@ def _timed(
 # First and last stage
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     """Time of the first and the last stage outside the layers, forward and backward."""
 
     embedding: tuple[Pass, Pass]

@@ -4,10 +4,11 @@ A pipeline is as fast as its busiest stage; the others wait for it (the bubble).
 throughout: no loop over layers or micro batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, sqrt
+from typing import NamedTuple
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Recompute
@@ -124,8 +125,7 @@ class StepTime:
         return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 
 
-@dataclass(frozen=True)
-class StageParts:
+class StageParts(NamedTuple):
     """What all stages have in common, and the additional parts of the first and last one."""
 
     layer: LayerTime
@@ -135,6 +135,14 @@ class StageParts:
     ends: Ends
     ends_traffic_s: float
     """Collectives of the embedding or of the logits, in each pass."""
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Both passes of a layer, what recompute adds, and both passes of both ends."""
+        layer = self.layer.forward.total + self.traffic.forward
+        layer += self.layer.backward.total + self.traffic.backward
+        ends = sum(one.total for end in self.ends for one in end) + 4 * self.ends_traffic_s
+        return layer, self.layer.recompute.total + self.traffic.again, ends
 
     def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
         """Forward and backward of every stage for one micro batch, by its layers."""
@@ -221,12 +229,11 @@ def _everywhere(
     """The same on a cluster of one kind of accelerators."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency, cluster.speed)
-    parts = _parts(place, machine)
-    division = layout.pp, layout.vpp, layout.stages
-    passes = parts.passes(layers_of_stages(workload.spec.layers, *division))
+    parts = _parts(workload, layout, cluster, efficiency)
+    passes = parts.passes(layers_of_stages(workload.spec.layers, *layout.division))
     times = [sum(pair) for pair in passes]
     stage = times.index(max(times))
-    share = workload.share(layout.tp, layout.ep, *division, stage)
+    share = workload.share(layout.tp, layout.ep, *layout.division, stage)
     return BusiestStage(place, machine, parts, passes, share)
 
 
@@ -241,11 +248,42 @@ def stage_seconds(
         each = []
         for part in parts:
             one = _everywhere(workload, part.of(layout), part.cluster, efficiency).parts
-            ends_s = sum(replace(one, recomputed=none).passes(none)[stage])
+            ends_s = sum(one._replace(recomputed=none).passes(none)[stage])
             layer = one.layer.forward.total + one.layer.backward.total
             each.append((layer + one.traffic.forward + one.traffic.backward, ends_s))
         found.append(max(each))
     return found
+
+
+def least_step_s(
+    workload: Workload, layout: Layout, cluster: Cluster, sizes: Sequence[int]
+) -> Iterator[float]:
+    """A lower bound of a step's seconds with each micro batch of `sizes`; `layout` has a micro
+    batch of 1: the passes of all micro batches and the bubble, with stages that are as even as
+    possible. 0 where accelerators differ."""
+    if cluster.groups:
+        yield from (0.0 for _ in sizes)
+        return
+    workload, one, layers = workload.in_layout(layout), _of_layers(layout), workload.spec.layers
+    most = max(layers_of_stages(layers, *layout.division))
+    again = sum(recomputed_of_stages(layout.recompute, layers, *layout.division))
+    known = _layers_and_ends_s(workload, one, cluster, layout.pp == 1)
+    for size in sizes:
+        if size not in known:
+            parts = _parts(workload, replace(layout, micro_batch=size), cluster, DEFAULT)
+            known[size] = parts.seconds
+        layer_s, again_s, ends_s = known[size]
+        whole = layers * layer_s + again * again_s + ends_s
+        busiest = max(most * layer_s, whole / layout.pp)
+        yield layout.gradient_accumulation / size * busiest + (whole - busiest) / layout.vpp
+
+
+@lru_cache(maxsize=1 << 10)
+def _layers_and_ends_s(
+    *_where: Workload | Layout | Cluster | bool,
+) -> dict[int, tuple[float, ...]]:
+    """Known seconds by micro batch."""
+    return {}
 
 
 def step_time(
@@ -279,28 +317,45 @@ def step_time(
     )
 
 
-def _parts(place: PlacedLayout, machine: Device) -> StageParts:
-    workload, layout = place.workload, place.layout
-    part = place.slice
-    some = isinstance(layout.recompute, int)
-    layer = layer_time(workload, part, "full" if some else layout.recompute, machine)
-    if layout.pp == 1:  # in a pipeline, a stage whose layers all train is the slowest
-        layer = layer.reached(workload.spec.reached)
-    traffic = layer_traffic(place, layer.forward.attention)
-    return StageParts(
-        layer=layer,
-        traffic=traffic,
-        recomputed=recomputed_of_stages(
-            layout.recompute,
-            workload.spec.layers,
-            layout.pp,
-            layout.vpp,
-            layout.stages,
-            workload.recomputed_layers,
-        ),
-        ends=ends_time(workload, part, layout.loss, machine),
-        ends_traffic_s=ends_traffic_s(place, traffic.tensor),
+def _parts(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
+) -> StageParts:
+    parts = _layer_and_ends(workload, _of_layers(layout), cluster, efficiency)
+    spec, division = workload.spec, layout.division
+    # In a pipeline, a stage whose layers all train is the slowest.
+    layer = parts.layer.reached(spec.reached) if layout.pp == 1 else parts.layer
+    share = workload.recomputed_layers
+    recomputed = recomputed_of_stages(layout.recompute, spec.layers, *division, share)
+    return parts._replace(layer=layer, recomputed=recomputed)
+
+
+def _of_layers(layout: Layout) -> Layout:
+    """What decides how long a layer, the embedding and the head take for one micro batch."""
+    return Layout(
+        dp=layout.dp if layout.ep > 1 else 1,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        recompute="full" if isinstance(layout.recompute, int) else layout.recompute,
+        loss=layout.loss,
+        exchange=layout.exchange,
+        micro_batch=layout.micro_batch,
     )
+
+
+@lru_cache(maxsize=1 << 13)
+def _layer_and_ends(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
+) -> StageParts:
+    """The parts of stages whose layers are not counted yet."""
+    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
+    machine = device(cluster.gpu, workload, efficiency, cluster.speed)
+    part = place.slice
+    layer = layer_time(workload, part, layout.recompute, machine)
+    traffic = layer_traffic(place, layer.forward.attention)
+    ends = ends_time(workload, part, layout.loss, machine)
+    return StageParts(layer, traffic, (), ends, ends_traffic_s(place, traffic.tensor))
 
 
 def _compute(busiest: BusiestStage) -> dict[str, float]:
