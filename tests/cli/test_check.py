@@ -55,6 +55,14 @@ def test_overrides(good: Path, dmt: Dmt) -> None:
     assert "  --set  training.steps\n" in printed
 
 
+def test_what_may_not_be_meant_is_a_note(good: Path, dmt: Dmt) -> None:
+    assert "note" not in dmt("check", good, "--set", "optimizer.learning_rate=1").out
+    changes = ("--set", "training.steps=5", "--set", "optimizer.learning_rate=30000")
+    note = dmt("check", good, *changes).out
+    assert "the run's 5 steps end in a warm-up of 10" in note
+    assert "optimizer.learning_rate: 30000 is far above what AdamW uses" in note
+
+
 @pytest.fixture
 def zero_config(tmp_path: Path) -> Callable[[str], Path]:
     """Writes a recipe with a DeepSpeed file of its own that says `text`."""

@@ -59,6 +59,7 @@ def test_states(tmp_path: Path, dmt: Dmt) -> None:
         "killed": "failed", "locked": "running",
     }  # fmt: skip
     assert found["stopped"]["why"] == "SIGTERM"
+    assert "SIGTERM or Ctrl-C" in dmt("runs", tmp_path).out, "the launcher sends one for both"
     assert found["failed"]["why"].startswith("rank 1: no memory")
     assert found["killed"]["why"] == "no end recorded, and silent for 2.1 h: killed?"
     assert (found["done"]["step"], found["done"]["loss"]) == (20, 4.8)

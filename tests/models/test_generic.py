@@ -12,16 +12,20 @@ from transformers import AutoModelForCausalLM
 from tests.dmt import Dmt
 from tests.models.configs import CONFIGS, config_of
 from tests.models.every_type import tiny, tried
+from tests.plan.making import recipe
+from toolkit.errors import PlanError
+from toolkit.intake.checks import broken_rules
 from toolkit.layout import Layout, Pair, Recompute
 from toolkit.models import huggingface as hf
 from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, model_spec, published, unsupported
 from toolkit.models.families.base import Settings
-from toolkit.models.families.generic import generic
+from toolkit.models.families.generic import NOT_INITIALISED, generic
 from toolkit.models.families.shape import shape
 from toolkit.models.weights import RandomWeights
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection, TrainingSection
 
 SHIPPED = {
@@ -110,6 +114,27 @@ def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, wor
     (problem,) = check_config(config)
     assert problem.key == key
     assert words in f"{problem.found} {problem.allowed} {problem.fix}"
+
+
+@pytest.mark.parametrize("model_type", NOT_INITIALISED)
+def test_types_without_initial_weights_are_refused(model_type: str):
+    """transformers itself fails, or leaves weights out."""
+    config = tiny(model_type)
+    assert not check_config(config)
+    (problem,) = broken_rules(recipe(model__config=config))
+    assert problem.key == "model.init"
+    with pytest.raises((PlanError, ValueError, AttributeError)):
+        weights = RandomWeights(hf.meta_model(hf.build_config(ModelSection(config=config))), 0)
+        for name in weights.shapes:
+            weights.read(name, 0, 1)
+
+
+@pytest.mark.parametrize(("model_type", "assumed"), [("jamba", True), ("phi3", False)])
+def test_a_plan_says_that_flops_are_assumed(model_type: str, assumed: bool):
+    """A model that reads values of its input does not run without storage."""
+    config = tiny(model_type) | {"max_position_embeddings": 128}
+    reasons = plan_recipe(recipe(model__config=config)).reasons
+    assert any(one.startswith("FLOPs: assumed") for one in reasons) == assumed
 
 
 def test_check_names_file_line_and_suggestion(tmp_path: Path, dmt: Dmt):

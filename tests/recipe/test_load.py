@@ -298,7 +298,7 @@ class TestFiles:
 class TestSeveral:
     def test_rules_run_beside_wrong_settings(self, tmp_path: Path) -> None:
         text = GOOD.replace("seed: 1", "sede: 1").replace(
-            "warmup_steps: 10", "warmup_steps: 500"
+            "warmup_steps: 10", "warmup_steps: 10\n  decay_steps: 5"
         )
         text = text.replace("kind: text", "kind: txt").replace(
             "  steps: 100\n", "  steps: 100\n"
@@ -307,7 +307,7 @@ class TestSeveral:
         assert [p.key for p in found] == [
             "data.train.kind",
             "training.sede",
-            "schedule.warmup_steps",
+            "schedule.decay_steps",
         ]
 
     def test_rules_on_wrong_settings_are_left_out(self, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ MISTAKES = {
     "underscores": M("steps: 100", "steps: 1_000", "training.steps", "write 1000"),
     "thousands comma": M("steps: 100", 'steps: "1,000"', "training.steps", "write 1000"),
     "suffix": M("steps: 100", "steps: 8k", "training.steps", "write 8000"),
-    "text for an int": M("steps: 100", "steps: many", "training.steps", "default, null"),
+    "text for an int": M("steps: 100", "steps: many", "training.steps", "write an integer"),
     "zero steps": M("steps: 100", "steps: 0", "training.steps", "write 1 or more"),
     "negative": M("seed: 1", "seed: -1", "training.seed", "write 0 or more"),
     "too large": M("seed: 1", "seed: 99999999999999999999", "training.seed", "or less"),
@@ -337,7 +337,7 @@ MISTAKES = {
         "every_steps: 1\n",
         'every_steps: 1\n  wandb: {entity: "a\\u0085b"}\n',
         "logging.wandb.entity",
-        "for the default, null",
+        "or null",
         at="wandb:",
     ),
     "W&B tag": M(
@@ -418,8 +418,10 @@ MISTAKES = {
         "schedule.min_learning_rate",
         "3e-05",
     ),
-    "warm-up too long": M(
-        "warmup_steps: 10", "warmup_steps: 200", "schedule.warmup_steps", "10"
+    "misspelt key of another kind": M(
+        "kind: text", "kind: text\n    colums: {}", "data.train.colums",
+        "did you mean `columns`, with kind chat or preference?",
+        at="colums: {}",
     ),
     "two warm-ups": M(
         "  warmup_steps: 10", "  warmup_ratio: 0.1\n  warmup_steps: 10",

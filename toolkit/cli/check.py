@@ -43,7 +43,7 @@ class Verdict:
     """None when there are problems."""
     problems: tuple[Problem, ...] = ()
     note: str | None = None
-    """What could not be checked, and why; what nothing reads."""
+    """What could not be checked, and why; what nothing reads, or may not be meant."""
     parameters: int | None = None
     """Of the model; None where its shape is not known here."""
     reports: tuple[Report, ...] = ()
@@ -133,7 +133,8 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
     if good is not None:
-        note = "; ".join([*filter(None, [note]), *chat_notes(good)]) or None
+        notes = (note, *good.notes, *chat_notes(good))
+        note = "; ".join(filter(None, notes)) or None
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
 
 

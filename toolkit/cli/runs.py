@@ -51,7 +51,7 @@ def _lines(found: Sequence[RunLine]) -> Iterator[Text]:
     coloured = _TABLE.coloured(found, lambda run: (f" {run.state} ", COLOURS[run.state]))
     for run, line in coloured:
         if run is not None and run.why:
-            line.append(f"  {run.why}")
+            line.append(f"  {run.why.replace('SIGTERM', 'SIGTERM or Ctrl-C')}")
         yield line
         if run is not None:
             yield from (Text(f"  warning: {run.run}: {what}", "yellow") for what in run.damaged)

@@ -23,6 +23,7 @@ from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
+from toolkit.models.families.generic import NOT_INITIALISED
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
@@ -110,12 +111,8 @@ def _warmup(recipe: Recipe) -> Iterator[Problem]:
 
 def _schedule_in(schedule: ScheduleSection, steps: int) -> Iterator[Problem]:
     warmup = schedule.warmup(steps)
-    if warmup > steps:
-        fix = f"set schedule.warmup_steps to {max(steps // 10, 1)}, or train longer"
-        found = f"{warmup} of {steps} steps"
-        yield Problem("schedule.warmup_steps", found, "at most the steps of the run", fix)
-    elif schedule.decay_steps and warmup + schedule.decay_steps > steps:
-        room = steps - warmup
+    if schedule.decay_steps and warmup + schedule.decay_steps > steps:
+        room = max(0, steps - warmup)
         found = f"{warmup} warm-up + {schedule.decay_steps} decay steps of {steps}"
         fix = f"set schedule.decay_steps to {room}" if room else "shorten the warm-up"
         yield Problem("schedule.decay_steps", found, f"at most {steps} together", fix)
@@ -214,6 +211,11 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
     for problem in check_config(recipe.model.config):
         fix = problem.fix or f"write {problem.allowed}"
         yield replace(problem, key=f"model.config.{problem.key}", fix=fix)
+    family = recipe.model.config.get("model_type")
+    if recipe.model.init == "random" and family in NOT_INITIALISED:
+        allowed = "pretrained or checkpoint: transformers cannot initialise this type"
+        fix = "set model.init to pretrained, and model.hub to its weights"
+        yield Problem("model.init", f"random with model_type: {family}", allowed, fix)
 
 
 def _router_loss(recipe: Recipe) -> Iterator[Problem]:

@@ -261,10 +261,13 @@ def _what_was_meant(
     elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
     other = foreign(name) or foreign(f"{section}.{name}")
     around = settings().get(setting_of(parts_of(section)))
-    if kinds := [
-        kind_of(one) for one in (around.sections if around else ()) if name in one.model_fields
-    ]:
-        return f"remove it, or set kind to {' or '.join(kinds)}", []
+    sections = around.sections if around else ()
+
+    def kinds(key: str) -> str:
+        return " or ".join(kind_of(one) for one in sections if key in one.model_fields)
+
+    if needed := kinds(name):
+        return f"remove it, or set kind to {needed}", []
     # A name that some section has is at the wrong place, unless it is everywhere.
     if 0 < len(elsewhere) <= _MOST_PLACES:
         parents = [path.rpartition(".")[0] for path in elsewhere]
@@ -277,6 +280,8 @@ def _what_was_meant(
     prefix = f"{section}." if section else ""
     if close := closest(name.lower(), here):
         return f"did you mean `{close}`?", [prefix + close]
+    if close := closest(name.lower(), {key for one in sections for key in one.model_fields}):
+        return f"did you mean `{close}`, with kind {kinds(close)}?", []
     names = [path.rpartition(".")[2] for path in settings()]
     if close := closest(name.lower(), names, _ELSEWHERE):
         paths = [path for path in settings() if path.rpartition(".")[2] == close]
@@ -297,7 +302,7 @@ def _fix(
         fix = ""
     if fix:
         return fix
-    if not info.is_required() and not isinstance(info.default, Section):
+    if not (info.is_required() or info.default is None or isinstance(info.default, Section)):
         return f"remove it for the default, {default_text(info)}"
     return f"write {allowed(annotation, metadata)}"
 

@@ -206,7 +206,7 @@ def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple
         per_token = [_forward_flops(model, length) / length for length in _LENGTHS]
     except Exception:  # noqa: BLE001 - a model's own code raises what it likes
         hidden = _embedding(model).weight.shape[1]
-        return Counted(parts, 2.0 * used, 4.0 * layers * hidden), False
+        return Counted(parts, 2.0 * used, 4.0 * layers * hidden, assumed=True), False
     scores = (per_token[1] - per_token[0]) / (_LENGTHS[1] - _LENGTHS[0])
     flops = per_token[0] - scores * _LENGTHS[0]
     idle = 2.0 * parts.inactive_experts

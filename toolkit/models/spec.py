@@ -100,6 +100,8 @@ class Counted:
     """Of a forward pass per token, without attention's scores."""
     score_flops: float
     """Of a forward pass per query and key, in all layers together."""
+    assumed: bool = False
+    """The FLOPs are: the model cannot run without storage."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ two settings in `intake/checks.py`, file reading and error texts in `intake/load
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -1104,6 +1104,16 @@ class Recipe(Section):
     def total_steps(self) -> int | None:
         """Optimizer steps of the run; None where it is given in epochs."""
         return self.lengths.total_steps(self.training)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """What is legal, and may not be meant."""
+        steps, warmup = self.total_steps(), self.schedule.warmup_steps
+        if steps is not None and warmup > steps:
+            yield f"schedule.warmup_steps: the run's {steps} steps end in a warm-up of {warmup}"
+        rate, kind = self.optimizer.learning_rate, self.optimizer.kind
+        if rate > max(1.0, kind.largest_rate):
+            yield f"optimizer.learning_rate: {rate:g} is far above what {kind.title} uses"
 
     @property
     def trained_lengths(self) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
 
 
 def show_plan(recipe: Recipe, plan: Plan) -> None:
-    """The decisions with their reasons, and the ledger."""
-    note = ignored_keys(recipe.model)
-    for line in [*plan.reasons, *([note] if note else []), *summary(ledger_of(recipe, plan))]:
+    """The decisions with their reasons, what may not be meant, and the ledger."""
+    notes = filter(None, (ignored_keys(recipe.model), *recipe.notes))
+    for line in [*plan.reasons, *notes, *summary(ledger_of(recipe, plan))]:
         tell(line)
 
 

@@ -54,6 +54,10 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 """Names of a size in transformers' config classes, in order of preference."""
 
 
+NOT_INITIALISED = ("apertus", "cpmant", "gemma3n_text", "openai-gpt", "reformer", "xlstm")
+"""Types whose classes in transformers leave weights without initial values, or fail at it."""
+
+
 @cache
 def model_types() -> frozenset[str]:
     """Every `model_type` of which transformers has a causal language model."""
