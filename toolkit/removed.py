@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
-    "FOLDER`",
+    "FOLDER` (pip install 'transformers[serving]')",
     "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "
     "checkpoint export` writes whole tensors",
     "checkpoint inspect": "`dmt checkpoint list` shows step and layout, manifest.json and "
