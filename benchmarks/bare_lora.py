@@ -45,15 +45,8 @@ def model_of(run: Assignment) -> torch.nn.Module:
 def batches_of(run: Assignment, steps: int, rank: int, world: int) -> list[list[dict]]:
     """What the model is called with in each micro batch of each step."""
     training, micro = run.recipe.training, run.plan.layout.micro_batch
-    data = build_data(
-        run.recipe.data,
-        sequence_length=training.sequence_length,
-        global_batch_size=training.global_batch_size,
-        seed=training.seed,
-        vocab_size=None,
-        base=Path.cwd(),
-    )
-    batches = GlobalBatches(data.train, data.order, training.global_batch_size)
+    data = build_data(run.recipe.data, training, vocab_size=None, base=Path.cwd())
+    batches = GlobalBatches(data.train, data.order, data.batches)
     found = []
     for step in range(steps):
         ours = batches.micro_batches(step * training.global_batch_size, rank, [micro] * world)

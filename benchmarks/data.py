@@ -280,15 +280,8 @@ def loader_tokens_per_s() -> float:
 
     recipe = load_recipe(TINY, [])
     size, length = recipe.training.global_batch_size, recipe.training.sequence_length
-    data = build_data(
-        recipe.data,
-        sequence_length=length,
-        global_batch_size=size,
-        seed=1,
-        vocab_size=None,
-        base=Path.cwd(),
-    )
-    batches, count = GlobalBatches(data.train, data.order, size), 1000
+    data = build_data(recipe.data, recipe.training, vocab_size=None, base=Path.cwd())
+    batches, count = GlobalBatches(data.train, data.order, data.batches), 1000
     started = time.perf_counter()
     for number in range(count):
         batches.micro_batches(number * size, 0, [size])

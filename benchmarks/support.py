@@ -206,10 +206,6 @@ DATA_FEATURES = [
     Row("`packing: greedy`", {"data": {"packing": "greedy"}}),
     Row("`packing: best_fit`", {"data": {"packing": "best_fit"}}),
     Row("`isolate_documents`", {"data": {"isolate_documents": True}}),
-    Row(
-        "lengths by stage",
-        {"data": {"stages": [{"from_step": 2, "sequence_length": 8}]}},
-    ),
 ]
 
 

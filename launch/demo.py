@@ -212,14 +212,8 @@ def load_data(run: Path) -> TrainingData:
     """The data that the run trained on, from the cache."""
     recipe = load_recipe(run / "recipe.yaml")
     assert recipe.model.config is not None
-    return build_data(
-        recipe.data,
-        sequence_length=recipe.training.sequence_length,
-        global_batch_size=recipe.training.global_batch_size,
-        seed=recipe.training.seed,
-        vocab_size=recipe.model.config["vocab_size"],
-        base=Path.cwd(),
-    )
+    vocab_size = recipe.model.config["vocab_size"]
+    return build_data(recipe.data, recipe.training, vocab_size=vocab_size, base=Path.cwd())
 
 
 @torch.no_grad()

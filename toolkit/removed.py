@@ -18,6 +18,9 @@ SETTINGS: dict[str, str] = {
     },
     "data.remote_cache_gib": "remove it: a pair of token files at a URL is copied into "
     "data.cache once",
+    "data.stages.sequence_length": "train each length as a run of its own: the second with its "
+    "training.sequence_length, `model.init: checkpoint` and `model.checkpoint: FOLDER`, a "
+    "checkpoint of the first",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",

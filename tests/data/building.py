@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.tokenizers import END_OF_TEXT
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, TrainingSection
 
 
 def built(
@@ -23,9 +23,7 @@ def built(
     """Samples of `length` tokens in batches of so many; relative paths start at `base`."""
     return build_data(
         DataSection.model_validate(section),
-        sequence_length=length,
-        global_batch_size=batch,
-        seed=seed,
+        TrainingSection(sequence_length=length, global_batch_size=batch, seed=seed),
         vocab_size=vocab_size,
         base=base,
     )

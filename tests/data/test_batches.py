@@ -13,6 +13,7 @@ from toolkit.data.order import Shuffled
 from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.layout import Layout
+from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.rehearse.batches import micro_batches as rehearsed
 
 Tokenized = Callable[[Sequence[Sequence[int]]], TokenizedData]
@@ -25,6 +26,10 @@ def rows(micro_batches: Sequence[MicroBatch]) -> Rows:
         for batch in micro_batches
         for inputs, labels in zip(batch.input_ids, batch.labels, strict=True)
     ]
+
+
+def of(size: int) -> BatchSizes:
+    return BatchSizes.of([size], 2)
 
 
 def splits(global_batch_size: int) -> list[tuple[int, int]]:
@@ -63,7 +68,7 @@ Make = Callable[[int], StreamSamples]
 def test_every_layout_gets_the_same_global_batch(
     dataset: Make, size: int, n_samples: int, consumed: int, seed: int
 ) -> None:
-    batches = GlobalBatches(dataset(n_samples), Shuffled(seed, n_samples), size)
+    batches = GlobalBatches(dataset(n_samples), Shuffled(seed, n_samples), of(size))
     expected = rows(batches.micro_batches(consumed, 0, [size]))
     assert len(expected) == size
     for dp, micro in splits(size):
@@ -91,7 +96,7 @@ def test_uneven_shares_are_a_partition_of_the_global_batch(
     )
     size = layout.global_batch
     data = dataset(n_samples)
-    batches = GlobalBatches(data, Shuffled(7, n_samples), size)
+    batches = GlobalBatches(data, Shuffled(7, n_samples), of(size))
     found = [
         batches.micro_batches(consumed, rank, layout.micro_batches) for rank in range(layout.dp)
     ]
@@ -115,9 +120,9 @@ def test_epochs_follow_without_a_seam(
     seen = [
         row
         for step in range(steps)  # a fresh object per step: there is no state but the cursor
-        for row in rows(GlobalBatches(data, order, size).micro_batches(step * size, 0, [1]))
+        for row in rows(GlobalBatches(data, order, of(size)).micro_batches(step * size, 0, [1]))
     ]
-    assert seen == rows(GlobalBatches(data, order, steps * size).micro_batches(0, 0, [1]))
+    assert seen == rows(GlobalBatches(data, order, of(steps * size)).micro_batches(0, 0, [1]))
     for start in range(0, len(seen) - n_samples + 1, n_samples):
         epoch = {tuple(inputs) for inputs, _ in seen[start : start + n_samples]}
         assert len(epoch) == n_samples
@@ -125,14 +130,14 @@ def test_epochs_follow_without_a_seam(
 
 def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) -> None:
     data, order = dataset(30), Shuffled(5, 30)
-    kept = GlobalBatches(data, order, 24)
+    kept = GlobalBatches(data, order, of(24))
     for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
-        fresh = GlobalBatches(data, order, 24).micro_batches(step * 24, 0, [24])
+        fresh = GlobalBatches(data, order, of(24)).micro_batches(step * 24, 0, [24])
         assert rows(kept.micro_batches(step * 24, 0, [24])) == rows(fresh)
 
 
 def test_tensors(dataset: Make) -> None:
-    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), 4).micro_batches(0, 0, [4])
+    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), of(4)).micro_batches(0, 0, [4])
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (4, 2)
 

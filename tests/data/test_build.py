@@ -15,7 +15,7 @@ from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.packing import StreamSamples
 from toolkit.data.rows import Samples
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, TrainingSection
 
 N_DOCUMENTS = 12
 
@@ -31,9 +31,13 @@ def base(tmp_path: Path) -> Path:
 
 def build(base: Path, data: dict[str, Any] | None = None, **settings: Any) -> TrainingData:
     section = {"train": {"kind": "text", "files": ["*.txt"]}, **(data or {})}
-    arguments = {"sequence_length": 4, "global_batch_size": 4, "seed": 1, "vocab_size": 257}
+    vocab_size = settings.pop("vocab_size", 257)
+    training = {"sequence_length": 4, "global_batch_size": 4, "seed": 1, **settings}
     return build_data(
-        DataSection.model_validate(section), base=base, **{**arguments, **settings}
+        DataSection.model_validate(section),
+        TrainingSection(**training),
+        vocab_size=vocab_size,
+        base=base,
     )
 
 
@@ -149,10 +153,10 @@ WARM = """
 import sys
 from pathlib import Path
 from toolkit.data.build import build_data
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, TrainingSection
 data = DataSection.model_validate({"train": {"kind": "hf", "path": "data.jsonl"}})
-build_data(data, sequence_length=4, global_batch_size=1, seed=1, vocab_size=None,
-           base=Path(sys.argv[1]))
+training = TrainingSection(sequence_length=4, global_batch_size=1, seed=1)
+build_data(data, training, vocab_size=None, base=Path(sys.argv[1]))
 print(*sorted({"datasets", "torch"} & set(sys.modules)))
 """
 

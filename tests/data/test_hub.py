@@ -29,13 +29,12 @@ import json, sys
 from pathlib import Path
 from toolkit.data.build import build_data
 from toolkit.errors import DmtError
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, TrainingSection
 
 data = DataSection.model_validate({"cache": "cache", **json.loads(sys.argv[1])})
 try:
-    built = build_data(
-        data, sequence_length=8, global_batch_size=1, seed=0, vocab_size=257, base=Path()
-    )
+    training = TrainingSection(sequence_length=8, global_batch_size=1, seed=0)
+    built = build_data(data, training, vocab_size=257, base=Path())
     train = built.sources[0].train
     tokens = train.stream.read(0, len(train.stream))[0].tolist()
     found = bytes(0 if token == 256 else token for token in tokens).decode()

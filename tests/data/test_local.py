@@ -132,9 +132,7 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
     with pytest.raises(DataError):
         build_data(
             loaded.data,
-            sequence_length=4,
-            global_batch_size=1,
-            seed=1,
+            loaded.training,
             vocab_size=(loaded.model.config or {})["vocab_size"],
             base=recipe.parent,
         )

@@ -10,7 +10,6 @@ from tests.processes import ROOT
 RECIPE = ROOT / "recipes/tiny/llama-bytes.yaml"
 SETTINGS = {
     "data.train": '{kind: text, files: ["{stdlib}/a*.py"]}',
-    "data.stages": "[{from_step: 2, sequence_length: 128}]",
     "training.sequence_length": 64,
     "logging": "{every_steps: 1}",
     "schedule": "{name: constant, warmup_steps: 0}",
@@ -27,8 +26,7 @@ def launch(folder: Path, name: str, **changes: object) -> Path:
 
 @pytest.mark.soak
 def test_resume(tmp_path: Path) -> None:
-    """Bitwise the run without a break, though that began with shorter sequences, and evaluated
-    where the other began."""
+    """Bitwise the run without a break, though that evaluated where the other began."""
     for steps in (4, 6):
         broken = launch(tmp_path, "broken", **{"training.steps": steps})
     whole = launch(tmp_path, "whole", **{"training.steps": 6, "evaluation.every_steps": 2})

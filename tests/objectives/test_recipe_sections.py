@@ -47,10 +47,7 @@ def test_what_does_not_go_together() -> None:
 
 def test_a_sample_of_pairs_is_two_rows() -> None:
     pretrain, dpo = with_objective("pretrain"), with_objective("dpo")
-    assert dpo.lengths.tokens(1) == 2 * pretrain.lengths.tokens(1)
+    assert dpo.training.batches.tokens(1) == 2 * pretrain.training.batches.tokens(1)
     counted = {"steps": None, "tokens": 1024}
-    steps = [
-        one.lengths.total_steps(one.training.model_copy(update=counted))
-        for one in (pretrain, dpo)
-    ]
+    steps = [one.training.model_copy(update=counted).total_steps() for one in (pretrain, dpo)]
     assert steps == [8, 4]

@@ -661,56 +661,9 @@ MISTAKES = {
     "a stage that changes nothing": M(
         "  tokenizer: bytes",
         "  stages: [{from_step: 5}]",
-        "data.stages[0]",
-        "or `sequence_length: N`",
-    ),
-    "a length that is no part of the longest": M(
-        "  tokenizer: bytes",
-        "  stages: [{from_step: 5, sequence_length: 96}]",
-        "training.sequence_length",
-        "set it to 48",
-        at="sequence_length: 64",
-    ),
-    "a stage behind the positions": M(
-        "  tokenizer: bytes",
-        "  stages: [{from_step: 5, sequence_length: 256}]",
-        "data.stages[0].sequence_length",
-        "set data.stages[0].sequence_length to 128",
-    ),
-    "a stage scaled by the sequences before": M(
-        "  tokenizer: bytes",
-        "  stages: [{from_step: 5, sequence_length: 128}]",
-        "data.stages[0].sequence_length",
-        "train with one length",
-    ),
-    "a stage that tensor cannot split": M(
-        GOOD[GOOD.index("  tokenizer:") : GOOD.index("  global_batch_size:")],
-        "  stages: [{from_step: 5, sequence_length: 126}]\ntraining:\n  steps: 100\n"
-        "  sequence_length: 63\n",
-        "parallel.sequence",
-        "choose lengths that 2 divides",
-        at="sequence: true",
-    ),
-    "lengths of conversations": M(
-        '    kind: text\n    files: ["{stdlib}/*.py"]\n',
-        "    kind: chat\n    path: org/chats\n"
-        "  stages: [{from_step: 5, sequence_length: 128}]\n  chat_template: chatml\n",
-        "data.stages[0].sequence_length",
-        "remove sequence_length from data.stages",
+        "data.stages[0].weights",
+        "add",
         at="stages:",
-    ),
-    "lengths of fitted rows": M(
-        "  tokenizer: bytes",
-        "  stages: [{from_step: 5, sequence_length: 128}]\n  packing: best_fit",
-        "data.stages[0].sequence_length",
-        "set data.packing to none",
-    ),
-    "too many parts": M(
-        "  tokenizer: bytes",
-        "  stages: [{from_step: 5, sequence_length: 2}, "
-        "{from_step: 6, sequence_length: 65536}]",
-        "data.stages",
-        "raise the shortest length",
     ),
     "source without a weight": M(
         *blend("weight: 1", "label: b"), "data.train[1].weight", "add e.g. `weight: 1`", at=":"
@@ -962,13 +915,6 @@ EXTRA = {
         "data:\n",
         "data:\n  isolate_documents: true\n",
     ),
-    "a stage scaled by the sequences before": (
-        "    max_position_embeddings: 128\n",
-        "    max_position_embeddings: 64\n    rope_scaling: {type: dynamic, factor: 4.0}\n",
-    ),
-    "a stage that tensor cannot split": ("sequence: auto", "sequence: true\n  tensor: 2"),
-    "lengths of conversations": ("seed: 1", "objective: sft\n  seed: 1"),
-    "too many parts": ("max_position_embeddings: 128", "max_position_embeddings: 65536"),
     "text to validate chats": ("seed: 1", "objective: sft\n  seed: 1"),
     "packed conversations and documents that are not isolated": (
         "training:\n",

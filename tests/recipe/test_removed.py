@@ -1,6 +1,6 @@
 """Names of earlier releases: one error that says what to do instead; null is accepted."""
 
-from copy import deepcopy
+import re
 from pathlib import Path
 
 import pytest
@@ -9,21 +9,23 @@ import yaml
 from toolkit.cli.main import main
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
+from toolkit.recipe.dump import dump_recipe
 from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS
 from toolkit.run.changes import changes
 
-TINY = Path("recipes/tiny/llama-bytes.yaml")
+BLEND = Path("recipes/tiny/llama-blend.yaml")
 
 
 def with_setting(folder: Path, path: str, value: object) -> Path:
-    """The tiny recipe with one more setting, by its dotted path."""
+    """A recipe with one more setting, by its dotted path; of a list, in its first item."""
     file = folder / "recipe.yaml"
-    stated = yaml.safe_load(TINY.read_text())
+    stated = yaml.safe_load(dump_recipe(load_recipe(BLEND)))
     inner = stated
     *sections, name = path.split(".")
     for section in sections:
         if section == "validation":
-            inner |= {"validation": deepcopy(inner["train"]), "validation_fraction": 0.0}
+            source = {**inner["train"][0], "weight": None}
+            inner |= {"validation": source, "validation_fraction": 0.0}
         inner[section] = inner.get(section) or {}
         inner = inner[section]
         inner = inner[0] if isinstance(inner, list) else inner
@@ -36,7 +38,9 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
 def test_a_removed_setting(path: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(with_setting(tmp_path, path, {"a": 1}))
-    problem = next(one for one in error.value.problems if one.key == path)
+    problem = next(
+        one for one in error.value.problems if re.sub(r"\[\d+\]", "", one.key) == path
+    )
     assert problem.found == "a setting that was removed" and problem.line
     assert problem.fix == SETTINGS[path]
     for unset in (None, DEFAULTS.get(path)):

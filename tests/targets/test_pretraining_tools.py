@@ -278,7 +278,7 @@ def test_a_misspelt_name_and_a_wrong_type_are_named(
     [
         (NEOX, '"wall_clock_breakdown": true', '"use_mup": true', "no µP"),
         (NEOX, '"wall_clock_breakdown": true', '"curriculum-learning": {"enabled": true}',
-         "data.stages"),
+         "a run has one sequence length"),
         (NEOX, '"lr_decay_iters": 320000', '"lr_decay_iters": 300000', "every decay ends with"),
         (NEOX, '"lr_decay_style": "cosine"', '"lr_decay_style": "sqrt"', "no sqrt decay"),
         (TITAN, "compile = false", 'compile = false\ndtype = "bfloat16"', "gradients"),

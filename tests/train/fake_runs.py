@@ -11,6 +11,7 @@ from toolkit.data.order import Shuffled
 from toolkit.data.rows import Samples
 from toolkit.engines.base import StepResult
 from toolkit.layout import Layout
+from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Progress, StepReport, TrainingRun, train
 from toolkit.train.signals import StopRequest
@@ -19,6 +20,7 @@ from toolkit.train.step_reduction import StepReduction
 VOCABULARY = 8
 STEPS = 40
 LAYOUT = Layout(micro_batch=2, gradient_accumulation=2)
+SIZES = BatchSizes.of([LAYOUT.global_batch], 16)
 
 
 class Recorder:
@@ -57,7 +59,7 @@ def job(
 ) -> TrainingRun:
     return TrainingRun(
         engine=engine,
-        batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), LAYOUT.global_batch),
+        batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), SIZES),
         layout=LAYOUT,
         rank=0,
         seed=1,

@@ -13,6 +13,7 @@ from toolkit.data.rows import Row
 from toolkit.engines.distributed import join, leave
 from toolkit.errors import RunFailed
 from toolkit.layout import Layout
+from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.reference import ReferenceTable
 
@@ -108,7 +109,8 @@ def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:
     """The reference in training and in validation batches, by sample."""
     sizes = layout.micro_batches
     order = Shuffled(3, len(table.samples))
-    training = GlobalBatches(table.samples, order, 4).micro_batches(8, 0, sizes)
+    four = BatchSizes.of([4], table.samples.sequence_length)
+    training = GlobalBatches(table.samples, order, four).micro_batches(8, 0, sizes)
     validation = evaluation_batches(table.samples, 4, 100, 0, sizes)
     both = {"training": training, "validation": validation}
     return {

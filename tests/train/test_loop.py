@@ -17,8 +17,8 @@ from toolkit.data.order import Shuffled
 from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
-from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import BatchRampSection, GuardSection
+from toolkit.recipe.batch_sizes import BatchSizes
+from toolkit.recipe.schema import GuardSection
 from toolkit.train.loop import Progress, TrainingRun
 from toolkit.train.step_reduction import StepReduction
 
@@ -60,12 +60,11 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: StreamSamples) -> None:
 
 def test_a_batch_that_grows_continues_where_it_was(dataset: StreamSamples) -> None:
     """Every sample once, in the order of a constant batch."""
-    ramp = BatchRampSection(start=2, increment=2, steps=10)
-    lengths = SequenceLengths.of([], 16, LAYOUT.global_batch, ramp=ramp)
+    sizes = BatchSizes.of([2, 4], 16, steps=10)
     order = Shuffled(1, len(dataset))
 
     def growing(engine: FakeEngine, steps: int = STEPS) -> TrainingRun:
-        batches = GlobalBatches(dataset, order, LAYOUT.global_batch, lengths)
+        batches = GlobalBatches(dataset, order, sizes)
         return replace(job(dataset, engine, steps=steps), batches=batches)
 
     whole = run(growing(FakeEngine(VOCABULARY)))

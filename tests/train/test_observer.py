@@ -10,8 +10,7 @@ import torch
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.engines.base import EvalResult, StepResult
 from toolkit.layout import Layout
-from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import EvaluationSection, ScheduleSection
+from toolkit.recipe.schema import EvaluationSection, ScheduleSection, TrainingSection
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.observer import HeartbeatBatches, Observer
@@ -52,13 +51,12 @@ def new_observer(
 ) -> Observer:
     """Of a run that saves every second step."""
     section = SimpleNamespace(every_steps=2)
-    plan = SimpleNamespace(layout=Layout(), flops_per_token_at=lambda _: 1.0)
+    plan = SimpleNamespace(layout=Layout(), flops_per_token=1.0)
     recipe = SimpleNamespace(
         checkpoint=section,
         logging=SimpleNamespace(every_steps=100, samples=False),
         guard=SimpleNamespace(replica_check_every_steps=None),
-        lengths=SequenceLengths.of([], 16, 8),
-        trained_lengths=(16,),
+        training=TrainingSection(sequence_length=16, global_batch_size=8),
         follows_validation=follows or {},
         evaluation=EvaluationSection(every_steps=2),
         schedule=ScheduleSection(),
@@ -75,7 +73,7 @@ def new_observer(
         together=SimpleNamespace(rank_zero=lambda action: action()),
     )
     checkpoints: Any = saves
-    validation: Any = {"held out": lambda _parts: ()}
+    validation: Any = {"held out": tuple}
     return Observer(start, checkpoints, validation, checkpoints, None, 10)
 
 

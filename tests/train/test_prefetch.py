@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from tests.engines.fake import FakeEngine
-from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
+from tests.train.fake_runs import (
+    LAYOUT,
+    SIZES,
+    STEPS,
+    VOCABULARY,
+    Recorder,
+    SpoiledEngine,
+    job,
+    run,
+)
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.order import Shuffled
@@ -92,7 +101,7 @@ def test_the_sequence_is_that_of_the_order(
         request.getfixturevalue("gpu")
     engine = Watching()
     run(job(Numbers(), engine), Progress(done, done * PER_STEP))
-    batches = GlobalBatches(Numbers(), Shuffled(1, len(Numbers())), PER_STEP)
+    batches = GlobalBatches(Numbers(), Shuffled(1, len(Numbers())), SIZES)
     assert engine.samples == [
         tuple(
             sample

@@ -40,18 +40,12 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 "pairs of preferences need DMT's own training loop",
                 fix="use data of `kind: chat`, or `dmt launch`",
             )
-        if len(recipe.lengths.all) > 1:
-            raise DataError(
-                "the recipe's data.stages change the length of sequences, which a loop outside "
-                "`dmt launch` may not do at the same step",
-                fix="remove sequence_length from data.stages, or train with `dmt launch`",
-            )
         data = recipe_data(recipe, build_config(recipe.model).vocab_size)
         self._packed = data.train
         self._order = data.order
         self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
         """Optimizer steps of the run."""
-        self._length = data.lengths.samples(self.steps)
+        self._length = recipe.training.batches.samples(self.steps)
 
     def __len__(self) -> int:
         return self._length

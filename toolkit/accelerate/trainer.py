@@ -44,12 +44,6 @@ def arguments_of(
             f"optimizer.name is {recipe.optimizer.name}, which is not exported to Trainer",
             fix="set optimizer.name to adamw, or train with `dmt launch`",
         )
-    if len(recipe.lengths.all) > 1:
-        raise PlanError(
-            "the recipe's data.stages change the length of sequences, which TrainingArguments "
-            "cannot state",
-            fix="remove sequence_length from data.stages, or train with `dmt launch`",
-        )
     _refuse_plateau(recipe)
     for key in recipe.follows_validation:
         raise PlanError(

@@ -18,8 +18,6 @@ from pydantic import TypeAdapter
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
-from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import StageSection, TrainingSection
 from toolkit.recipe.section import Count
 from toolkit.system.untrusted import parse_json, read_bytes, regular_inside
 
@@ -76,13 +74,6 @@ class Manifest:
     def with_files(self, files: dict[str, FileRecord]) -> "Manifest":
         """The finished manifest."""
         return replace(self, files=dict(sorted(files.items())))
-
-    @property
-    def lengths(self) -> SequenceLengths:
-        """Sequence lengths of the recipe's steps."""
-        training = TrainingSection(**self.recipe["training"])
-        stages = self.recipe["data"].get("stages", ())
-        return SequenceLengths.of_training([StageSection(**one) for one in stages], training)
 
     @property
     def validation_loss(self) -> float | None:

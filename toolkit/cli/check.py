@@ -179,11 +179,10 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     parts += [f"{human(parameters)} parameters"] if parameters else []
     parts.append(_length(recipe))
     rows = " × 2" if training.rows_per_sample == 2 else ""
-    lengths = dict.fromkeys(stage.sequence_length for stage in recipe.lengths.stages)
-    length = " → ".join(map(str, lengths))
     ramp = training.batch_ramp
     start = f"{ramp.start} → " if ramp is not None else ""
-    parts.append(f"batch {start}{training.global_batch_size}{rows} × {length}")
+    size, length = training.global_batch_size, training.sequence_length
+    parts.append(f"batch {start}{size}{rows} × {length}")
     parts.append(training.precision)
     kinds = recipe.cluster.groups or (recipe.cluster,)
     parts.append(" + ".join(f"{one.nodes * one.gpus_per_node} × {one.gpu}" for one in kinds))
@@ -194,7 +193,7 @@ def _length(recipe: Recipe) -> str:
     training, steps = recipe.training, recipe.total_steps()
     if steps is None:
         return f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
-    tokens = recipe.lengths.tokens(steps)
+    tokens = training.batches.tokens(steps)
     return f"{human(tokens)} tokens in {steps} steps"
 
 

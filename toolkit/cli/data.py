@@ -119,7 +119,7 @@ def _prepare(recipe: Recipe) -> _Summary:
         train=_Side.joined(sides),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
         sources=tuple(_sources(recipe, data, sides)),
-        sequence_length=data.lengths.longest,
+        sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
         fingerprint=data.fingerprint,

@@ -294,9 +294,6 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
 def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
     run = planned.run
     yield from time_lines(by_part)
-    for one in planned.plan.lengths[:-1]:
-        said = f"{seconds(one.step_time_s)} with sequences of {one.sequence_length:,}"
-        yield Text.assemble(("  step", "dim"), f"  {said}")
     if run is not None:
         yield Text.assemble(("  run", "dim"), f"  {run}")
 

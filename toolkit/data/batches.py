@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 
 from toolkit.batch import MicroBatch
-from toolkit.data.lengths import CutOrder, cut
 from toolkit.data.order import Order
 from toolkit.data.rows import Int64Array, Row, Samples
-from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.batch_sizes import BatchSizes
 
 _PADDING = -1
 """Placeholder for a fully masked sample."""
@@ -24,18 +23,10 @@ _ORDERED_AT_ONCE = 1024
 class GlobalBatches:
     """The endless sequence of global batches of training, across epochs."""
 
-    def __init__(
-        self,
-        dataset: Samples,
-        order: Order,
-        global_batch_size: int,
-        lengths: SequenceLengths | None = None,
-    ) -> None:
-        """`lengths`: of the steps, where they differ; `dataset` then has the longest."""
+    def __init__(self, dataset: Samples, order: Order, sizes: BatchSizes) -> None:
         self._dataset = dataset
-        self._order = order if lengths is None else CutOrder(order, lengths)
-        length = dataset.sequence_length
-        self.lengths = lengths or SequenceLengths.of([], length, global_batch_size)
+        self._order = order
+        self.sizes = sizes
         self._first, self._ordered = 0, np.zeros(0, dtype=np.int64)
         """Some of the endless order of samples, from place `_first` on."""
 
@@ -47,10 +38,9 @@ class GlobalBatches:
         `sizes`: samples of a micro batch of each data-parallel rank. The shares of all ranks in
         order form the global batch, which must be a multiple of their sum.
         """
-        stage = self.lengths.stage_at(consumed_samples)
-        indices = self._indices(consumed_samples, stage.global_batch_size)
-        share = _share(indices, dp_rank, sizes)
-        return _micro_batches(cut(self._dataset, stage.parts), share, sizes[dp_rank])
+        size = self.sizes.at_sample(consumed_samples)
+        share = _share(self._indices(consumed_samples, size), dp_rank, sizes)
+        return _micro_batches(self._dataset, share, sizes[dp_rank])
 
     def _indices(self, position: int, size: int) -> Int64Array:
         """The samples of the global batch of this size that starts at `position`.

@@ -32,14 +32,14 @@ from toolkit.data.tokenizers import (
     load_tokenizer,
 )
 from toolkit.errors import DataError
-from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.schema import (
-    BatchRampSection,
     ChatSource,
     DataSection,
     PreferenceSource,
     Recipe,
     Source,
+    TrainingSection,
 )
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class TrainingData:
     sources: tuple[SourceData, ...]
     """One, or those of a blend."""
     train: Samples
-    """Their samples, of the longest length; of a blend, one source after the other."""
+    """Their samples; of a blend, one source after the other."""
     order: Order
-    lengths: SequenceLengths
-    """Number of parts into which each step splits them."""
+    batches: BatchSizes
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
@@ -92,37 +91,32 @@ class TrainingData:
 
     def fingerprint_at(self, samples: int) -> str:
         """Identifies the data for a checkpoint's cursor of this many samples: `fingerprint`,
-        the lengths of stages until then, and the weights of a blend. Later stages may still
-        change."""
+        and the weights of a blend until then. Later stages may still change."""
         return self._at(self.fingerprint, samples)
 
     def _at(self, fingerprint: str, samples: int) -> str:
-        found: list[object] = [fingerprint]
         if isinstance(self.order, Blended):
-            found.append(self.order.begun(self.lengths.blocks(samples)))
-        if begun := self.lengths.begun(samples):
-            found.append(begun)
-        return fingerprint_of(found) if len(found) > 1 else fingerprint
+            return fingerprint_of([fingerprint, self.order.begun(samples)])
+        return fingerprint
 
     @property
     def ends_after(self) -> int | None:
-        """Samples of the longest length after which the data ends, regardless of the run's
-        length."""
+        """Samples after which the data ends, regardless of the run's length."""
         return None if self.end is None else self.end[1]
 
     def counts(self, steps: int) -> list[int]:
-        """Number of samples of the longest length that `steps` steps use of each source."""
-        blocks = self.lengths.blocks(self.lengths.samples(steps))
+        """Number of samples that `steps` steps use of each source."""
+        samples = self.batches.samples(steps)
         return (
-            self.order.counts(blocks).tolist() if isinstance(self.order, Blended) else [blocks]
+            self.order.counts(samples).tolist()
+            if isinstance(self.order, Blended)
+            else [samples]
         )
 
     def notes(self, steps: int, wanted: int | None) -> Iterator[str]:
         """Messages about a run of `steps` steps instead of the `wanted` ones."""
         if self.end is not None and wanted is not None and steps < wanted:
             yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
-        for step, tokens in self.lengths.skipped(steps):
-            yield f"data: {tokens:,} tokens are skipped where a stage begins after step {step}"
         if isinstance(self.order, Blended):
             for source, count in zip(self.sources, self.counts(steps), strict=True):
                 if count > len(source.train):
@@ -151,45 +145,32 @@ def recipe_data(
 
     Raises DataError as `build_data` does.
     """
-    training = recipe.training
     return build_data(
-        recipe.data,
-        sequence_length=training.sequence_length,
-        global_batch_size=training.global_batch_size,
-        ramp=training.batch_ramp,
-        seed=training.seed,
-        vocab_size=vocab_size,
-        base=Path.cwd(),
-        track=track,
+        recipe.data, recipe.training, vocab_size=vocab_size, base=Path.cwd(), track=track
     )
 
 
 def build_data(
     data: DataSection,
+    training: TrainingSection,
     *,
-    sequence_length: int,
-    global_batch_size: int,
-    seed: int,
     vocab_size: int | None,
     base: Path,
-    ramp: BatchRampSection | None = None,
     track: Track = untracked,
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
-    `sequence_length` is that of the first steps, which `data.stages` may change, `vocab_size`
-    the model's, None when unknown; relative paths start at `base`; `track` shows progress.
-    Raises DataError if the data or the tokenizer is missing, does not fit the model, or is too
-    small for one global batch.
+    `vocab_size` is the model's, None when unknown; relative paths start at `base`; `track`
+    shows progress. Raises DataError if the data or the tokenizer is missing, does not fit the
+    model, or is too small for one global batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
     if data.chat_template is not None:
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
         tokenizer.chat_template = stated_template(data.chat_template, base)
-    rows = 2 if data.kind == "preference" else 1
-    lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows, ramp)
-    builder = _Builder(data, tokenizer, lengths.longest, vocab_size, seed, base, track)
+    length, seed = training.sequence_length, training.seed
+    builder = _Builder(data, tokenizer, length, vocab_size, seed, base, track)
     sources = [builder.build(source, data.validation_fraction) for source in data.sources]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
 
@@ -197,7 +178,7 @@ def build_data(
         fingerprint = fingerprint_of([part for one in parts for part in one.identity])
         if data.isolate_documents:
             fingerprint = fingerprint_of([fingerprint, "isolated documents"])
-        return fingerprint_of([fingerprint, lengths.longest])
+        return fingerprint_of([fingerprint, length])
 
     def earlier() -> Iterator[str]:
         """They identify the sources of validation, too."""
@@ -206,11 +187,11 @@ def build_data(
             yield identity(map(_as_earlier, sources))
             yield identity(map(_as_earlier, [*sources, *others]))
 
-    train, order, epoch = _ordered(data, sources, seed, lengths)
+    train, order, epoch = _ordered(data, sources, training)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
     validation = held_out | {one.title: one.train for one in others}
     # A blend may repeat a small source within a batch.
-    least = 1 if isinstance(order, Blended) else global_batch_size
+    least = 1 if isinstance(order, Blended) else training.global_batch_size
     for one in sources:
         _check_size("training", one, one.train, least)
         if one.held_out is not None:
@@ -221,7 +202,7 @@ def build_data(
         tuple(sources),
         train,
         order,
-        lengths,
+        training.batches,
         epoch,
         _end(order, data.sources),
         validation,
@@ -239,9 +220,10 @@ def _as_earlier(source: SourceData) -> SourceData:
 
 
 def _ordered(
-    data: DataSection, sources: Sequence[SourceData], seed: int, lengths: SequenceLengths
+    data: DataSection, sources: Sequence[SourceData], training: TrainingSection
 ) -> tuple[Samples, Order, int]:
     """The samples of all sources, their order, and the number of samples of an epoch."""
+    seed, batches = training.seed, training.batches
     if not isinstance(data.train, tuple):
         only = sources[0].train
         return only, Shuffled(seed, len(only)), len(only)
@@ -253,10 +235,10 @@ def _ordered(
     first = Stage(0, Interleaving(passes if any(passes) else weights))
     stages = [
         Stage(
-            begins.first_block, Interleaving([exact(named[one.title]) for one in data.sources])
+            batches.samples(stage.first_step(batches)),
+            Interleaving([exact(stage.weights[one.title]) for one in data.sources]),
         )
-        for begins, stage in zip(lengths.stages[1:], data.stages, strict=True)
-        if (named := stage.weights) is not None
+        for stage in data.stages
     ]
     order = Blended(seed, sizes, [first, *stages])
     return joined, order, max(round(sum(passes)), 1)

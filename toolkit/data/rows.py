@@ -35,18 +35,6 @@ class Row:
         labels = np.full_like(like.labels, IGNORE_INDEX)
         return replace(like, **blank, labels=labels, extra=dict.fromkeys(like.extra, 0.0))
 
-    def cut(self, start: int, stop: int) -> "Row":
-        """Places `start … stop - 1`, of a row of text, as a row; a document that began before
-        counts from 0 again."""
-        part = replace(
-            self, input_ids=self.input_ids[start:stop], labels=self.labels[start:stop]
-        )
-        if self.segments is None or self.positions is None:
-            return part
-        segments, positions = self.segments[start:stop], self.positions[start:stop]
-        before = np.where(segments == segments[0], positions[0], 0)
-        return replace(part, segments=segments - segments[0], positions=positions - before)
-
 
 @dataclass(frozen=True)
 class MarkedTokens:

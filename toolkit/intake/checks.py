@@ -17,7 +17,7 @@ from toolkit.features.base import FEATURES, Feature, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator, oldest
 from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.sources import blend_problems
-from toolkit.intake.stages import stage_problems, stated_lengths
+from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.config_check import check_config
@@ -73,16 +73,16 @@ def broken_rules(
 
 
 def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
-    """Optimizer steps of a run with so many samples of training data, of the longest length,
-    in an epoch, at most `ends_after` of which are seen.
+    """Optimizer steps of a run with so many samples of training data in an epoch, at most
+    `ends_after` of which are seen.
 
     Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
     time that their steps are known.
     """
-    steps = recipe.lengths.total_steps(recipe.training, samples)
+    steps = recipe.training.total_steps(samples)
     assert steps is not None
     if ends_after is not None:
-        steps = min(steps, recipe.lengths.steps_of_blocks(ends_after, whole=True))
+        steps = min(steps, recipe.training.batches.steps_of_samples(ends_after, whole=True))
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps
@@ -257,14 +257,14 @@ def _balance(recipe: Recipe) -> Iterator[Problem]:
 
 def _positions(recipe: Recipe) -> Iterator[Problem]:
     """A sequence longer than the model's positions: an index error, or noise, at run time."""
-    config, length = recipe.model.config, recipe.lengths.longest
+    config, length = recipe.model.config, recipe.training.sequence_length
     if config is None or check_config(config):
         return
     spec = model_spec(config)
     scaled = rope_type_of(rope_of(settings_of(config))) != "default"
     if length <= spec.max_positions or (not spec.learned_positions and scaled):
         return
-    key = _key_of_longest(recipe)
+    key = "training.sequence_length"
     fix = f"set {key} to {spec.max_positions}, or raise model.config's largest position"
     if not spec.learned_positions:
         fix += " or configure rope scaling"
@@ -272,35 +272,22 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
     yield Problem(key, str(length), allowed, fix)
 
 
-def _key_of_longest(recipe: Recipe) -> str:
-    """Where the longest length of the run is stated."""
-    stated = stated_lengths(recipe)
-    return max(stated, key=lambda key: stated[key])
-
-
 def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
     """transformers scales these positions by the longest document of a micro batch: the loss
-    would depend on which documents share one. `dynamic` ones also keep the scale of a longer
-    micro batch before."""
-    config, length = recipe.model.config, recipe.lengths.longest
-    isolates, varies = recipe.data.isolates, len(recipe.lengths.all) > 1
-    if config is None or not (isolates or varies) or check_config(config):
+    would depend on which documents share one."""
+    config, length = recipe.model.config, recipe.training.sequence_length
+    if config is None or not recipe.data.isolates or check_config(config):
         return
     settings = settings_of(config)
     rope_type = rope_type_of(rope_of(settings))
-    if rope_type != "dynamic" and not (rope_type == "longrope" and isolates):
-        return
     limit = frequencies_limit(settings)
-    if limit is not None and length > limit:
-        what = "with isolated documents" if isolates else "with lengths by stage"
-        of = "document of a micro batch" if isolates else "sequence before"
+    if rope_type in ("dynamic", "longrope") and limit is not None and length > limit:
         allowed = (
-            f"at most {limit} {what} and rope_type {rope_type}, whose frequencies would depend "
-            f"on the longest {of}"
+            f"at most {limit} with isolated documents and rope_type {rope_type}, whose "
+            "frequencies would depend on the longest document of a micro batch"
         )
-        fix = f"set it to {limit}, or "
-        fix += "do not isolate documents" if isolates else "train with one length"
-        yield Problem(_key_of_longest(recipe), str(length), allowed, fix)
+        fix = f"set it to {limit}, or do not isolate documents"
+        yield Problem("training.sequence_length", str(length), allowed, fix)
 
 
 def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
@@ -333,7 +320,7 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     if batch < ranks:
         allowed = f"at least {ranks}: a sequence per rank and step"
         fix = f"set {key} to {ranks}, or use at most {batch} ranks"
-        if recipe.lengths.longest >= context.LONG and recipe.parallel.context == 1:
+        if recipe.training.sequence_length >= context.LONG and recipe.parallel.context == 1:
             fix += ", or spread long rows: set parallel.context or parallel.tensor to 2 or more"
         yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
         return
@@ -607,13 +594,12 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
 
 
 _FEATURES = tuple(feature.path for feature in FEATURES.values())
-_SEQUENCES = ("training.sequence_length", "data.stages")
 _SOURCES = ("data.train", "data.validation")
 _STEPS = (
     *LENGTH_SETTINGS,
     "training.global_batch_size",
     "training.batch_ramp",
-    *_SEQUENCES,
+    "training.sequence_length",
 )
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _SPREAD = (
@@ -648,9 +634,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "model.balance", "adapter"), _balance),
-    Rule(("model.config", *_SEQUENCES), _positions),
+    Rule(("model.config", "training.sequence_length"), _positions),
     Rule(
-        ("model.config", *_SEQUENCES, "data.isolate_documents", "data.packing"),
+        ("model.config", "training.sequence_length", "data.isolate_documents", "data.packing"),
         _dynamic_frequencies,
     ),
     Rule(
@@ -666,7 +652,7 @@ RULES: tuple[Rule, ...] = (
             "optimizer.layer_decay",
             "adapter",
             "optimizer.name",
-            *_SEQUENCES,
+            "training.sequence_length",
             *LENGTH_SETTINGS,
             "training.precision",
             *_FEATURES,
@@ -716,7 +702,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule((*_SOURCES, "training.epochs"), blend_problems),
     Rule(
-        ("data.train", "data.packing", *_SEQUENCES, "training.global_batch_size"),
+        (
+            "data.train",
+            "data.stages",
+            "training.sequence_length",
+            "training.global_batch_size",
+        ),
         stage_problems,
     ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),

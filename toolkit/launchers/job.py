@@ -67,5 +67,5 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
             **gpu_variables(recipe),
             **BACKENDS[plan.engine].environment(plan.layout, str(recipe.cluster.gpu)),
         },
-        predicted_s=None if steps is None else plan.run_s(recipe.lengths, steps),
+        predicted_s=None if steps is None else plan.run_s(recipe.training.batches, steps),
     )

@@ -256,9 +256,9 @@ def _note(found: Search, field: str) -> str:
     layout, job = found.best.layout, found.job
     if field == "tp" and layout.tp > 1 and found.cluster.island % layout.tp:
         return f"; {ACROSS_NODES}"
-    uneven = job.uneven(layout.tp)
-    if field == "sequence_parallel" and uneven is not None:
-        return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
+    length = job.training.sequence_length
+    if field == "sequence_parallel" and length % layout.tp:
+        return f"; tensor {layout.tp} does not divide {length:,} tokens"
     if field == "pp" and layout.pp > 1:
         return f"; {division_text(stage_layers(job.spec.layers, *layout.division))} layers"
     if field == "recompute" and isinstance(layout.recompute, int):

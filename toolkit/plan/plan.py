@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.layout import AttentionKernel, EngineName, Layout, ModelName
 from toolkit.models.families.base import Attention
-from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.batch_sizes import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,6 @@ class Remedy:
     step_s: float
     layout: str
     """That layout."""
-
-
-@dataclass(frozen=True)
-class LengthCost:
-    """What steps of one sequence length cost."""
-
-    sequence_length: int
-    flops_per_token: float
-    """See `Plan.flops_per_token`."""
-    step_time_s: float
-    """Predicted seconds of one optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -85,28 +74,16 @@ class Plan:
     None."""
     remedies: tuple[Remedy, ...] = ()
     """If nothing fits: the changes with which something does."""
-    lengths: tuple[LengthCost, ...] = ()
-    """If `data.stages` changes the sequence length: the step of each length, in ascending
-    order. The plan's other numbers are those of the longest."""
     batches: tuple[BatchCost, ...] = ()
     """With `training.batch_ramp`: the step of each smaller batch, in ascending order."""
 
-    def flops_per_token_at(self, length: int) -> float:
-        """`flops_per_token` in sequences of this length."""
-        found = {one.sequence_length: one.flops_per_token for one in self.lengths}
-        return found.get(length, self.flops_per_token)
-
-    def run_s(self, lengths: SequenceLengths, steps: int) -> float | None:
+    def run_s(self, batches: BatchSizes, steps: int) -> float | None:
         """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
         if self.step_time_s is None:
             return None
-        by_length = {one.sequence_length: one.step_time_s for one in self.lengths}
-        by_batch = {one.global_batch_size: one.step_time_s for one in self.batches}
-        found = 0.0
-        for stage, count in lengths.steps_by_stage(steps):
-            usual = by_length.get(stage.sequence_length, self.step_time_s)
-            found += count * by_batch.get(stage.global_batch_size, usual)
-        return found
+        smaller = {one.global_batch_size: one.step_time_s for one in self.batches}
+        by_size = batches.steps_by_size(steps)
+        return sum(count * smaller.get(size, self.step_time_s) for size, count in by_size)
 
     @property
     def frozen_parameters(self) -> int:
@@ -121,14 +98,13 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_dict` wrote."""
-        fields = dict(data)
+        fields = {key: value for key, value in data.items() if key != "lengths"}
         return cls(
             **{
                 **fields,
                 "layout": Layout.from_dict(fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
                 "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
-                "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
                 "batches": tuple(BatchCost(**one) for one in fields.get("batches", ())),
             }
         )

@@ -77,8 +77,8 @@ class Planned:
     @property
     def run(self) -> Run | None:
         """How long the whole run takes; None where its steps are not known yet."""
-        steps = self.recipe.total_steps()
-        total_s = None if steps is None else self.plan.run_s(self.recipe.lengths, steps)
+        steps, batches = self.recipe.total_steps(), self.recipe.training.batches
+        total_s = None if steps is None else self.plan.run_s(batches, steps)
         if steps is None or total_s is None:
             return None
         return Run(steps, total_s / steps, self.cluster)

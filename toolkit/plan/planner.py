@@ -16,7 +16,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
 from toolkit.plan.explain import choice, decisions, groups
-from toolkit.plan.plan import BatchCost, LengthCost, Plan
+from toolkit.plan.plan import BatchCost, Plan
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
@@ -111,7 +111,6 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         attention_kernel=kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
-        lengths=tuple(_length_costs(found, workload)),
         batches=tuple(_batch_costs(found, workload)),
     )
 
@@ -138,16 +137,6 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     elif built_gib >= best.memory_gib:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
         yield f"memory: fullest at {built}"
-
-
-def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
-    """See `Plan.lengths`."""
-    for length in found.job.lengths:
-        workload = replace(longest, sequence_length=length)
-        time = step_time(workload, found.best.layout, found.cluster)
-        yield LengthCost(
-            length, found.job.spec.flops_per_token(length, causal=True), time.total_s
-        )
 
 
 def _batch_costs(found: Search, workload: Workload) -> Iterator[BatchCost]:

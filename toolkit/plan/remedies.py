@@ -80,7 +80,7 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
             given = {key: new for key, new in unused.items() if attrgetter(key)(job) != new}
             yield [(kind.gives_up, {"optimizer.name": name, **given})]
     length, shorter = job.training.sequence_length, []
-    while not job.lengths and length % 2 == 0 and length // 2 >= SHORTEST:
+    while length % 2 == 0 and length // 2 >= SHORTEST:
         length //= 2
         shorter.append((f"sequences of {2 * length:,}", {"training.sequence_length": length}))
     yield shorter

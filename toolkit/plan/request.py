@@ -47,8 +47,6 @@ class PlanRequest:
     kernels: KernelsSection = field(default_factory=KernelsSection)
     features: Settings = field(default_factory=dict)
     """The settings of the features that are on."""
-    lengths: tuple[int, ...] = ()
-    """Of sequences, where `data.stages` changes it; `training` has the longest."""
     has_weights: bool = False
     """Training begins with weights that exist."""
 
@@ -57,14 +55,13 @@ class PlanRequest:
         cls, recipe: Recipe, cluster: ClusterSection, config: Mapping[str, object]
     ) -> "PlanRequest":
         """What the rules read of `recipe` on this cluster, for the model of this `config`."""
-        lengths = recipe.trained_lengths
         with suppress(PlanError):  # an unknown accelerator is reported by another rule
             if cluster.groups:  # what all ranks can do is what the oldest one can
                 cluster = cluster.model_copy(update={"gpu": oldest(cluster).name})
         return cls(
             recipe.parallel,
             cluster,
-            recipe.training.model_copy(update={"sequence_length": lengths[-1]}),
+            recipe.training,
             config,
             recipe.model.freeze,
             recipe.data.isolates,
@@ -72,14 +69,8 @@ class PlanRequest:
             recipe.optimizer,
             recipe.kernels,
             recipe.features,
-            lengths if len(lengths) > 1 else (),
             recipe.model.init != "random",
         )
-
-    def uneven(self, tensor: int) -> int | None:
-        """A sequence length that a tensor-parallel degree does not divide."""
-        lengths = self.lengths or (self.training.sequence_length,)
-        return next((length for length in lengths if length % tensor), None)
 
     @cached_property
     def spec(self) -> ModelSpec:

@@ -34,7 +34,7 @@ from toolkit.layout import (
 )
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.optimizers.base import OPTIMIZERS, OptimizerKind
-from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.section import (
     Auto,
     Count,
@@ -341,18 +341,18 @@ Sources: TypeAlias = Annotated[
 
 
 class StageSection(Section):
-    """A step from which the sequence length, the weights of a list of sources, or both
-    change."""
+    """A step from which the weights of a list of sources change."""
 
     from_step: Positive | None = None
     """The stage begins after this number of steps."""
     from_tokens: TokenCount | None = None
     """The same, in training tokens; rounded up to whole steps."""
-    weights: dict[NonEmpty, NonNegativeFloat] | None = None
-    """Weight of every source, by its label. Default: those of the previous stage."""
-    sequence_length: SequenceLength | None = None
-    """Tokens per sequence: a divisor of the longest of all stages. Default: that of the
-    previous stage."""
+    weights: dict[NonEmpty, NonNegativeFloat]
+    """Weight of every source, by its label."""
+
+    def first_step(self, batches: BatchSizes) -> int:
+        """Steps before it, in a run with these batches."""
+        return self.from_step or batches.steps_of_tokens(self.from_tokens or 0)
 
 
 class DataSection(Section):
@@ -362,7 +362,7 @@ class DataSection(Section):
     """Training documents: a source, or a list of sources, each with a `weight` or `epochs`
     (docs/data.md)."""
     stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
-    """Steps from which the sequence length, or the weights of a list of sources, change."""
+    """Steps from which the weights of a list of sources change."""
     validation: Sources | None = None
     """Validation documents: a source, or a list of sources, whose losses are reported one by
     one. Without it, `validation_fraction` of every source of `train` is held out."""
@@ -454,7 +454,7 @@ class TrainingSection(Section):
     epochs: PositiveFloat | None = None
     """Passes over the training data; rounded up to whole steps."""
     sequence_length: SequenceLength
-    """Tokens per sequence; `data.stages` may change it."""
+    """Tokens per sequence."""
     global_batch_size: Positive
     """Samples per optimizer step over all ranks; never changed by a layout. A sample is a
     sequence, with `dpo` and `orpo` a pair of sequences."""
@@ -475,6 +475,27 @@ class TrainingSection(Section):
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
         return rows_per_sample(self.objective)
+
+    @property
+    def batches(self) -> BatchSizes:
+        """Global batch sizes of the run's steps."""
+        ramp, whole = self.batch_ramp, self.global_batch_size
+        tokens = self.rows_per_sample * self.sequence_length
+        if ramp is None:
+            return BatchSizes.of([whole], tokens)
+        sizes = [*range(ramp.start, whole, ramp.increment), whole]
+        return BatchSizes.of(sizes, tokens, ramp.steps, ramp.tokens)
+
+    def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
+        """Optimizer steps of the run; None where it is given in epochs, of an unknown number
+        of samples."""
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            return self.batches.steps_of_tokens(self.tokens)
+        if self.epochs is None or samples_per_epoch is None:
+            return None
+        return self.batches.steps_of_samples(self.epochs * samples_per_epoch)
 
     @property
     def batch_unit(self) -> int:
@@ -1087,11 +1108,6 @@ class Recipe(Section):
         return {name: getattr(self, name) for name in OBJECTIVE_SECTIONS}
 
     @property
-    def lengths(self) -> SequenceLengths:
-        """How long the sequences of each step are."""
-        return SequenceLengths.of_training(self.data.stages, self.training)
-
-    @property
     def follows_validation(self) -> dict[str, str]:
         """The settings that let a run depend on its validation losses, by dotted key; empty
         without any."""
@@ -1103,7 +1119,7 @@ class Recipe(Section):
 
     def total_steps(self) -> int | None:
         """Optimizer steps of the run; None where it is given in epochs."""
-        return self.lengths.total_steps(self.training)
+        return self.training.total_steps()
 
     @property
     def notes(self) -> Iterator[str]:
@@ -1114,15 +1130,6 @@ class Recipe(Section):
         rate, kind = self.optimizer.learning_rate, self.optimizer.kind
         if rate > max(1.0, kind.largest_rate):
             yield f"optimizer.learning_rate: {rate:g} is far above what {kind.title} uses"
-
-    @property
-    def trained_lengths(self) -> tuple[int, ...]:
-        """The lengths that the run's steps have, ascending, without those of stages behind its
-        end: what the layout is planned for."""
-        steps, lengths = self.total_steps(), self.lengths
-        if steps is None:
-            return lengths.all
-        return tuple(length for length, n in lengths.steps_by_length(steps).items() if n)
 
     def objective(self) -> Objective:
         """What is minimised, with the settings of its section."""

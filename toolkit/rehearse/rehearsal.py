@@ -193,7 +193,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     from toolkit.rehearse.losses import rehearsed_objective  # imports torch
 
     divisors = degrees(plan)
-    long = recipe.trained_lengths[-1]
+    long = recipe.training.sequence_length
     short = shrink_sequence(long, divisors)
     assert recipe.model.config is not None, "looked up by `prepare`"
     config = shrink_config(without_noise(recipe.model.config), divisors)

@@ -148,7 +148,7 @@ def _training_changes(original: Recipe, small: Recipe) -> list[str]:
     old, new = original.training, small.training
     rates = (recipe.optimizer.learning_rate for recipe in (original, small))
     shown = {
-        "sequence": (original.trained_lengths[-1], new.sequence_length),
+        "sequence": (old.sequence_length, new.sequence_length),
         "batch": (old.global_batch_size, new.global_batch_size),
         "precision": (old.precision, new.precision),
         "learning rate": tuple(f"{rate:g}" for rate in rates),

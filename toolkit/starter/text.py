@@ -136,7 +136,7 @@ def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> I
 
 def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
     training = recipe.training
-    tokens = recipe.lengths.tokens(1)
+    tokens = training.batches.tokens(1)
     comments = {"global_batch_size": f"samples; {human(tokens)} tokens a step"}
     if (steps := recipe.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (

@@ -131,11 +131,11 @@ class RunCheckpoints:
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
                 fix += "; its release read text as data.special_tokens: parse does"
-            step, longest = manifest.step, manifest.lengths.longest
+            step, before = manifest.step, manifest.recipe["training"]["sequence_length"]
             if isinstance(self.assignment.recipe.data.train, tuple):
                 fix += f"; to change weights, add a stage to data.stages from step {step} on"
-            if self.data.lengths.longest != longest:
-                fix += f"; keep {longest} as the longest sequence_length: the data is cut by it"
+            if self.assignment.recipe.training.sequence_length != before:
+                fix += f"; keep training.sequence_length: {before}: the data is cut by it"
             raise CheckpointError(
                 f"{found.folder} was trained on different data, so its position in the data "
                 "cannot be used",
@@ -242,7 +242,7 @@ class RunCheckpoints:
         """Warn if the run's new length changes the rate at which it continues: schedules decay
         over all steps of a run."""
         saved, step = manifest.recipe, manifest.step
-        before = manifest.lengths.total_steps(TrainingSection(**saved["training"]))
+        before = TrainingSection(**saved["training"]).total_steps()
         if before is None or before == steps or step >= steps:
             return
         peak, schedule = (

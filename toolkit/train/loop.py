@@ -135,10 +135,10 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, reduction: StepRed
     """
     first_step, first_sample = progress.step, progress.consumed_samples
 
-    lengths = job.batches.lengths
+    sizes = job.batches.sizes
 
     def micro_batches(step: int) -> list[MicroBatch]:
-        done = lengths.samples(step) - lengths.samples(first_step)
+        done = sizes.samples(step) - sizes.samples(first_step)
         return job.micro_batches(step, first_sample + done)
 
     with Prefetch(micro_batches, first_step) as prefetch:
@@ -176,7 +176,7 @@ def _train(
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
         result = job.engine.train_step(micro_batches, count, rate, max_loss)
-        progress.advance(result, job.batches.lengths.batch_size(progress.step), int(tokens))
+        progress.advance(result, job.batches.sizes.at_step(progress.step), int(tokens))
 
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
         done = time.perf_counter()

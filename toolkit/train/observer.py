@@ -128,7 +128,7 @@ class Observer:
         self,
         start: Start,
         engine: Engine,
-        validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]],
+        validation: Mapping[str, Callable[[], Sequence[MicroBatch]]],
         checkpoints: RunCheckpoints,
         reporter: Reporter | None,
         steps: int,
@@ -146,10 +146,9 @@ class Observer:
         self.reporter = reporter
         self._window = _Window()
         self._seconds: list[float] = []
-        """Times of every step since this start with the planned sequence length and batch."""
+        """Times of every step since this start with the planned batch."""
         recipe, ranks = start.recipe, start.ranks
-        self._lengths = recipe.lengths
-        self._planned_length = recipe.trained_lengths[-1]
+        self._batches = recipe.training.batches
         self._skipping = False
         """Whether the last step was skipped: the weights are those of an earlier step."""
         self._save_due = False
@@ -167,12 +166,9 @@ class Observer:
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
         self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
-        length = self._lengths.stage_of(progress.step - 1).sequence_length
-        flops_per_token = self.start.plan.flops_per_token_at(length)
-        tokens = self._lengths.step_tokens(progress.step - 1)
-        self._window.add(report, tokens, flops_per_token)
-        size = self._lengths.batch_size(progress.step - 1)
-        if (length, size) == (self._planned_length, self.start.plan.layout.global_batch):
+        size = self._batches.at_step(progress.step - 1)
+        self._window.add(report, size * self._batches.sample_tokens)
+        if size == self.start.plan.layout.global_batch:
             self._seconds.append(report.seconds)
         self._skipping = report.result.skipped is not None
         if self._samples is not None:
@@ -221,7 +217,7 @@ class Observer:
             step_time_s=step_time_s,
             data_wait_s=self._window.data_wait_s / self._window.steps,
             mfu=mfu(
-                self._window.flops / self._window.tokens,
+                plan.flops_per_token,
                 tokens_per_s,
                 plan.peak_flops_per_gpu,
                 plan.layout.world,
@@ -254,10 +250,9 @@ class Observer:
             return
         started = time.perf_counter()
         results = {}
-        parts = self._lengths.stage_of(max(progress.step - 1, 0)).parts
         for name, batches in self.validation.items():
             self.start.phases.begin("building the validation batches")
-            watched = HeartbeatBatches(batches(parts), self.start.phases.begin)
+            watched = HeartbeatBatches(batches(), self.start.phases.begin)
             results[name] = self.engine.evaluate(watched)
         loss = mean_of([*results.values()]).loss
         if self.start.recipe.follows_validation:
@@ -382,12 +377,10 @@ class _Window:
         self.seconds = 0.0
         self.data_wait_s = 0.0
         self.tokens = 0
-        self.flops = 0.0
 
-    def add(self, report: StepReport, tokens: int, flops_per_token: float) -> None:
+    def add(self, report: StepReport, tokens: int) -> None:
         self.steps += 1
         self.tokens += tokens
-        self.flops += tokens * flops_per_token
         self.seconds += report.seconds
         self.data_wait_s += report.data_wait_s
 

@@ -225,7 +225,7 @@ class RunReference:
             return ReferenceTable(samples, needed, path, together)
 
         size = recipe.training.global_batch_size
-        used = np.unique(data.order.indices(0, data.lengths.samples(steps)))
+        used = np.unique(data.order.indices(0, recipe.training.batches.samples(steps)))
         self._train = table("train", data.train, used)
         self._validation = {}
         for number, (name, samples) in enumerate(data.validation.items()):

@@ -11,7 +11,6 @@ from toolkit.batch import MicroBatch
 from toolkit.checkpoint.resume import ResumePoint
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, recipe_data
-from toolkit.data.lengths import cut
 from toolkit.data.rows import Samples
 from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
@@ -93,7 +92,7 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     take_ends(config, recipe, data)
     steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))
     if start.leads:
-        requested = recipe.lengths.total_steps(training, data.samples_per_epoch)
+        requested = training.total_steps(data.samples_per_epoch)
         for note in data.notes(steps, requested):
             tell(note)
     return config, data, steps
@@ -231,14 +230,13 @@ def _report_resize(start: Start) -> None:
 
 def _validation_batches(
     start: Start, validation: Samples
-) -> Callable[[int], Sequence[MicroBatch]]:
-    """This rank's validation batches, built on request: the same tokens, split into parts like
-    the samples of the steps."""
+) -> Callable[[], Sequence[MicroBatch]]:
+    """This rank's validation batches, built on request."""
     recipe, layout = start.recipe, start.plan.layout
-    return lambda parts: evaluation_batches(
-        cut(validation, parts),
+    return lambda: evaluation_batches(
+        validation,
         recipe.training.global_batch_size,
-        recipe.evaluation.batches * parts,
+        recipe.evaluation.batches,
         layout.data_rank(start.ranks.rank),
         start.split.layout.micro_batches,
     )
@@ -248,11 +246,10 @@ def _training_run(
     start: Start, engine: Engine, samples: Samples, data: TrainingData, steps: int
 ) -> TrainingRun:
     recipe, layout = start.recipe, start.plan.layout
-    batch = recipe.training.global_batch_size
     order = changed("order", data.order, recipe.features)
     return TrainingRun(
         engine,
-        GlobalBatches(samples, order, batch, data.lengths),
+        GlobalBatches(samples, order, recipe.training.batches),
         layout,
         start.ranks.rank,
         recipe.training.seed,

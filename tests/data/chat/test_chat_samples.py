@@ -532,12 +532,12 @@ WARM = """
 import sys
 from pathlib import Path
 from toolkit.data.build import build_data
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, TrainingSection
 data = DataSection.model_validate({
     "train": {"kind": "chat", "path": "rows.jsonl"}, "chat_template": "chatml",
     "packing": "greedy"})
-built = build_data(data, sequence_length=128, global_batch_size=1, seed=1, vocab_size=None,
-                   base=Path(sys.argv[1]))
+training = TrainingSection(sequence_length=128, global_batch_size=1, seed=1)
+built = build_data(data, training, vocab_size=None, base=Path(sys.argv[1]))
 built.train.rows(0)
 print(*sorted({"datasets", "torch"} & set(sys.modules)))
 """

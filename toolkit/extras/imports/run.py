@@ -90,7 +90,7 @@ def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[in
         return samples, "by --samples"
     if state.consumed_samples is not None:
         return state.consumed_samples, "as the checkpoint states"
-    samples = recipe.lengths.samples(state.step)
+    samples = recipe.training.batches.samples(state.step)
     return samples, f"those of {state.step} steps of the recipe, as none are stated"
 
 

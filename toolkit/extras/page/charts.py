@@ -186,18 +186,13 @@ def _sources(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dic
     return [chart] if lines else []
 
 
-_STAGED = ("sequence_length", "weights")
-"""What a stage of the data changes."""
-
-
 def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
     """Where something happened to a run, in the order of its events; of steps that were done
     again, both times."""
     found = []
     for stage in _stages(record.recipe):
         if (step := amount(stage, "from_step")) is not None:
-            changed = [f"{key} {stage[key]}" for key in _STAGED if stage.get(key)]
-            what = f"data.stages: {', '.join(changed)}"
+            what = f"data.stages: weights {stage.get('weights')}"
             found.append(
                 {"kind": "stage", "word": "stage", **one.place(step), "time": "", "what": what}
             )

@@ -7,7 +7,6 @@ from typing import Any
 from toolkit.errors import PlanError, Problem
 from toolkit.features.fp8 import Fp8Section
 from toolkit.hardware.catalogue import oldest
-from toolkit.intake.stages import stated_lengths
 from toolkit.layout import Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.workload import Workload
@@ -38,11 +37,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     if not on_cpu and device.fp8 is None:
         found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
         yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
-    for key, length in stated_lengths(recipe).items():
-        if length % _BLOCK:
-            allowed = f"a multiple of {_BLOCK} with fp8, which GPUs multiply in blocks"
-            fix = f"set {key} to {-(-length // _BLOCK) * _BLOCK}, or remove fp8"
-            yield Problem(key, f"{length} with fp8", allowed, fix)
+    key, length = "training.sequence_length", recipe.training.sequence_length
+    if length % _BLOCK:
+        allowed = f"a multiple of {_BLOCK} with fp8, which GPUs multiply in blocks"
+        fix = f"set {key} to {-(-length // _BLOCK) * _BLOCK}, or remove fp8"
+        yield Problem(key, f"{length} with fp8", allowed, fix)
 
 
 def refusals(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
@@ -50,11 +49,9 @@ def refusals(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
     fp8 = job.features["fp8"]
     assert isinstance(fp8, Fp8Section)
-    context = job.parallel.context
-    spread = (
-        isinstance(context, int) and job.uneven(_BLOCK) is None
-    )  # else it is reported above
-    if spread and (length := job.uneven(_BLOCK * int(context))):
+    context, length = job.parallel.context, job.training.sequence_length
+    # Lengths that no block divides are reported above.
+    if isinstance(context, int) and not length % _BLOCK and length % (_BLOCK * context):
         yield Problem(
             "parallel.context",
             f"{context} with fp8 and sequences of {length} tokens",

@@ -129,15 +129,14 @@ def unit(context: int, tensor: int = 1) -> int:
 def _lengths(job: PlanRequest, context: int) -> Iterator[Problem]:
     sequence = job.parallel.sequence is True
     step = unit(context, _number(job.parallel.tensor) if sequence else 1)
-    if (length := job.uneven(step)) is None:
+    if (length := job.training.sequence_length) % step == 0:
         return
     near = " or ".join(str(n * step) for n in (length // step, length // step + 1) if n)
-    fix = "choose such lengths" if job.lengths else f"set training.sequence_length to {near}"
     yield Problem(
         "parallel.context",
         f"{context} with sequences of {length} tokens",
         f"a degree for lengths that {step} divides: each rank computes two equal runs",
-        f"{fix}, or parallel.context to 1",
+        f"set training.sequence_length to {near}, or parallel.context to 1",
     )
 
 

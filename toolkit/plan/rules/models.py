@@ -196,7 +196,8 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
     shared = job.mapped.transformer.get("moe_shared_expert_intermediate_size", 0)
     if shared % tp:  # shared_experts.py: linear_fc1
         found.append(f"a divisor of the shared experts' intermediate size {shared}")
-    if parallel.sequence == "auto" and (length := job.uneven(tp)):  # moe_layer.py
+    length = job.training.sequence_length
+    if parallel.sequence == "auto" and length % tp:  # moe_layer.py
         found.append(
             f"a divisor of the sequence length {length}, since experts under tensor parallel "
             "need sequence parallel"
@@ -217,19 +218,16 @@ def _sequence(job: PlanRequest) -> Iterator[Problem]:
             "true: megatron-core trains experts under tensor parallel only with it",
             "set parallel.sequence to true (or auto)",
         )
-    if job.parallel.sequence is True and (length := job.uneven(tp)):
+    length = job.training.sequence_length
+    if job.parallel.sequence is True and length % tp:
         below, above = length // tp * tp, (length // tp + 1) * tp
         lengths = f"{below} or {above}" if below > 1 else str(above)
         otherwise = "" if job.spec.moe_layers else ", or parallel.sequence to false"
-        what, fix = "every sequence_length", f"choose lengths that {tp} divides"
-        if not job.lengths:
-            what = "training.sequence_length"
-            fix = f"set {what} to {lengths.split(' or ')[0]}"
         yield Problem(
             "parallel.sequence",
             f"true with parallel.tensor: {tp} and sequences of {length} tokens",
-            f"true where tensor divides {what}: {lengths}",
-            f"{fix}{otherwise}",
+            f"true where tensor divides training.sequence_length: {lengths}",
+            f"set training.sequence_length to {lengths.split(' or ')[0]}{otherwise}",
         )
 
 

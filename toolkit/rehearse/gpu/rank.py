@@ -120,14 +120,14 @@ def _train(
 ) -> None:
     """A step, an evaluation, the state out and in again, and another step."""
     layout, recipe = assignment.plan.layout, assignment.recipe
-    rows = samples * recipe.training.rows_per_sample
-    tokens = torch.zeros(rows, recipe.trained_lengths[-1], dtype=torch.int64)
+    rows, length = (samples * recipe.training.rows_per_sample, recipe.training.sequence_length)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
     reads = [
         name for name in recipe.objective().reads if name not in MicroBatch.__annotations__
     ]
     extra = {name: torch.zeros(rows) for name in reads}  # a number per row
     batches = [MicroBatch(tokens, tokens, extra=extra)] * layout.gradient_accumulation
-    count = float(layout.global_batch * recipe.trained_lengths[-1])
+    count = float(layout.global_batch * length)
     if "step" not in skip:
         watch.begin("step")
         engine.train_step(batches, count, recipe.optimizer.learning_rate)
