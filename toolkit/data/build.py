@@ -160,17 +160,16 @@ def build_data(
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
-    `vocab_size` is the model's, None when unknown; relative paths start at `base`; `track`
-    shows progress. Raises DataError if the data or the tokenizer is missing, does not fit the
-    model, or is too small for one global batch.
+    `vocab_size` is the model's, None when unknown; paths start at `base`. Raises DataError if
+    the data or the tokenizer is missing, does not fit the model, or is too small for one batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
     if data.chat_template is not None:
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
         tokenizer.chat_template = stated_template(data.chat_template, base)
-    length, seed = training.sequence_length, training.seed
-    builder = _Builder(data, tokenizer, length, vocab_size, seed, base, track)
+    length = training.sequence_length
+    builder = _Builder(data, tokenizer, length, vocab_size, training.seed, base, track)
     sources = [builder.build(source, data.validation_fraction) for source in data.sources]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
 
@@ -194,10 +193,9 @@ def build_data(
     least = 1 if isinstance(order, Blended) else training.global_batch_size
     for one in sources:
         _check_size("training", one, one.train, least)
-        if one.held_out is not None:
-            _check_size("validation", one, one.held_out, 1)
-    for one in others:
-        _check_size("validation", one, validation[one.title], 1)
+    for one in (*sources, *others):
+        if (samples := validation.get(one.title)) is not None:
+            _check_size("validation", one, samples, 1)
     return TrainingData(
         tuple(sources),
         train,
