@@ -162,6 +162,23 @@ def test_shape_in_a_folder_is_read(tmp_path: Path, dmt: Dmt) -> None:
     assert f"weights, {parameters} parameters, 51.2k tokens" in shown
 
 
+def test_sequences_above_the_positions_of_a_loaded_model(tmp_path: Path, dmt: Dmt) -> None:
+    path = without_config(tmp_path, "./weights")
+    (tmp_path / "weights").mkdir()
+    config = tmp_path / "weights/config.json"
+    small = {"model_type": "llama", "max_position_embeddings": 32, "num_hidden_layers": 1}
+    config.write_text(json.dumps(small))
+    note = "sequence_length 64 is above the model's max_position_embeddings 32"
+    assert note in dmt("check", "--json", path).json["recipes"][0]["note"]
+    assert note in " ".join(dmt("plan", path).out.split())
+    config.write_text('{"model_type": "gpt2", "n_positions": 32}')
+    (problem,) = dmt("check", "--json", path, code=2).json["recipes"][0]["problems"]
+    assert (problem["key"], problem["allowed"]) == (
+        "training.sequence_length",
+        "at most 32, the model's positions",
+    )
+
+
 def test_keys_that_transformers_ignores_are_named(tmp_path: Path, dmt: Dmt) -> None:
     """Every tool and release leaves some; a base class's own are no news."""
     path = without_config(tmp_path, "./weights")

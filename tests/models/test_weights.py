@@ -185,6 +185,25 @@ def test_recipe_that_leaves_out_a_part_of_the_checkpoint_is_refused(tmp_path: Pa
             hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
 
 
+def test_a_recipe_may_raise_the_positions_of_a_pretrained_model(tmp_path: Path) -> None:
+    """Only those that are no weights and change no frequencies; the export has them."""
+    scaled = section("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    for number, one in enumerate((section("llama"), scaled, section("gpt2"))):
+        base = tmp_path / str(number)
+        filled(one).save_pretrained(base)
+        stated = {**(one.config or {}), "max_position_embeddings": 64}
+        raised = ModelSection(hub=str(base), init="pretrained", config=stated)
+        if number:
+            with pytest.raises(PlanError, match="a copy of its folder with an edited config"):
+                hf.build_config(raised)
+            continue
+        config = hf.build_config(raised)
+        (tmp_path / "export").mkdir()
+        hf.save_companions(config, torch.float32, tmp_path / "export", base, stated)
+        exported = json.loads((tmp_path / "export/config.json").read_text())
+        assert config.max_position_embeddings == exported["max_position_embeddings"] == 64
+
+
 def test_dropout_is_off_unless_the_recipe_sets_it() -> None:
     assert hf.build_config(section("gpt2")).resid_pdrop == 0.0
     assert hf.build_config(section("gpt2", resid_pdrop=0.2)).resid_pdrop == 0.2

@@ -475,6 +475,9 @@ MISTAKES = {
         "to 90",
         at="decay_steps: 95",
     ),
+    "a part of a config next to a hub id": M(
+        "    model_type: llama\n", "", "model.config", "edit its config.json", at="config:"
+    ),
     "pretrained without hub": M(
         "init: random", "init: pretrained", "model.hub", "hub:", at="model:"
     ),
@@ -920,6 +923,7 @@ EXTRA = {
         "training:\n",
         "  packing: greedy\ntraining:\n  objective: sft\n",
     ),
+    "a part of a config next to a hub id": ("  init: random\n", "  init: random\n  hub: a/b\n"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
     "fsdp with half an offload": ("engine: auto", "engine: fsdp"),
     "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),

@@ -27,6 +27,7 @@ from toolkit.intake.load import Examined, examine, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
+from toolkit.plan.rules.models import position_notes
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.targets import Report, against, places_in
@@ -161,8 +162,10 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
         return None, f"not planned: {error.message}"
+    notes = (note, *position_notes(config, recipe.training.sequence_length))
     recipe = recipe.with_values({"model.config": config})
-    return decide(recipe, None, download=False, explained=False).plan, note
+    plan = decide(recipe, None, download=False, explained=False).plan
+    return plan, "; ".join(filter(None, notes)) or None
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:

@@ -21,7 +21,7 @@ from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.config_check import check_config
-from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families import settings_of
 from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
 from toolkit.models.families.generic import NOT_INITIALISED
 from toolkit.models.routers import balance_problems
@@ -206,12 +206,18 @@ def _frozen_twice(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _model_config(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.model.config is None:
+    config, hub = recipe.model.config, recipe.model.hub
+    if config is None:
         return
-    for problem in check_config(recipe.model.config):
+    if hub is not None and "model_type" not in config:
+        found = f"{', '.join(config)} without model_type"
+        fix = f"copy {hub} to a folder, edit its config.json, and name the folder in model.hub"
+        yield Problem("model.config", found, "all of the model's config, or null", fix)
+        return
+    for problem in check_config(config):
         fix = problem.fix or f"write {problem.allowed}"
         yield replace(problem, key=f"model.config.{problem.key}", fix=fix)
-    family = recipe.model.config.get("model_type")
+    family = config.get("model_type")
     if recipe.model.init == "random" and family in NOT_INITIALISED:
         allowed = "pretrained or checkpoint: transformers cannot initialise this type"
         fix = "set model.init to pretrained, and model.hub to its weights"
@@ -256,20 +262,14 @@ def _balance(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _positions(recipe: Recipe) -> Iterator[Problem]:
-    """A sequence longer than the model's positions: an index error, or noise, at run time."""
+    """A sequence longer than the positions that the recipe states for the model."""
     config, length = recipe.model.config, recipe.training.sequence_length
     if config is None or check_config(config):
         return
-    spec = model_spec(config)
-    scaled = rope_type_of(rope_of(settings_of(config))) != "default"
-    if length <= spec.max_positions or (not spec.learned_positions and scaled):
-        return
-    key = "training.sequence_length"
-    fix = f"set {key} to {spec.max_positions}, or raise model.config's largest position"
-    if not spec.learned_positions:
-        fix += " or configure rope scaling"
-    allowed = f"at most {spec.max_positions}, the positions of this model"
-    yield Problem(key, str(length), allowed, fix)
+    if (most := model_rules.exceeded_positions(config, length)) is not None:
+        key = "training.sequence_length"
+        fix = f"set {key} to {most}, or raise model.config.max_position_embeddings"
+        yield Problem(key, str(length), f"at most {most}, the positions of this model", fix)
 
 
 def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:

@@ -32,7 +32,8 @@ from toolkit.models import cuda_kernels, documents, liger
 from toolkit.models.activations import tile, with_inputs_on_host
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.context import Context
-from toolkit.models.families import model_spec
+from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.remote_code import asks_to_run_code, runs_code
@@ -125,8 +126,12 @@ def build_config(model: ModelSection) -> PretrainedConfig:
     return config
 
 
-def _is_unplanned(key: str) -> bool:
-    """Whether a recipe may set this key differently from the pretrained model."""
+def _is_unplanned(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether a recipe with this `config` may set a key differently from the pretrained model:
+    the number of positions only where nothing is computed from it."""
+    if key == "max_position_embeddings":
+        rope = rope_type_of(rope_of(settings_of(config)))
+        return rope == "default" and not model_spec(config).learned_positions
     return key == "use_cache" or is_dropout(key)
 
 
@@ -139,7 +144,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
     checkpoint's."""
     planned = AutoConfig.for_model(**stated)
     for key, value in stated.items():
-        if _is_unplanned(key):
+        if _is_unplanned(key, stated):
             setattr(config, key, value)
             continue
         name = "rope_parameters" if key in _ROPE_KEYS else key
@@ -148,7 +153,8 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
             stated_value = ours if name == key else f"{name} {ours}"
             raise PlanError(
                 f"model.config.{key}: the recipe has {stated_value}, {hub} has {found}",
-                fix=f"set it to the value in {hub}'s config.json, or remove it",
+                fix=f"set it to the value in {hub}'s config.json; to train another one, name a "
+                "copy of its folder with an edited config.json in model.hub",
             )
     ours, found = (model_spec(one.to_dict()) for one in (planned, config))
     for field in fields(ModelSpec):
@@ -444,8 +450,8 @@ def save_companions(
     """Write the files of a Hugging Face folder except the weights.
 
     If training started from the model in `base`, they are its files; only the dtype of the
-    weights and the number of tokens differ, and dropout and cache if the recipe's
-    `model.config`, `stated`, sets them.
+    weights and the number of tokens differ, and dropout, cache and the number of positions if
+    the recipe's `model.config`, `stated`, sets them.
     """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
@@ -498,7 +504,7 @@ def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     config["architectures"] = written["architectures"]
     if "vocab_size" in written:  # the recipe may have added rows
         config["vocab_size"] = written["vocab_size"]
-    config |= {key: value for key, value in stated.items() if _is_unplanned(key)}
+    config |= {key: value for key, value in stated.items() if _is_unplanned(key, stated)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, folder / GENERATION)

@@ -130,6 +130,7 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
         yield f"model {family}: generic, counted on transformers' own; docs/models.md"
     if job.spec.counted and job.spec.counted.assumed:
         yield "FLOPs: assumed, 2 per weight and full attention in every layer; MFU is as rough"
+    yield from model_rules.position_notes(job.config, job.training.sequence_length)
     for lines, section in hooks("reasons", job.features):
         yield from lines(section, job.spec)
     if not found.fits:

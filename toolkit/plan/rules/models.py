@@ -5,7 +5,7 @@ this model can be split that way. Every rule names the line of megatron-core 0.1
 stop the run or silently compute wrong results, and the nearest legal value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
 
 from toolkit.adapters import lora
@@ -14,10 +14,31 @@ from toolkit.errors import Problem
 from toolkit.features.base import hooks
 from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
+from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, context, kernels, legality
 from toolkit.plan.rules.legality import divisors, nearest
+
+
+def exceeded_positions(config: Mapping[str, object], length: int) -> int | None:
+    """The number of positions that this model was made for, if sequences are longer and its
+    rotary frequencies are not scaled; otherwise None."""
+    spec = model_spec(config)
+    if spec.learned_positions or length <= spec.max_positions:
+        return None
+    unscaled = rope_type_of(rope_of(settings_of(config))) == "default"
+    return spec.max_positions if unscaled else None
+
+
+def position_notes(config: Mapping[str, object], length: int) -> Iterator[str]:
+    """What to know of a loaded model whose positions are exceeded."""
+    if (most := exceeded_positions(config, length)) is not None:
+        yield (
+            f"training.sequence_length {length} is above the model's max_position_embeddings "
+            f"{most}, which the export keeps (docs/models.md)"
+        )
 
 
 def able_pairs(job: PlanRequest) -> list[Pair]:
@@ -36,6 +57,10 @@ def problems(job: PlanRequest) -> list[Problem]:
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
+    most, length = job.spec.max_positions, job.training.sequence_length
+    if job.spec.learned_positions and length > most:
+        key, allowed = "training.sequence_length", f"at most {most}, the model's positions"
+        return [Problem(key, str(length), allowed, f"set {key} to {most}")]
     some, layers = job.parallel.recompute, job.spec.layers
     if isinstance(some, int) and some >= layers:
         allowed, fix = (
