@@ -12,11 +12,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from tests.checkpoint.making import MODEL, write_recipe
 from tests.models.small import filled
-from toolkit.checkpoint.shards import stored_values, with_offsets
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.base import ForeignState, RecipeModel
 from toolkit.extras.imports.dcp import DCP
-from toolkit.extras.imports.run import recipe_model
+from toolkit.extras.imports.run import recipe_model, shards_of
 from toolkit.intake.load import load_recipe
 
 MOMENTS = {"exp_avg": 2, "exp_avg_sq": 3}
@@ -33,19 +32,15 @@ def weights() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in filled(MODEL).named_parameters()}
 
 
-def check(state: ForeignState, weights: Mapping[str, Tensor]) -> None:
+def check(state: ForeignState, model: RecipeModel, weights: Mapping[str, Tensor]) -> None:
     """Every element is that of the weights, and the moments are their multiples."""
-    elements = 0
-    for shard in state.shards:
+    shards = shards_of(state, model)
+    assert len(shards) == len(weights)
+    for shard, (name, weight) in zip(shards, weights.items(), strict=True):
+        assert [block.tensor for block in shard.blocks] == [name]
+        assert {*shard.quantities} == {"weight", *MOMENTS}
         for quantity, factor in {"weight": 1, **MOMENTS}.items():
-            values = shard.get(quantity)
-            for block, offset in with_offsets(shard.blocks):
-                found, stored = stored_values(block, offset, values), block.stored
-                expected = weights[stored.tensor][slice(*stored.rows)]
-                expected = expected[..., slice(*(stored.columns or (None,)))] * factor
-                assert torch.equal(found.reshape(-1), expected.reshape(-1)), stored
-                elements += found.numel()
-    assert elements == 3 * sum(one.numel() for one in weights.values())
+            assert torch.equal(shard.get(quantity), weight.view(-1) * factor), name
 
 
 def write_dcp(
@@ -69,16 +64,16 @@ def test_no_tensor_of_dcp_is_dropped(
     nested: bool, model: RecipeModel, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     write_dcp(tmp_path / "whole", weights, nested, {})
-    check(DCP.read(tmp_path / "whole", model), weights)
+    check(DCP.read(tmp_path / "whole", model), model, weights)
     for name, shape in (("lm_head", (320, 64)), ("model.layers.2.input_layernorm", (64,))):
         more = weights | {f"{name}.weight": torch.ones(shape)}
         write_dcp(tmp_path / name, more, nested, {})
-        with pytest.raises(CheckpointError, match=f"of {name}.weight"):
-            DCP.read(tmp_path / name, model)
+        with pytest.raises(CheckpointError, match=f"it has {name}.weight, which"):
+            shards_of(DCP.read(tmp_path / name, model), model)
     maximum = {"model.norm.weight.max_exp_avg_sq": torch.ones(64)}
     write_dcp(tmp_path / "amsgrad", weights, nested, maximum)
-    with pytest.raises(CheckpointError, match=r"max_exp_avg_sq .* AdamW does not keep"):
-        DCP.read(tmp_path / "amsgrad", model)
+    with pytest.raises(CheckpointError, match=r"max_exp_avg_sq .* adamw does not keep"):
+        shards_of(DCP.read(tmp_path / "amsgrad", model), model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -105,8 +100,7 @@ def test_groups_of_dcp(flat: bool, model: RecipeModel, tmp_path: Path) -> None:
         "optimizer.eps": 0.5,
         "optimizer.weight_decay": 0.5,
     }
-    assert any("schedule, clipping" in note for note in state.notes)
-    assert any("applied to model.layers.0.input_layernorm" in note for note in state.notes)
+    assert any("norms and biases had a weight decay of 0.5" in one for one in state.notes)
     folder = saved("maximize", maximize=True)
     with pytest.raises(CheckpointError, match="is used with maximize"):
         DCP.read(folder, model)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from tests.checkpoint.making import write_recipe
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.dcp import DCP
-from toolkit.extras.imports.run import recipe_model
+from toolkit.extras.imports.run import recipe_model, shards_of
 from toolkit.intake.load import load_recipe
 
 HEADS, GROUPS, SIZE = 4, 2, 16
@@ -50,7 +50,7 @@ def test_attention_scores_are_the_same(tmp_path: Path) -> None:
     model = recipe_model(load_recipe(write_recipe(tmp_path)))
     theirs = saved(tmp_path / "titan")
     state = DCP.read(tmp_path / "titan", model)
-    ours = {one.blocks[0].tensor: one for one in state.shards}
+    ours = {one.blocks[0].tensor: one for one in shards_of(state, model)}
     assert state.step == 3
     assert ours.keys() == model.tensors.keys()
     mlp = ours["model.layers.1.mlp.up_proj.weight"]

@@ -11,8 +11,9 @@ from tests.dmt import Dmt
 from tests.models.small import filled
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.base import ForeignState, RecipeModel
+from toolkit.extras.imports.compared import differences
 from toolkit.extras.imports.deepspeed import DEEPSPEED
-from toolkit.extras.imports.run import recipe_model, require_same_model
+from toolkit.extras.imports.run import recipe_model, shards_of
 from toolkit.intake.load import load_recipe
 
 STATES = "mp_rank_00_model_states.pt"
@@ -65,7 +66,7 @@ def test_odd_counters_and_optimizers(
     changes: dict[str, Any], message: str, model: RecipeModel, tmp_path: Path
 ) -> None:
     folder = universal(tmp_path)
-    require_same_model(DEEPSPEED.read(folder, model), model)
+    shards_of(DEEPSPEED.read(folder, model), model)
     with pytest.raises(CheckpointError, match=message):
         DEEPSPEED.read(universal(folder, changes), model)
 
@@ -78,15 +79,24 @@ def test_states_that_adamw_does_not_keep(model: RecipeModel, tmp_path: Path) -> 
 
 
 def test_differences_are_named(model: RecipeModel, tmp_path: Path) -> None:
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 9.0}},
-        "scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True},
-    }  # fmt: skip
-    state = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model)
-    assert state.settings["optimizer.learning_rate"] == 9.0
-    assert state.settings["training.precision"] == "bf16"
+    """The rate of an optimizer that a script passed in is that of its group; under a schedule
+    of DeepSpeed's own, no highest rate is stated."""
+    state = DEEPSPEED.read(universal(tmp_path), model)
+    assert state.settings["optimizer.learning_rate"] == 1e-3
     assert "norms and biases had a weight decay of 0.1" in state.notes[0]
-    assert "its schedule was DeepSpeed's WarmupLR" in state.notes[1]
+    notes = list(differences(state.settings, model.recipe))
+    assert "optimizer.betas was [0.9, 0.999], the recipe's [0.9, 0.95] applies" in notes
+    unknown = "training.global_batch_size, training.sequence_length, schedule.name"
+    assert notes[-1] == f"not stated by the checkpoint, so not compared: {unknown}"
+    config = {"scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True}}
+    settings = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model).settings
+    assert settings["training.precision"] == "bf16"
+    notes = list(differences(settings, model.recipe))
+    assert any("schedule.name was WarmupLR of DeepSpeed" in note for note in notes)
+    assert "optimizer.learning_rate" in notes[-1]
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 9.0}}
+    settings = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model).settings
+    assert settings["optimizer.learning_rate"] == 9.0
 
 
 def test_a_raw_folder_names_the_script_that_makes_it_universal(
@@ -121,7 +131,7 @@ def test_no_tag_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"step": 10**8}, {"optimizer_steps": -1}, {"step": True}])
 def test_impossible_counters(changes: dict[str, Any]) -> None:
-    numbers: dict[str, Any] = {"step": 1, "optimizer_steps": 1, "shards": ()}
+    numbers: dict[str, Any] = {"step": 1, "optimizer_steps": 1, "parameters": {}}
     assert ForeignState(**numbers).step == 1
     with pytest.raises(CheckpointError, match="not a number from 0 to"):
         ForeignState(**numbers | changes)

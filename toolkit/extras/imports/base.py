@@ -1,28 +1,18 @@
 """Checkpoints of other tools: what one yields, and which tools are known.
 
-A format reads its files without running code from them (`pickles.py`) and yields the state as
-`StateShard`s: elements under the names of the Hugging Face checkpoint, from whichever files
-hold them. `run.py` makes a checkpoint of a run from any format's state.
+A format reads its files without running code from them (`pickles.py`) and yields whole
+parameters under transformers' names. `run.py` makes a checkpoint of a run from any of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.shards import (
-    StateShard,
-    block_numel,
-    cut,
-    dtype_of,
-    parameter_blocks,
-)
 from toolkit.errors import CheckpointError
-from toolkit.models.families.tensors import Block
-from toolkit.optimizers.base import MOMENTS
 from toolkit.recipe.schema import Recipe
 from toolkit.registry import Registry
 
@@ -31,8 +21,6 @@ _STEPS = 10**8
 """Folders of checkpoints have names with eight digits."""
 SAMPLES = 10**15
 """More than any run can have consumed."""
-_STATES = {*MOMENTS, "step", "master_param"}
-"""What AdamW keeps of a parameter, in torch, DeepSpeed and Transformer Engine."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +30,18 @@ class RecipeModel:
     recipe: Recipe
     config: PretrainedConfig
     parameters: Shapes
-    """transformers' parameters and correction biases: `model.state_dict()` without tied ones.
-    `shards.parameter_blocks(name, shape)` are the checkpoint tensors that one consists of."""
+    """transformers' parameters and correction biases, without tied ones."""
     tensors: Shapes
     """Tensors of its Hugging Face checkpoint, which differ where experts are stacked."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, which is read each time it is asked for."""
+
+    shape: tuple[int, ...]
+    """The parameter's, or flat."""
+    read: Callable[[], Tensor]
+    """Of any dtype; in the order of `shape`, whatever its own shape."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,14 @@ class ForeignState:
     """Steps done, skipped ones included."""
     optimizer_steps: int
     """Updates that AdamW has made, which its bias correction counts."""
-    shards: Sequence[StateShard]
-    """Every element of each tensor once: weight, and moments unless it is frozen. Values are
-    mapped (`StateShard`) or read when they are written (`LazyShard`)."""
+    parameters: Mapping[str, Mapping[str, StoredTensor]]
+    """By name and quantity: the weight, and the moments unless it is frozen."""
     consumed_samples: int | None = None
     """Sequences consumed; None where the checkpoint does not state them."""
     loss_scale: dict[str, Any] | None = None
     """`{"scale": float, "detail": {…}}`, as `Manifest.loss_scale`."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the run that saved it, by the recipe's key; differences are reported."""
+    """Settings of the run that saved it, by keys of `COMPARED`."""
     notes: tuple[str, ...] = ()
     """What the user should know, e.g. what is not carried over."""
 
@@ -82,38 +77,18 @@ class ForeignState:
                 )
 
 
-class ForeignCheckpoint(Protocol):
+@dataclass(frozen=True)
+class ForeignCheckpoint:
     """A format. Its module imports nothing of the tool, which need not be installed."""
 
     title: str
-    """E.g. `DeepSpeed ZeRO`."""
+    """E.g. `DeepSpeed universal`."""
     files: str
     """By which files it is recognised, for the error where no format is."""
-
-    def matches(self, folder: Path) -> bool:
-        """Whether the folder that the user named is one; looks at names only."""
-
-    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
-        """Raises CheckpointError for what is damaged, malicious or not supported."""
-
-
-class LazyShard(StateShard):
-    """Elements that are read each time they are asked for, of any dtype and shape."""
-
-    in_memory = False
-
-    def __init__(
-        self, blocks: Sequence[Block], reads: Mapping[str, Callable[[], Tensor]]
-    ) -> None:
-        super().__init__(blocks, {}, saved_here=True)
-        self._reads = reads
-
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        return tuple(self._reads)
-
-    def get(self, quantity: str) -> Tensor:
-        return self._reads[quantity]().detach().reshape(-1).to(dtype_of(quantity))
+    matches: Callable[[Path], bool]
+    """Whether the folder that the user named is one; looks at names only."""
+    read: Callable[[Path, RecipeModel], ForeignState]
+    """Raises CheckpointError for what is damaged, malicious or not supported."""
 
 
 def whole_number(value: Any, name: str) -> int:
@@ -124,94 +99,15 @@ def whole_number(value: Any, name: str) -> int:
     return int(number)
 
 
-def group_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """What the optimizer was configured with, by the recipe's keys, as far as its groups say.
-
-    A schedule changes `lr`, so that it is no setting; `initial_lr` is the highest rate.
-    """
-    found: dict[str, object] = {}
-    if decays := [group["weight_decay"] for group in groups if "weight_decay" in group]:
-        found["optimizer.weight_decay"] = max(decays)
-    if betas := [list(group["betas"]) for group in groups if "betas" in group]:
-        found["optimizer.betas"] = betas[0]
-    if eps := [group["eps"] for group in groups if "eps" in group]:
-        found["optimizer.eps"] = eps[0]
-    if rates := {group["initial_lr"] for group in groups if "initial_lr" in group}:
-        found["optimizer.learning_rate"] = max(rates)
-    return found
-
-
-def group_notes(
-    groups: Sequence[Mapping[str, Any]], shapes: Sequence[Iterable[Sequence[int]]]
-) -> Iterator[str]:
-    """Differences between groups that a recipe has not; `shapes` are of their parameters."""
-    decays: dict[bool, set[float]] = {True: set(), False: set()}
-    for group, of_group in zip(groups, shapes, strict=True):
-        for shape in of_group:
-            decays[len(shape) > 1].add(group["weight_decay"])
-    if others := sorted(decays[False] - {0.0}):
-        yield (
-            f"norms and biases had a weight decay of {', '.join(map(str, others))}, in a run "
-            "of the recipe they have none"
-        )
-    if len(decays[True]) > 1:
-        yield (
-            f"matrices had weight decays of {', '.join(map(str, sorted(decays[True])))}, in a "
-            "run of the recipe all have optimizer.weight_decay"
-        )
-    if len(rates := {group.get("initial_lr", group["lr"]) for group in groups}) > 1:
-        yield (
-            f"groups had learning rates of {', '.join(map(str, sorted(rates)))}, in a run of "
-            "the recipe all have one"
-        )
-
-
-def require_adamw(
-    groups: Iterable[Mapping[str, Any]], states: Iterable[Mapping[str, Any]]
-) -> None:
-    """Raise CheckpointError unless torch's groups and states are those of plain AdamW."""
-    for state in states:
-        if not {*MOMENTS} <= state.keys() <= _STATES:
-            raise _other_optimizer(f"keeps {', '.join(sorted(map(str, state)))}")
-    for group in groups:
-        # RAdam keeps the same states and has all flags of AdamW but this one.
-        if "decoupled_weight_decay" in group and "amsgrad" not in group:
-            raise _other_optimizer("has the settings of RAdam")
-        for flag in ("amsgrad", "maximize"):
-            if group.get(flag):
-                raise _other_optimizer(f"is used with {flag}")
-        if not group.get("bias_correction", True):
-            raise _other_optimizer("is used without bias correction")
-        if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
-            raise _other_optimizer("is Adam, whose weight decay is an L2 term of the gradient")
-
-
-def _other_optimizer(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"its optimizer {what}: only plain AdamW's states are read",
-        fix="another optimizer's weights are a start, with model.init: pretrained",
-    )
-
-
-def fragment(
-    parameter: str, shape: Sequence[int], start: int, values: Mapping[str, Tensor]
-) -> StateShard:
-    """The shard of elements from `start` on of a flattened transformers parameter.
-
-    `values` are contiguous, in memory or mapped. Raises CheckpointError unless all quantities
-    have the same number of elements, inside the parameter.
-    """
-    numel = values["weight"].numel()
-    blocks = cut(parameter_blocks(parameter, shape), start, start + numel)
-    fits = sum(map(block_numel, blocks)) == numel
-    if not fits or any(one.numel() != numel for one in values.values()):
-        raise CheckpointError(
-            f"{parameter}: a part of it has {numel:,} elements from {start:,} on, of a tensor "
-            f"{list(shape)}"
-        )
-    if not all(one.is_contiguous() for one in values.values()):
-        raise CheckpointError(f"{parameter}: its elements do not follow one another")
-    return StateShard(blocks, values, saved_here=True)
+def updates_of(counts: set[int], otherwise: int | None = None) -> int:
+    """How often the parameters were updated, of their `counts`; `otherwise` where there are
+    none. Raises CheckpointError where they differ, or none is stated at all."""
+    if len(counts) > 1:
+        raise CheckpointError(f"its parameters were updated {sorted(counts)} times")
+    updates = next(iter(counts), otherwise)
+    if updates is None:
+        raise CheckpointError("it does not state how often its parameters were updated")
+    return updates
 
 
 FOREIGN: Registry[ForeignCheckpoint] = Registry(

@@ -14,22 +14,16 @@ from toolkit.cli.bars import byte_progress
 from toolkit.cli.output import output
 from toolkit.errors import CheckpointError, DmtError
 from toolkit.extras.imports.base import FOREIGN, ForeignCheckpoint, ForeignState, RecipeModel
-from toolkit.extras.imports.run import (
-    cursor,
-    recipe_model,
-    require_same_model,
-    write_checkpoint,
-)
+from toolkit.extras.imports.compared import differences
+from toolkit.extras.imports.run import cursor, recipe_model, shards_of, write_checkpoint
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
-from toolkit.run.changes import shown
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
-from toolkit.text.dotted import get
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
@@ -52,15 +46,15 @@ def import_checkpoint(
     check_local_files(recipe, path, overrides)
     model = recipe_model(assignment.recipe)
     state = _read(form, source, model)
-    require_same_model(state, model)
+    shards = shards_of(state, model)
     consumed, known = cursor(state, recipe, samples)
     notes = [*_notes(state, recipe, consumed, known)]
-    nbytes = sum(entry.nbytes for entry in entries_of(state.shards))
+    nbytes = sum(entry.nbytes for entry in entries_of(shards))
     is_new = not assignment.run_dir.exists()
     run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
     with claimed(run), _removed_on_failure(run, is_new):
         with byte_progress("import", nbytes) as tick:
-            manifest = write_checkpoint(state, model, assignment, consumed, tick)
+            manifest = write_checkpoint(state, shards, model, assignment, consumed, tick)
         message = f"continues from {form.title} {source}, step {state.step}"
         EventLog(run.events).write("import", step=state.step, message=message)
     folder = run.checkpoints / folder_name(state.step)
@@ -138,10 +132,7 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> It
     planned = total and total * recipe.training.global_batch_size
     if planned is not None and consumed > planned:
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
-    ours = recipe.model_dump(mode="json")
-    for key, theirs in state.settings.items():
-        if (mine := get(ours, key)) != theirs:
-            yield f"{key} was {shown(theirs)}, the recipe's {shown(mine)} applies"
+    yield from differences(state.settings, recipe)
     yield from state.notes
 
 

@@ -5,25 +5,30 @@ Its script `ds_to_universal` makes one of any ZeRO stage.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from toolkit.checkpoint.shards import StateShard
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.base import (
+    ForeignCheckpoint,
     ForeignState,
     RecipeModel,
-    fragment,
-    group_notes,
-    group_settings,
-    require_adamw,
+    StoredTensor,
+    updates_of,
     whole_number,
 )
+from toolkit.extras.imports.compared import (
+    Group,
+    group_notes,
+    group_settings,
+    other_optimizer,
+    require_adamw,
+)
 from toolkit.extras.imports.pickles import StandIn, load_pickle
-from toolkit.optimizers.base import MOMENTS
 from toolkit.system.untrusted import read_bytes, regular_inside
 
 LATEST = "latest"
@@ -36,42 +41,13 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
 """Plain classes in the files of DeepSpeed 0.14 to 0.19."""
-_ADAM = re.compile(r"adam(?P<w>w?)", re.IGNORECASE)
-"""DeepSpeed's names of Adam and AdamW."""
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-
-
-class DeepSpeed:
-    """See `ForeignCheckpoint`."""
-
-    title = "DeepSpeed universal"
-    files = f"{UNIVERSAL}/ beside {_MODEL_FILES[0]}, or {LATEST}, which names their folder"
-
-    def matches(self, folder: Path) -> bool:
-        """Whether the folder, or the one that its `latest` names, is one of DeepSpeed's."""
-        return tag_folder(folder) is not None
-
-    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
-        """The whole state. Raises CheckpointError for one that is not universal yet."""
-        tagged = tag_folder(folder)
-        assert tagged is not None, "it matches"
-        if not (tagged / UNIVERSAL).is_dir():
-            words = ["--input_folder", str(tagged), "--output_folder", f"{tagged}_universal"]
-            raise CheckpointError(
-                f"{tagged} is split over the ranks that saved it",
-                fix="python -m deepspeed.checkpoint.ds_to_universal "
-                f"{shlex.join(words)} --inject_missing_state, and import {tagged}_universal",
-            )
-        saved = load_pickle(tagged, model_file(tagged) or "", CLASSES)
-        return _universal(tagged, saved, model)
-
-
-DEEPSPEED = DeepSpeed()
+"""The file with the counters and the configuration."""
 
 
 def tag_folder(folder: Path) -> Path | None:
     """The folder of one save: this one, or the one that its file `latest` names."""
-    if model_file(folder) is not None:
+    if _model_file(folder) is not None:
         return folder
     hint = next((one for one in (LATEST, f"{LATEST}_universal") if (folder / one).exists()), "")
     try:
@@ -80,130 +56,119 @@ def tag_folder(folder: Path) -> Path | None:
         return None
     if not tag or Path(tag).name != tag or tag == ".." or (folder / tag).is_symlink():
         raise CheckpointError(f"{folder / hint} names a folder outside: {tag!r:.80}")
-    return None if model_file(folder / tag) is None else folder / tag
+    return None if _model_file(folder / tag) is None else folder / tag
 
 
-def model_file(folder: Path) -> str | None:
-    """The file with the counters and the weights that do not train."""
+def _model_file(folder: Path) -> str | None:
     return next((name for name in _MODEL_FILES if (folder / name).exists()), None)
 
 
-def _universal(folder: Path, saved: Mapping[str, Any], model: RecipeModel) -> ForeignState:
-    shards = []
-    for inner in sorted(path for path in (folder / UNIVERSAL).iterdir() if path.is_dir()):
-        name = inner.name
-        present = [one for one in ("fp32", *MOMENTS) if (inner / f"{one}.pt").exists()]
-        if len(present) > 1:
-            kept = {path.stem for path in inner.glob("*.pt")} - {"fp32"}
-            require_adamw([], [dict.fromkeys(kept)])
-        if name not in model.parameters and present == ["fp32"]:
-            continue  # a buffer, or the second name of a tied parameter
-        content = {
-            "weight" if one == "fp32" else one: load_pickle(
-                folder, f"{UNIVERSAL}/{name}/{one}.pt"
-            )
-            for one in present
-        }
-        values = {one: v if isinstance(v, Tensor) else v["param"] for one, v in content.items()}
-        shape = tuple(values["weight"].shape)
-        if len(shape) == 1 and name in model.parameters:
-            shape = model.parameters[name]  # stage 3's are flat
-        flat = {one: value.reshape(-1) for one, value in values.items()}
-        shards.append(fragment(name, shape, 0, flat))
-    optimizer = load_pickle(folder, f"{UNIVERSAL}/optimizer_state.pt", CLASSES)
-    groups = {"state": {}, "param_groups": optimizer["param_groups"]}
-    steps = {
-        whole_number(load_pickle(folder, str(path.relative_to(folder))), "step")
-        for path in (folder / UNIVERSAL).glob("*/step.pt")
-    }
-    if steps:
-        groups["state"] = {number: {"step": step} for number, step in enumerate(steps)}
-    return _foreign_state(saved, shards, groups, optimizer.get("loss_scaler"))
-
-
-def _foreign_state(
-    saved: Mapping[str, Any],
-    shards: Sequence[StateShard],
-    optimizer: Any,
-    scaled: object = None,
-) -> ForeignState:
-    """The state with the counters of the model's file.
-
-    `optimizer` is torch's state of a rank's optimizer, `scaled` the loss scaler.
-    """
-    groups = () if isinstance(optimizer, list) else optimizer["param_groups"]
-    require_adamw(groups, ())
-    _require_configured_adamw(saved["ds_config"])
-    step = whole_number(saved["global_steps"], "global_steps")
-    skipped = whole_number(saved["skipped_steps"], "skipped_steps")
-    scaler, scale = vars(scaled) if isinstance(scaled, StandIn) else {}, None
-    if saved["ds_config"].get("fp16", {}).get("enabled") and "cur_scale" in scaler:
-        numbers = {k: v for k, v in scaler.items() if isinstance(v, int | float | bool)}
-        scale = {"scale": float(scaler["cur_scale"]), "detail": numbers}
+def read(folder: Path, model: RecipeModel) -> ForeignState:
+    """See `ForeignCheckpoint.read`; a folder that is not universal yet is refused."""
+    tagged = tag_folder(folder)
+    assert tagged is not None, "it matches"
+    if not (tagged / UNIVERSAL).is_dir():
+        words = ["--input_folder", str(tagged), "--output_folder", f"{tagged}_universal"]
+        raise CheckpointError(
+            f"{tagged} is split over the ranks that saved it",
+            fix="python -m deepspeed.checkpoint.ds_to_universal "
+            f"{shlex.join(words)} --inject_missing_state, and import {tagged}_universal",
+        )
+    saved = load_pickle(tagged, _model_file(tagged) or "", CLASSES)
+    optimizer = load_pickle(tagged, f"{UNIVERSAL}/optimizer_state.pt", CLASSES)
+    config, groups = saved["ds_config"], _groups(saved, optimizer)
+    require_adamw(groups)
+    _require_configured_adamw(config.get("optimizer") or {})
+    step, skipped = (whole_number(saved[one], one) for one in ("global_steps", "skipped_steps"))
+    counts = {whole_number(one["step"], "step") for _, one in groups if "step" in one}
+    parameters = {}
+    for inner in sorted(path for path in (tagged / UNIVERSAL).iterdir() if path.is_dir()):
+        stored, counted = _parameter(tagged, inner)
+        # Otherwise a buffer, or the second name of a tied parameter.
+        if inner.name in model.parameters or len(stored) > 1:
+            parameters[inner.name] = stored
+            counts |= counted
     return ForeignState(
         step=step,
-        optimizer_steps=_updates(optimizer, step - skipped),
-        shards=shards,
+        optimizer_steps=updates_of(counts, step - skipped),
+        parameters=parameters,
         consumed_samples=whole_number(saved["global_samples"], "global_samples"),
-        loss_scale=scale,
-        settings=_settings(saved["ds_config"], optimizer),
-        notes=(*_notes(saved, groups),),
+        loss_scale=_loss_scale(config, optimizer.get("loss_scaler")),
+        settings=_settings(config, groups),
+        notes=(*group_notes(groups, model.parameters),),
     )
 
 
-def _require_configured_adamw(config: Mapping[str, Any]) -> None:
+DEEPSPEED = ForeignCheckpoint(
+    title="DeepSpeed universal",
+    files=f"{UNIVERSAL}/ beside {_MODEL_FILES[0]}, or {LATEST}, which names their folder",
+    matches=lambda folder: tag_folder(folder) is not None,
+    read=read,
+)
+
+
+def _groups(saved: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Group]:
+    """Its groups, whose parameters the model's file names."""
+    options, shapes = optimizer["param_groups"], saved.get("param_shapes") or ()
+    named = shapes if len(shapes) == len(options) else [()] * len(options)
+    return [Group([*names], group) for names, group in zip(named, options, strict=True)]
+
+
+def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[int]]:
+    """A parameter's tensors, and how often it was updated, where its folder says so."""
+    found = {
+        path.stem: load_pickle(folder, f"{UNIVERSAL}/{inner.name}/{path.name}")
+        for path in inner.glob("*.pt")
+    }
+    weight = found.pop("fp32")
+    if found:
+        require_adamw(states=[found])
+    counts = {whole_number(found.pop("step"), "step")} if "step" in found else set()
+    stored = {}
+    for quantity, content in {"weight": weight, **found}.items():
+        values: Tensor = content if isinstance(content, Tensor) else content["param"]
+        stored[quantity] = StoredTensor(tuple(values.shape), partial(Tensor.detach, values))
+    return stored, counts
+
+
+def _require_configured_adamw(stated: Mapping[str, Any]) -> None:
     """Raise CheckpointError if DeepSpeed's configuration states another optimizer.
 
     Its Adam is AdamW unless adam_w_mode is false.
     """
-    stated = config.get("optimizer") or {}
     name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
-    decay = parameters.get("weight_decay", 0)
-    match = _ADAM.fullmatch(name)
-    is_l2 = match and not match["w"] and not parameters.get("adam_w_mode", True) and decay
-    if match is None or is_l2:
-        mode = " with adam_w_mode: false" if is_l2 else ""
-        raise CheckpointError(
-            f"its optimizer was {name}{mode}: only AdamW's states are read",
-            fix="another optimizer's weights are a start, with model.init: pretrained",
-        )
+    adam = re.fullmatch("adam(w?)", name, re.IGNORECASE)
+    if adam is None:
+        raise other_optimizer(f"was {name}")
+    decouples = adam[1] or parameters.get("adam_w_mode", True)
+    if parameters.get("weight_decay") and not decouples:
+        raise other_optimizer(f"was {name} with adam_w_mode: false")
 
 
-def _updates(optimizer: Any, counted: int) -> int:
-    """Updates that the optimizer has made; of an optimizer that does not say, those counted."""
-    states = optimizer
-    if not isinstance(optimizer, list):
-        states = [*optimizer["state"].values(), *optimizer["param_groups"]]
-    stated = {whole_number(one["step"], "step") for one in states if "step" in one}
-    if len(stated) > 1:
-        raise CheckpointError(f"its parameters were updated {sorted(stated)} times")
-    return stated.pop() if stated else counted
+def _loss_scale(config: Mapping[str, Any], scaler: object) -> dict[str, Any] | None:
+    state = vars(scaler) if isinstance(scaler, StandIn) else {}
+    if not (config.get("fp16") or {}).get("enabled") or "cur_scale" not in state:
+        return None
+    numbers = {k: v for k, v in state.items() if isinstance(v, int | float | bool)}
+    return {"scale": float(state["cur_scale"]), "detail": numbers}
 
 
-def _settings(config: Mapping[str, Any], optimizer: Any) -> dict[str, object]:
-    """What the run was configured with, by the recipe's keys."""
-    found: dict[str, object] = {}
-    if batch := config.get("train_batch_size"):
-        found["training.global_batch_size"] = batch
-    if clip := config.get("gradient_clipping"):
-        found["optimizer.clip_grad_norm"] = clip
-    if not isinstance(optimizer, list):
-        groups = optimizer["param_groups"]
-        found |= group_settings(groups)
+def _settings(config: Mapping[str, Any], groups: list[Group]) -> dict[str, object]:
+    """What the run was configured with, by the recipe's keys: what the configuration leaves out
+    has DeepSpeed's default."""
+    found = group_settings(groups)
     rate = ((config.get("optimizer") or {}).get("params") or {}).get("lr")
+    schedule = (config.get("scheduler") or {}).get("type")
     if isinstance(rate, float):
         found["optimizer.learning_rate"] = rate
-    stated = {name: config[name] for name in ("fp16", "bf16", "bfloat16") if name in config}
-    if stated:
-        used = [name for name, section in stated.items() if section.get("enabled")]
-        found["training.precision"] = {(): "fp32", ("fp16",): "fp16"}.get((*used,), "bf16")
+    elif schedule and not any("initial_lr" in group for _, group in groups):
+        found.pop("optimizer.learning_rate", None)  # it is that of the last step
+    if schedule:
+        found["schedule.name"] = f"{schedule} of DeepSpeed"
+    if isinstance(batch := config.get("train_batch_size"), int):
+        found["training.global_batch_size"] = batch
+    found["optimizer.clip_grad_norm"] = config.get("gradient_clipping") or None
+    names = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    used = [names[one] for one in names if (config.get(one) or {}).get("enabled")]
+    found["training.precision"] = used[0] if used else "fp32"
     return found
-
-
-def _notes(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What differs from a run of a recipe, or cannot be compared."""
-    shapes = [[*map(tuple, one.values())] for one in saved.get("param_shapes") or ()]
-    if len(shapes) == len(groups):
-        yield from group_notes(groups, shapes)
-    if name := (saved["ds_config"].get("scheduler") or {}).get("type"):
-        yield f"its schedule was DeepSpeed's {name}, the recipe's schedule applies"

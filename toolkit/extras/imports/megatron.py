@@ -25,9 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.shards import whole_quantity
+from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.extras.imports.base import ForeignState, LazyShard, RecipeModel
+from toolkit.extras.imports.base import (
+    ForeignCheckpoint,
+    ForeignState,
+    RecipeModel,
+    StoredTensor,
+)
 from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
@@ -56,51 +61,48 @@ _LARGEST_MULTIPLE = 128 * 64
 """To which Megatron-LM pads a vocabulary, with its default and 64 tensor-parallel ranks."""
 
 
-class Megatron:
-    """See `ForeignCheckpoint`: weights alone, with which a run starts at step 0."""
-
-    title = "Megatron-LM torch_dist"
-    files = f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}"
-
-    def matches(self, folder: Path) -> bool:
-        """Whether the folder, or an iteration below it, is of megatron-core."""
-        inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
-        return inside or (folder / TRACKER).is_file()
-
-    def read(self, folder: Path, model: RecipeModel) -> ForeignState:
-        """The weights, in fp32, and AdamW's moments before its first step."""
-        if model.config.model_type not in FAMILIES:
-            raise CheckpointError(
-                f"model.config.model_type: {model.config.model_type} has no map from "
-                f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
-            )
-        copy = tempfile.mkdtemp(prefix="dmt-import-")
-        atexit.register(shutil.rmtree, copy, ignore_errors=True)  # shards read from it
-        folders = [Path(copy) / name for name in ("config", "weights")]
-        for one in folders:
-            one.mkdir()
-        model.config.save_pretrained(folders[0])
-        notes = _in_a_process("read", iteration_folder(folder), *folders)
-        weights = SafetensorsWeights(folders[1], dict(model.tensors))
-        frozen = matching(model.recipe.model.freeze, model.tensors)
-
-        def read(name: str, quantity: str) -> Tensor:
-            numel = prod(model.tensors[name])
-            if quantity in MOMENTS:
-                return torch.zeros(numel)
-            return weights.read(name, 0, numel)
-
-        shards = []
-        for name, shape in model.tensors.items():
-            trains = name not in frozen and not is_correction_bias(name)
-            quantities = ("weight", *MOMENTS) if trains else ("weight",)
-            reads = {one: partial(read, name, one) for one in quantities}
-            shards.append(LazyShard([whole_quantity("weight", name, shape)], reads))
-        notes += ["its weights alone are read: the optimizer, the schedule and data begin anew"]
-        return ForeignState(0, 0, shards, consumed_samples=0, notes=tuple(notes))
+def _matches(folder: Path) -> bool:
+    """Whether the folder, or an iteration below it, is of megatron-core."""
+    inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
+    return inside or (folder / TRACKER).is_file()
 
 
-MEGATRON = Megatron()
+def _read(folder: Path, model: RecipeModel) -> ForeignState:
+    """The weights, in fp32, and AdamW's moments before its first step."""
+    if model.config.model_type not in FAMILIES:
+        raise CheckpointError(
+            f"model.config.model_type: {model.config.model_type} has no map from "
+            f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
+        )
+    copy = tempfile.mkdtemp(prefix="dmt-import-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)  # tensors are read from it
+    folders = [Path(copy) / name for name in ("config", "weights")]
+    for one in folders:
+        one.mkdir()
+    model.config.save_pretrained(folders[0])
+    notes = _in_a_process("read", iteration_folder(folder), *folders)
+    weights = SafetensorsWeights(folders[1], dict(model.parameters))
+    frozen = matching(model.recipe.model.freeze, model.tensors)
+    parameters: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape in model.parameters.items():
+        numel, tensors = (prod(shape),), [one.tensor for one in parameter_blocks(name, shape)]
+        parameters[name] = {
+            "weight": StoredTensor(numel, partial(weights.read, name, 0, *numel))
+        }
+        if not frozen.issuperset(tensors) and not is_correction_bias(name):
+            zeros = StoredTensor(numel, partial(torch.zeros, numel))
+            parameters[name] |= dict.fromkeys(MOMENTS, zeros)
+    notes.append("its weights alone are read: the optimizer, the schedule and data begin anew")
+    return ForeignState(0, 0, parameters, consumed_samples=0, notes=tuple(notes))
+
+
+MEGATRON = ForeignCheckpoint(
+    title="Megatron-LM torch_dist",
+    files=f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}",
+    matches=_matches,
+    read=_read,
+)
+"""Weights alone, with which a run starts at step 0."""
 
 
 def iteration_folder(folder: Path) -> Path:

@@ -5,6 +5,7 @@ here inert stand-ins for the few plain classes of a format, so that the tool's o
 imported. Files are mapped.
 """
 
+import io
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -48,18 +49,30 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
     Objects of `classes` (`module.Class`) are `StandIn`s. Raises CheckpointError for anything
     else than these, tensors and plain containers, and for a link or a special file.
     """
-    path = folder / name
-    try:
-        if not zipfile.is_zipfile(regular_inside(folder, name)):
+    with refused(folder / name), _standing_in((*COMMON_CLASSES, *classes)):
+        path = regular_inside(folder, name)
+        if not zipfile.is_zipfile(path):
             raise ValueError("it is not a zip file of torch 1.6 or later")
-        with _standing_in((*COMMON_CLASSES, *classes)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def unpickled(content: bytes) -> Any:
+    """As `load_pickle`, of bytes. Raises what torch raises."""
+    with _standing_in(COMMON_CLASSES):
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def refused(what: object) -> Iterator[None]:
+    """Raise CheckpointError about `what` for anything that reading it raises."""
+    try:
+        yield
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
+        raise CheckpointError(f"{what} is missing") from error
     except Exception as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} is refused: {why[:200]}",
+            f"{what} is refused: {why[:200]}",
             fix="it is damaged, or holds objects that no checkpoint of this format needs",
         ) from error
 

@@ -1,26 +1,21 @@
 """Writes the state of another tool as a checkpoint of a run, which continues from it."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+from torch import Tensor
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest, write_synced
 from toolkit.checkpoint.saver import entries_of
-from toolkit.checkpoint.shards import StateShard, state_quantities, whole_quantity
+from toolkit.checkpoint.shards import StateShard, dtype_of, parameter_blocks, state_quantities
 from toolkit.checkpoint.store import CheckpointStore, sync_folder
-from toolkit.checkpoint.verify import uncovered
 from toolkit.data.build import recipe_data
 from toolkit.errors import CheckpointError, DataError
-from toolkit.extras.imports.base import SAMPLES, ForeignState, RecipeModel
+from toolkit.extras.imports.base import SAMPLES, ForeignState, RecipeModel, StoredTensor
 from toolkit.models import huggingface as hf
-from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
-from toolkit.models.safetensors_stream import (
-    LARGEST_FILE_BYTES,
-    TensorToWrite,
-    in_files,
-    write_file,
-)
+from toolkit.models.safetensors_stream import LARGEST_FILE_BYTES, in_files, write_file
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -28,6 +23,25 @@ from toolkit.run.assignment import Assignment
 from toolkit.run.directory import RunDirectory
 from toolkit.run.environment import environment_report
 from toolkit.train.companions import companion_files, take_ends
+
+
+class ParameterShard(StateShard):
+    """A whole parameter, which is read each time a quantity is asked for."""
+
+    in_memory = False
+
+    def __init__(
+        self, name: str, shape: Sequence[int], stored: Mapping[str, StoredTensor]
+    ) -> None:
+        super().__init__(parameter_blocks(name, shape), {}, saved_here=True)
+        self._stored = stored
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        return tuple(self._stored)
+
+    def get(self, quantity: str) -> Tensor:
+        return self._stored[quantity].read().detach().reshape(-1).to(dtype_of(quantity))
 
 
 def recipe_model(recipe: Recipe) -> RecipeModel:
@@ -44,40 +58,42 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
     )
 
 
-def require_same_model(state: ForeignState, model: RecipeModel) -> None:
-    """Raise CheckpointError unless the state has every element of the recipe's model once, with
-    the optimizer's states of what trains."""
-    if problems := list(_problems(state.shards, model)):
+def shards_of(state: ForeignState, model: RecipeModel) -> list[ParameterShard]:
+    """What is written. Raises CheckpointError unless the state has every parameter of the
+    recipe's model, with the optimizer's states of what trains."""
+    if problems := list(_problems(state, model)):
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(
             f"the checkpoint does not fit the recipe: {problems[0]}{more}",
             fix="state its model in model.config, what it froze in model.freeze, and its "
             "optimizer in optimizer.name",
         )
+    return [
+        ParameterShard(name, shape, state.parameters[name])
+        for name, shape in model.parameters.items()
+    ]
 
 
-def _problems(shards: Sequence[StateShard], model: RecipeModel) -> Iterator[str]:
-    blocks: dict[str, dict[str, list[Block]]] = {}
-    for shard in shards:
-        for block in shard.blocks:
-            of_tensor = blocks.setdefault(block.tensor, {})
-            for quantity in shard.quantities:
-                of_tensor.setdefault(quantity, []).append(block.stored)
+def _problems(state: ForeignState, model: RecipeModel) -> Iterator[str]:
     frozen = matching(model.recipe.model.freeze, model.tensors)
     optimizer = model.recipe.optimizer.name
-    for tensor, shape in model.tensors.items():
-        stored = blocks.pop(tensor, {})
-        trains = tensor not in frozen and not is_correction_bias(tensor)
-        expected = state_quantities(optimizer, tensor, shape) if trains else ("weight",)
-        if missing := [one for one in expected if one not in stored]:
-            yield f"it has no {', '.join(missing)} of {tensor}"
-        elif more := sorted(stored.keys() - {*expected}):
+    for name, shape in model.parameters.items():
+        stored, expected, trains = state.parameters.get(name, {}), {"weight"}, False
+        for tensor in (block.tensor for block in parameter_blocks(name, shape)):
+            if tensor not in frozen and not is_correction_bias(tensor):
+                expected |= {*state_quantities(optimizer, tensor, model.tensors[tensor])}
+                trains = True
+        if missing := sorted(expected - stored.keys()):
+            yield f"it has no {', '.join(missing)} of {name}"
+        elif more := sorted(stored.keys() - expected):
             why = f"{optimizer} does not keep" if trains else "model.freeze does not train"
-            yield f"it has {', '.join(more)} of {tensor}, which {why}"
-        else:
-            for one in expected:
-                yield from uncovered(one, whole_quantity(one, tensor, shape), stored[one])
-    yield from (f"it has {tensor}, which the recipe's model has not" for tensor in blocks)
+            yield f"it has {', '.join(more)} of {name}, which {why}"
+        for quantity, one in stored.items():
+            if one.shape not in (shape, (prod(shape),)):
+                found, needed = list(one.shape), list(shape)
+                yield f"its {quantity} of {name} has the shape {found}, the model's is {needed}"
+    for name in state.parameters.keys() - model.parameters.keys():
+        yield f"it has {name}, which the recipe's model has not"
 
 
 def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[int, str]:
@@ -96,6 +112,7 @@ def cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[in
 
 def write_checkpoint(
     state: ForeignState,
+    shards: Sequence[StateShard],
     model: RecipeModel,
     assignment: Assignment,
     samples: int,
@@ -127,8 +144,17 @@ def write_checkpoint(
     )
     companions = companion_files(recipe, run, model.config, data)
     store.begin(state.step)
+    folder, files = store.partial(state.step), {}
+    entries = [entry.telling(tick) for entry in entries_of(shards)]
     try:
-        files = _write_files(store.partial(state.step), state.shards, companions, tick)
+        for number, content in enumerate(in_files(entries, LARGEST_FILE_BYTES)):
+            name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
+            write_file(folder / name, content, digest)
+            files[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
+        for path, text in companions.items():
+            files[path] = write_synced(folder / path, text)
+        for inner in {(folder / path).parent for path in companions}:
+            sync_folder(inner)
         manifest = manifest.with_files(files)
         store.commit(manifest)
     except OSError as error:
@@ -136,26 +162,3 @@ def write_checkpoint(
     finally:
         store.abandon(state.step)
     return manifest
-
-
-def _write_state_files(folder: Path, entries: Iterable[TensorToWrite]) -> dict[str, FileRecord]:
-    """Write tensors of a state into files of at most 5 GB, unless one is larger."""
-    files = {}
-    for number, content in enumerate(in_files(entries, LARGEST_FILE_BYTES)):
-        name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
-        write_file(folder / name, content, digest)
-        files[name] = FileRecord((folder / name).stat().st_size, digest.hexdigest())
-    return files
-
-
-def _write_files(
-    folder: Path,
-    shards: Sequence[StateShard],
-    companions: Mapping[str, bytes],
-    tick: Callable[[int], None],
-) -> dict[str, FileRecord]:
-    records = _write_state_files(folder, [one.telling(tick) for one in entries_of(shards)])
-    records |= {path: write_synced(folder / path, text) for path, text in companions.items()}
-    for inner in {(folder / path).parent for path in companions}:
-        sync_folder(inner)
-    return records

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError
-from toolkit.system.untrusted import read_bytes
+from toolkit.extras.imports.pickles import refused, unpickled
+from toolkit.system.untrusted import read_bytes, regular_inside
 
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
@@ -76,37 +77,20 @@ class Reader:
         return result
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        stored = io.BytesIO(self._stored(key, tuple(chunk.offsets)))
-        try:
-            part = torch.load(stored, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{self.folder}: {key} cannot be read ({type(error).__name__})"
-            ) from error
+        part = self.read_object(key, tuple(chunk.offsets))
         expected = torch.Size(chunk.sizes), self.tensors[key].dtype
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != expected:
             raise CheckpointError(f"{self.folder}: {key} is not what the index says")
         return part
 
-    def read_object(self, key: str) -> bytes:
-        """What torch.save wrote of an object, to be unpickled with care."""
-        return self._stored(key, ())
-
-    def _stored(self, key: str, offset: tuple[int, ...]) -> bytes:
-        place = self._places.get((key, offset))
-        if place is None:
-            raise CheckpointError(f"{self.folder}: no place is given for {key}")
-        path = self.folder / Path(place.relative_path).name
-        try:
-            if not path.is_file():
-                raise FileNotFoundError(path)  # also for a FIFO, which would never end
+    def read_object(self, key: str, offset: tuple[int, ...] = ()) -> Any:
+        """What torch.save wrote of an object, or of the part of a tensor at `offset`."""
+        with refused(f"{self.folder}: {key}"):
+            place = self._places[key, offset]
+            path = regular_inside(self.folder, Path(place.relative_path).name)
             with path.open("rb") as file:
                 file.seek(place.offset)
-                return file.read(min(place.length, path.stat().st_size))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: {key} cannot be read ({type(error).__name__})"
-            ) from error
+                return unpickled(file.read(min(place.length, path.stat().st_size)))
 
 
 # --- the index --------------------------------------------------------------------------
@@ -151,11 +135,8 @@ def _member(enumeration: Any, name: str) -> Enum:
 
 def _load_index(folder: Path) -> Metadata:
     path = folder / METADATA
-    try:
+    with refused(path):
         index = _IndexUnpickler(io.BytesIO(read_bytes(path, LARGEST_INDEX_BYTES))).load()
         if not isinstance(index, Metadata):
             raise TypeError("it is not the index of a checkpoint")
-    except Exception as error:
-        what = str(error) or type(error).__name__
-        raise CheckpointError(f"{path} is refused: {what}") from error
-    return index
+        return index
