@@ -54,7 +54,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb("Show what differs between runs."),
     "doctor": Verb("Check this machine, or measure its speed."),
     "schema": Verb("Print the recipe's JSON Schema, for editors."),
-    "data": Verb("Prepare training data and tokenizers.", "toolkit.cli.data:app"),
+    "data": Verb("Prepare training data, and show it.", "toolkit.cli.data:app"),
 }
 """Every verb of `dmt`, in the order of `--help`."""
 
