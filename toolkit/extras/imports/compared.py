@@ -25,7 +25,7 @@ _STATES = {*MOMENTS, "step", "master_param"}
 """What AdamW keeps of a parameter, in torch, DeepSpeed and Transformer Engine."""
 
 
-class Group(NamedTuple):
+class OptimizerGroup(NamedTuple):
     """A group of torch's optimizer."""
 
     names: Collection[str]
@@ -44,7 +44,7 @@ def differences(settings: Mapping[str, object], recipe: Recipe) -> Iterator[str]
         yield f"not stated by the checkpoint, so not compared: {', '.join(unknown)}"
 
 
-def group_settings(groups: Iterable[Group]) -> dict[str, object]:
+def group_settings(groups: Iterable[OptimizerGroup]) -> dict[str, object]:
     """What an optimizer was configured with, by the recipe's keys, as far as its groups say.
 
     A schedule changes `lr`; `initial_lr`, which torch's schedules keep, is the highest rate.
@@ -66,7 +66,9 @@ def group_settings(groups: Iterable[Group]) -> dict[str, object]:
     return found
 
 
-def group_notes(groups: Iterable[Group], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def group_notes(
+    groups: Iterable[OptimizerGroup], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
     """Differences between groups that those of a recipe do not have."""
     rates: set[object] = set()
     decays: dict[bool, set[float]] = {True: set(), False: set()}
@@ -93,7 +95,9 @@ def _listed(numbers: Iterable[object]) -> str:
     return ", ".join(sorted(map(str, numbers)))
 
 
-def require_adamw(groups: Iterable[Group] = (), states: Iterable[Collection[str]] = ()) -> None:
+def require_adamw(
+    groups: Iterable[OptimizerGroup] = (), states: Iterable[Collection[str]] = ()
+) -> None:
     """Raise CheckpointError unless torch's groups, and the names of a parameter's states, are
     those of plain AdamW."""
     for state in states:

@@ -23,7 +23,12 @@ from toolkit.extras.imports.base import (
     updates_of,
     whole_number,
 )
-from toolkit.extras.imports.compared import Group, group_notes, group_settings, require_adamw
+from toolkit.extras.imports.compared import (
+    OptimizerGroup,
+    group_notes,
+    group_settings,
+    require_adamw,
+)
 from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.optimizers.base import MOMENTS
 
@@ -192,7 +197,9 @@ def _halves(read: Callable[[], Tensor], heads: int) -> Tensor:
     return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2)
 
 
-def _groups(readers: Iterable[Reader], states: str, names: Mapping[str, str]) -> list[Group]:
+def _groups(
+    readers: Iterable[Reader], states: str, names: Mapping[str, str]
+) -> list[OptimizerGroup]:
     """The optimizer's groups as `get_state_dict` names their options: by the number of a group,
     or, when it is flattened, by the parameter."""
     prefix = f"{states.removesuffix('state.')}param_groups."
@@ -203,6 +210,8 @@ def _groups(readers: Iterable[Reader], states: str, names: Mapping[str, str]) ->
             if key.startswith(prefix) and option in _OPTIONS and states.endswith("state."):
                 groups.setdefault(group, {})[option] = reader.read_object(key)
     return [
-        Group([names[one] for one in options.get("params", [group]) if one in names], options)
+        OptimizerGroup(
+            [names[one] for one in options.get("params", [group]) if one in names], options
+        )
         for group, options in groups.items()
     ]

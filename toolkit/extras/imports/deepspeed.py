@@ -22,7 +22,7 @@ from toolkit.extras.imports.base import (
     whole_number,
 )
 from toolkit.extras.imports.compared import (
-    Group,
+    OptimizerGroup,
     group_notes,
     group_settings,
     other_optimizer,
@@ -107,11 +107,13 @@ DEEPSPEED = ForeignCheckpoint(
 )
 
 
-def _groups(saved: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Group]:
+def _groups(saved: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[OptimizerGroup]:
     """Its groups, whose parameters the model's file names."""
     options, shapes = optimizer["param_groups"], saved.get("param_shapes") or ()
     named = shapes if len(shapes) == len(options) else [()] * len(options)
-    return [Group([*names], group) for names, group in zip(named, options, strict=True)]
+    return [
+        OptimizerGroup([*names], group) for names, group in zip(named, options, strict=True)
+    ]
 
 
 def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[int]]:
@@ -153,7 +155,7 @@ def _loss_scale(config: Mapping[str, Any], scaler: object) -> dict[str, Any] | N
     return {"scale": float(state["cur_scale"]), "detail": numbers}
 
 
-def _settings(config: Mapping[str, Any], groups: list[Group]) -> dict[str, object]:
+def _settings(config: Mapping[str, Any], groups: list[OptimizerGroup]) -> dict[str, object]:
     """What the run was configured with, by the recipe's keys: what the configuration leaves out
     has DeepSpeed's default."""
     found = group_settings(groups)
