@@ -126,7 +126,7 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
         reason = str(error).strip() or type(error).__name__
         if cached_only:
             reason = "the hub is not reachable, and its local cache does not hold it"
-        elif "`pip install tiktoken`" in reason and find_spec("sentencepiece") is None:
+        elif "install tiktoken`" in reason and find_spec("sentencepiece") is None:
             # Which transformers tries where it cannot read a SentencePiece model.
             reason = "its tokenizer.model needs the package sentencepiece"
         raise DataError(
