@@ -117,7 +117,7 @@ def _entries(
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     model = hf.meta_model(config)
-    shapes = hf.parameter_shapes(config)
+    shapes = hf.shapes_of(model)
     for name, saved in saved_tensors(model).items():
         start = 0
         for piece in saved if name in shapes else ():  # a tied head is the embedding

@@ -231,7 +231,7 @@ def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWei
         return {tensors[name][0].name: computed[name] for name in tensors.keys() & computed}
 
     saved = Saved(tensors, tied, model.base_model_prefix, buffers)
-    weights = SafetensorsWeights(folder, parameter_shapes(config), saved)
+    weights = SafetensorsWeights(folder, shapes_of(model), saved)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for head, embedding in tied.items():
             weights.stored_copy(head, embedding)  # refuses one that differs; once per run
@@ -426,7 +426,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter and correction bias; tied ones appear once."""
-    model = meta_model(config)
+    return shapes_of(meta_model(config))
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """See `parameter_shapes`; of a model that is there."""
     tensors = (*named_parameters(model), *correction_biases(model).items())
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
