@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate_planner.py CASES.json [--skip SOURCE …]
 
-CASES is a file of published cases (`dmt estimate --cases`). Prints the fitted values next to
+CASES is a file of published cases (`published.py`). Prints the fitted values next to
 those of `toolkit/plan/cost/efficiency.py`, the errors per source with all sources, and, for
 every source, the errors when the constants are fitted without it. Nothing is written: values
 are copied into the table by hand, rounded.
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published import Case
 
 from toolkit.errors import PlanError
-from toolkit.extras.published.case import Case
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE, Efficiency
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.estimate import Setup

@@ -166,6 +166,6 @@ def test_links_lead_somewhere() -> None:
 def test_there_are_commands() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
     assert verbs == {
-        "init", "check", "plan", "estimate", "render", "rehearse", "launch", "data", "doctor",
+        "init", "check", "plan", "render", "rehearse", "launch", "data", "doctor",
         "recipes", "schema", "tune",
     }  # fmt: skip

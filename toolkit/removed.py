@@ -35,6 +35,12 @@ COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "data verify": "start the run, which makes damaged entries of the cache again",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
+    "estimate": "use `dmt plan`, which prints memory and time by part",
+    "plan --mtbf": "save every sqrt(2 * seconds that a save stops training * seconds between "
+    "failures), docs/checkpoints.md",
+    "plan --memory-fraction": "use --set cluster.memory_fraction=FRACTION",
+    "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
+    "plan --html": "use `dmt plan RECIPE --explain`",
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",

@@ -11,7 +11,7 @@ from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.registry import Registry
 
 TINY = str(ROOT / "recipes/tiny/llama-bytes.yaml")
-OPTIONS = {"plan --html": "toolkit.extras.page.plan:PlanPage"}
+OPTIONS = {"report --html": "toolkit.extras.page:write_page"}
 
 
 @pytest.fixture
@@ -26,10 +26,9 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["plan", TINY, "--html", "plan.html"], "dmt plan --html"),
-        (["plan", TINY, "--mtbf", "50000"], "dmt plan --mtbf"),
+        (["checkpoint", "import", "run.yaml", "folder"], "dmt checkpoint import"),
+        (["doctor", "--selftest"], "dmt doctor --selftest"),
         (["watch"], "dmt watch"),
-        (["estimate", "--cases", "a.json", "--out", "b.json"], "dmt estimate --cases"),
     ],
 )
 def test_what_is_missing_is_one_error(
@@ -46,6 +45,6 @@ def test_what_is_missing_is_one_error(
 
 @pytest.mark.usefixtures("without_extras")
 def test_everything_else_works(dmt: Dmt) -> None:
-    for verb in ("plan", "estimate", "check"):
+    for verb in ("plan", "check"):
         dmt(verb, TINY)
     assert "watch" in dmt("--help").out

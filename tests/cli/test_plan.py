@@ -224,6 +224,7 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
         memory = plan["memory_gib"]
         parts = memory["model_states"] + memory["activations"] + memory["other"]
         assert memory["total"] == pytest.approx(parts)
+        assert sum(plan["memory_parts_gib"].values()) == pytest.approx(parts)
         assert memory["total"] <= 80 and plan["fits"]
         assert sum(plan["time_parts_s"].values()) == pytest.approx(plan["step_time_s"])
         assert 0.1 < plan["mfu"] <= plan["hfu"] < 0.7
@@ -231,6 +232,16 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
         assert plan["tokens_per_s_per_gpu"] == pytest.approx(speed)
     ledger = output["plans"][0]["ledger"]
     assert {entry["kind"] for entry in ledger} == {"exact", "approximated", "refused"}
+
+
+def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
+    """megatron-core builds all of a rank before DeepSpeed shards; of half of each GPU here."""
+    sets = ["engine=deepspeed", "model=megatron", "tensor=1", "zero.stage=3"]
+    words = [word for one in sets for word in ("--set", f"parallel.{one}")]
+    words += ["--set", "cluster.memory_fraction=0.5", "--set", "cluster.nodes=16"]
+    shown = dmt("plan", LLAMA_70B, *words, code=2).out
+    assert "131.4 of 39.55 GiB: does not fit" in shown
+    assert "131.4 GiB while the model is built" in shown
 
 
 @pytest.mark.parametrize(

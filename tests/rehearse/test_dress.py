@@ -243,15 +243,16 @@ def test_the_table_names_what_holds_memory() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_that_is_too_large_is_found() -> None:
+def test_a_layout_that_is_too_large_is_found() -> None:
     large = ["parallel.engine=fsdp", "training.micro_batch_size=8", "parallel.recompute=none"]
     large += ["training.global_batch_size=64", "training.sequence_length=8192"]
     large += ["kernels.loss=whole", "kernels.compile=none", "parallel.zero.stage=3"]
-    arguments = "plan", "recipes/llama/llama-3.2-1b-pretrain.yaml", "--cluster", "1x8xh100-80gb"
-    done = dmt(*arguments, "--check-memory", overrides=large)
+    recipe = "recipes/llama/llama-3.2-1b-pretrain.yaml"
+    done = dmt(
+        "rehearse", recipe, "--gpu", "--json", "--cluster", "1x8xh100-80gb", overrides=large
+    )
     assert done.returncode == EXIT_FAILED, done.stderr[-2000:]
-    assert "rehearsed  rank 0 allocates" in done.stdout
-    assert "does not fit" in done.stdout.rpartition("rehearsed")[2]
+    assert json.loads(done.stdout)["ranks"][0]["fits"] is False
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,15 @@ OPTIONS: Registry[Any] = Registry(
         "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
         "checkpoint export --to megatron": "toolkit.extras.imports.megatron:write_megatron",
         "report --html": "toolkit.extras.page:write_page",
-        "plan --html": "toolkit.extras.page.plan:PlanPage",
-        "plan --mtbf": "toolkit.extras.goodput.command:GoodputOption",
         "doctor --bandwidth": "toolkit.extras.doctor.bandwidth_command:measure_bandwidth",
         "doctor --selftest": "toolkit.extras.doctor.selftest.command:try_machine",
-        "estimate --cases": "toolkit.extras.published.estimates:estimate_cases",
     },
 )
 """By verb and option: what carries it out."""
 
 
 def option(name: str) -> Any:
-    """What carries out an option, e.g. `plan --html`. Raises BackendUnavailable without it."""
+    """What carries out an option, e.g. `report --html`. Raises BackendUnavailable."""
     if name not in OPTIONS.names:
         raise not_installed(f"dmt {name}")
     return OPTIONS[name]

@@ -37,7 +37,6 @@ VERBS: dict[str, Verb] = {
     "recipes": Verb("List the shipped recipes."),
     "check": Verb("Check recipes and report every mistake at once."),
     "plan": Verb("Choose a layout for a recipe and explain it."),
-    "estimate": Verb("Predict memory and step time of a fixed layout."),
     "render": Verb("Print a backend's configuration."),
     "launch": Verb("Train a recipe: here, on several machines, or as a job."),
     "train": Verb("Run one rank (launchers call this)."),

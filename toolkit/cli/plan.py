@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +11,9 @@ from rich.text import Text
 from toolkit.backend import BACKENDS
 from toolkit.cli import plan_formulas, plan_tables
 from toolkit.cli.bars import memory_lines, time_lines
-from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
-from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, memory_check_lines, rank_output
-from toolkit.errors import EXIT_FAILED, EXIT_USER_ERROR, PlanError
+from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -40,7 +37,6 @@ from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
 from toolkit.recipe.schema import ClusterSection, GroupSection
 from toolkit.run.announce import ledger_of
-from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
 
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
@@ -52,37 +48,6 @@ Clusters = Annotated[
         metavar="CLUSTER",
         help="Instead of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
         "cluster file. Repeat it to compare clusters.",
-    ),
-]
-MemoryFraction = Annotated[
-    float | None,
-    typer.Option(
-        metavar="F",
-        help="Share of each GPU's memory that the plan may need (cluster.memory_fraction).",
-    ),
-]
-
-
-Mtbf = Annotated[
-    float | None,
-    typer.Option(
-        metavar="HOURS",
-        help="Also show how often to save and what failures cost: mean time between failures "
-        "of one GPU with all that it needs (Llama 3: 50,700).",
-    ),
-]
-CheckpointSpeed = Annotated[
-    float | None, typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1.")
-]
-RestartMinutes = Annotated[
-    float | None, typer.Option(help="With --mtbf: from failure to loading. Default: 10.")
-]
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Also write a page: timeline of the pipeline, memory and time by part, "
-        "alternatives.",
     ),
 ]
 
@@ -97,47 +62,24 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
-    memory_fraction: MemoryFraction = None,
-    check_memory: CheckMemory = False,
-    html: HtmlFile = None,
-    mtbf: Mtbf = None,
-    checkpoint_gbps: CheckpointSpeed = None,
-    restart_minutes: RestartMinutes = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
 
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """
-    if memory_fraction is not None:
-        overrides = [*overrides, f"cluster.memory_fraction={memory_fraction}"]
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
-    several = len(recipes) * max(1, len(places)) > 1
-    failing = mtbf, checkpoint_gbps, restart_minutes
-    goodput = option("plan --mtbf")(*failing) if failing != (None, None, None) else None
-    page = None if html is None else option("plan --html")(html)
-    of_one = {"--check-memory": check_memory, "--mtbf": goodput, "--html": page}
-    if several and (names := [name for name, value in of_one.items() if value]):
-        fix = "plan them one after the other"
-        raise PlanError(f"{names[0]}: one recipe on one cluster", fix=fix)
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
-    checked = check_ranks(planned[0].recipe, planned[0].cluster) if check_memory else []
-    every = [(one, top, explain, goodput) for one in planned]
-    if several:
-        compared = {"comparison": [_machine_output(*one) for one in every]} if as_json else {}
-        output(as_json, compared, plan_tables.comparison(planned))
-    else:
-        ranks = {"memory_check": [*map(rank_output, checked)]} if check_memory else {}
-        data = _machine_output(*every[0]) | ranks if as_json else None
-        output(as_json, data, chain(_lines(*every[0]), memory_check_lines(checked)))
-    if page is not None:
-        page.write(planned[0])
-        tell(f"{html} written")
-    if not all(one.fits for one in checked):
-        raise typer.Exit(EXIT_FAILED)
-    if not several and not planned[0].search.fits:
+    if len(planned) > 1:
+        every = [_machine_output(one, top, explain) for one in planned] if as_json else []
+        output(as_json, {"comparison": every}, plan_tables.comparison(planned))
+        return
+    (one,) = planned
+    data = _machine_output(one, top, explain) if as_json else None
+    output(as_json, data, _lines(one, top, explain))
+    if not one.search.fits:
         raise typer.Exit(EXIT_USER_ERROR)
 
 
@@ -158,7 +100,7 @@ def layout_estimate(found: Search, one: Candidate) -> Estimate:
 # For programs
 
 
-def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> dict[str, Any]:
+def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
     plans = [_entry(found, one) for one in found.shortlist(top)]
@@ -180,8 +122,6 @@ def _machine_output(planned: Planned, top: int, explain: bool, goodput: Any) -> 
         data["decisions"] = [*decisions(found)]
         data["prices"] = [*prices(found)]
         data["derivations"] = derivations(layout_estimate(found, found.best))
-    if goodput is not None:
-        data["goodput"] = goodput.machine_output(planned)
     return data
 
 
@@ -202,7 +142,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 # For people
 
 
-def _lines(planned: Planned, top: int, explain: bool, goodput: Any) -> Iterator[str | Text]:
+def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
     """The chosen layout by part, the runners-up, why, and the ledger."""
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     if not found.fits:
@@ -219,7 +159,6 @@ def _lines(planned: Planned, top: int, explain: bool, goodput: Any) -> Iterator[
         _explained(found) if explain else _reasons(plan),
         plan_formulas.lines(derivations(by_part)) if explain else (),
         _ledger_lines(ledger_of(recipe, plan)),
-        () if goodput is None else goodput.lines(planned),
     ]
     yield Text.assemble((recipe.name, "bold"), size)
     for label, value in layout_facts(plan, recipe.cluster, planned.cluster.gpu):

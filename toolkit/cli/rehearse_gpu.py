@@ -1,4 +1,4 @@
-"""`dmt rehearse --gpu`, `dmt plan --check-memory`: ranks at their true size, without GPUs."""
+"""`dmt rehearse --gpu`: ranks at their true size, without GPUs."""
 
 import tempfile
 from collections import Counter
@@ -14,25 +14,15 @@ from rich.text import Text
 from toolkit.cli.bars import bars, count_progress
 from toolkit.cli.output import Line, output
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
-from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.estimate import memory_parts
-from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
 from toolkit.text.units import GIB, byte_size, seconds, size
 
-CheckMemory = Annotated[
-    bool,
-    typer.Option(
-        "--check-memory",
-        help="Also run the chosen layout on fake GPUs, as `dmt rehearse --gpu` "
-        "does; exit 4 where its memory does not fit.",
-    ),
-]
 OnGpus = Annotated[
     bool,
     typer.Option(
@@ -100,10 +90,6 @@ def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
     return found
 
 
-def check_ranks(recipe: Recipe, cluster: Cluster) -> list[RehearsedRank]:
-    return rehearsed(DressRehearsal.of(decide(recipe, None, cluster), cluster=cluster))
-
-
 def _numbers(text: str | None) -> list[int]:
     """`0,7` as numbers."""
     try:
@@ -128,11 +114,11 @@ def machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> 
             "run": rehearsal.layout.gradient_accumulation,
             "of": full.gradient_accumulation,
         },
-        "ranks": [rank_output(one) for one in done],
+        "ranks": [_rank_output(one) for one in done],
     }
 
 
-def rank_output(one: RehearsedRank) -> dict[str, Any]:
+def _rank_output(one: RehearsedRank) -> dict[str, Any]:
     return {
         "rank": one.rank,
         "stage": one.stage,
@@ -240,19 +226,6 @@ def _details(one: RehearsedRank) -> Iterator[tuple[str, list[str]]]:
     )
     if saved := _saved(one):
         yield "one save", [saved]
-
-
-def memory_check_lines(done: Sequence[RehearsedRank]) -> Iterator[Text]:
-    notes = []
-    for one in done:
-        planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
-        verdict = "fits" if one.fits else "does not fit"
-        notes.append(
-            f"rank {one.rank} allocates {size(held)}, planned {size(planned)}; with fragments "
-            f"and CUDA {size(one.needed_gib)}: {verdict}"
-        )
-    for note in (*notes, *_of_compiled(done)):
-        yield Text(f"  rehearsed  {note}", no_wrap=True)
 
 
 def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:

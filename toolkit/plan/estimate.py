@@ -97,7 +97,7 @@ def derivations(found: Estimate) -> Derivations:
 
 
 def machine_output(found: Estimate) -> dict[str, Any]:
-    """One estimate as `dmt estimate --json` prints it."""
+    """One estimate as `dmt plan --json` prints it."""
     return result(found, found.memory, found.memory.total) | {
         "memory_parts_gib": memory_parts(found.memory),
         "time_parts_s": time_parts(found.time),

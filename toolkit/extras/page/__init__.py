@@ -37,7 +37,7 @@ _BEGINS = b"<!doctype html>"
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page of `page_data` or of a plan; where the data has a version, the page asks its
+    """The page of `page_data` or of a tuning; where the data has a version, the page asks its
     server for news."""
     parts = {
         "CONNECT": "'self'" if "version" in data else "'none'",
@@ -46,8 +46,8 @@ def page(data: Mapping[str, Any]) -> str:
         "DATA": embedded(data),
         "CHARTS": _file("uPlot.iife.min.js"),
         "SCRIPT": _file("page.js"),
-        "MADE": data.get("made", "dmt plan --html" if "plan" in data else "dmt report"),
-        "FROM": "" if {"plan", "made"} & data.keys() else " from the run directory alone",
+        "MADE": data.get("made", "dmt report"),
+        "FROM": "" if "made" in data else " from the run directory alone",
     }
     # At once: nothing that was put in is looked into.
     return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], _file("page.html"))

@@ -102,7 +102,7 @@ function named(part) {
 
 function header() {
   const title = data.runs.length === 1 ? data.runs[0].name : `${data.runs.length} runs`;
-  document.title = `${title} – DMT ${data.kind ?? (data.plan ? "plan" : "report")}`;
+  document.title = `${title} – DMT ${data.kind ?? "report"}`;
   put($("header"), data.runs.map((run) => [run.name, run.state, run.why, run.tiles]), () => heads(title));
 }
 
@@ -141,7 +141,6 @@ function warnings() {
 
 function controls() {
   if (data.kind === "tuning") { $("charts").closest("section").hidden = true; return; }
-  if (data.plan) { $("charts").textContent = "Timeline"; return; }
   if (data.coordinates) {
     $("charts").textContent = "Trials";
     document.querySelector(".bar-of-controls + .hint").remove();
@@ -326,98 +325,7 @@ function keys(event, item) {
   event.preventDefault();
   item.at = Math.min(last, Math.max(0, next));
   u.setCursor({ left: u.valToPos(u.data[0][item.at], "x"), top: 1 });
-  $("announce").textContent = (item.read ?? readout)(item, item.at);
-}
-
-/** When the stages of a pipeline compute which micro batch; what a page of a plan begins with. */
-function timeline(chart) {
-  const box = make("div", { class: "plot" }), list = make("ul", { class: "readout" });
-  const figure = make("figure", { id: `chart-${charts.length}`, class: "wide", tabindex: "0", role: "group", "data-chart": "timeline",
-    "aria-label": `${chart.title}. ${chart.note}. Arrow keys move from pass to pass.` },
-    make("figcaption", {}, chart.title), make("p", { class: "hint" }, chart.note), passKinds(chart), list, box);
-  $("grid").append(figure);
-  const [start, stop] = chart.window, inside = (x) => x >= start && x <= stop;
-  const xs = [...new Set([start, ...chart.slots.flatMap((slot) => [slot[4], slot[5]]).filter(inside), stop])].sort((a, b) => a - b);
-  const unit = stop >= 1 ? "s" : "ms", scale = stop >= 1 ? 1 : 1e3, dim = colour("dim"), ticks = { show: false };
-  const shown = Math.ceil(chart.stages / 16), stages = [...Array(chart.stages).keys()].filter((stage) => stage % shown === 0);
-  const item = { chart, list, figure, read: passesAt, unit: (x) => `${number(x * scale)} ${unit}` };
-  const height = 64 + Math.max(40, Math.min(480, 30 * chart.stages));
-  item.u = new uPlot({
-    width: Math.max(200, box.clientWidth), height, legend: { show: false }, padding: [10, 24, 0, 0],
-    cursor: { drag: { x: true, y: false }, points: { show: false } },
-    scales: { x: { time: false }, y: { dir: -1, range: [-0.5, chart.stages - 0.5] } },
-    axes: [
-      { stroke: dim, grid: { show: false }, ticks, size: 24, values: (u, all) => all.map((x) => compact(x * scale)),
-        label: `${unit} since the step began`, labelSize: 18, labelFont: AXIS_FONT },
-      { stroke: dim, grid: { show: false }, ticks, size: 78, splits: () => stages,
-        values: (u, all) => all.map((stage) => (chart.stages > 1 ? `stage ${stage}` : "every rank")) },
-    ],
-    series: [{}, { stroke: "transparent", points: { show: false } }],
-    hooks: { drawClear: [(u) => passes(u, chart)], setCursor: [(u) => item.u && passesAt(item, u.cursor.idx)] },
-  }, [xs, xs.map(() => 0)], box);
-  passesAt(item, 0);
-  new ResizeObserver(() => {
-    const width = box.clientWidth;
-    if (width && width !== item.u.width) item.u.setSize({ width, height });
-  }).observe(box);
-  figure.addEventListener("keydown", (event) => keys(event, item));
-  charts.push(item);
-}
-
-/** The key of a timeline: the kinds of pass that it has. */
-function passKinds(chart) {
-  const kinds = { forward: "forward", backward: `backward${chart.recompute ? " (with recompute)" : ""}` };
-  if (chart.stages > 1) {
-    if (chart.slots.some((slot) => slot[6] > slot[5])) kinds.message = "message to the next stage";
-    kinds.bubble = "bubble";
-  }
-  const paler = chart.chunks > 1 ? [make("li", {}, "every second chunk is paler")] : [];
-  return make("ul", { class: "kinds" }, ...Object.entries(kinds).map(([kind, text]) =>
-    make("li", {}, make("span", { class: "box", "aria-hidden": "true", style: { background: `var(--${kind})` } }), text)), ...paler);
-}
-
-/** Draw what is between the edges of the x axis: passes with their micro batch, and messages. */
-function passes(u, chart) {
-  const { ctx } = u, { left, top, width, height } = u.bbox, { min, max } = u.scales.x;
-  const fills = Object.fromEntries(["forward", "backward", "message", "bubble"].map((kind) => [kind, colour(kind)]));
-  const x = (s) => u.valToPos(s, "x", true), row = Math.abs(u.valToPos(1, "y", true) - u.valToPos(0, "y", true));
-  const rect = (fill, stage, start, stop, alpha = 1) => {
-    ctx.globalAlpha = alpha;
-    ctx.fillStyle = fill;
-    const from = Math.round(x(start)), until = Math.max(from + 1, Math.round(x(stop)));  // the shortest is seen, too
-    ctx.fillRect(from, u.valToPos(stage, "y", true) - 0.4 * row, until - from, 0.8 * row);
-    ctx.globalAlpha = 1;
-  };
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(left, top, width, height);
-  ctx.clip();
-  if (chart.stages > 1) for (let stage = 0; stage < chart.stages; stage++) rect(fills.bubble, stage, min, max);
-  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.textAlign = "center";
-  ctx.textBaseline = "middle";
-  for (const [stage, kind, batch, chunk, start, end, sent] of chart.slots) {
-    if (sent < min || start > max) continue;
-    const pixels = x(end) - x(start), gap = pixels > 5 ? devicePixelRatio * (max - min) / width : 0;
-    rect(fills[kind], stage, start, end - gap, chunk % 2 ? 0.55 : 1);
-    if (sent > end) rect(fills.message, stage, end, sent);
-    const text = String(batch + 1);
-    if (row < 14 * devicePixelRatio || pixels < ctx.measureText(text).width + 4 * devicePixelRatio) continue;
-    ctx.fillStyle = "#000";
-    ctx.fillText(text, (x(start) + x(end)) / 2, u.valToPos(stage, "y", true));
-  }
-  ctx.restore();
-}
-
-/** What each stage does at a place of a timeline. */
-function passesAt(item, at) {
-  const { chart, u, list } = item, x = u.data[0][at ?? 0], texts = Array(chart.stages).fill("idle");
-  for (const [stage, kind, batch, , start, end, sent] of chart.slots) {
-    if (start <= x && x < sent) texts[stage] = x < end ? `${kind} ${batch + 1}` : "message";
-  }
-  const parts = texts.map((text, stage) => (chart.stages > 1 ? `stage ${stage}: ${text}` : text));
-  list.replaceChildren(...[item.unit(x), ...parts].map((text) => make("li", {}, text)));
-  return [item.unit(x), ...parts].join(", ");
+  $("announce").textContent = readout(item, item.at);
 }
 
 /** Every trial of a search as a line over its settings to its loss, the better the bolder. */
@@ -453,7 +361,6 @@ function draw() {
   keepPlace($("grid"), () => {
     $("grid").replaceChildren();
     data.charts.forEach(plot);
-    (data.timelines ?? []).forEach(timeline);
     (data.coordinates ?? []).forEach(coordinates);
     if (!$("grid").children.length) $("grid").append(make("p", {}, "No step is logged yet."));
   });
@@ -499,7 +406,7 @@ function stacks({ parts, rows, limit }) {
 }
 
 function card(section) {
-  return make("section", { class: section.stacks || (data.plan && section.table) ? "card wide" : "card", "aria-label": section.title });
+  return make("section", { class: section.stacks || (data.kind === "tuning" && section.table) ? "card wide" : "card", "aria-label": section.title });
 }
 
 function contents(section) {
@@ -532,7 +439,7 @@ function sectionsOf(run) {
 
 function runs() {
   cards($("comparison"), data.comparison ? [data.comparison] : []);
-  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : `The ${data.kind ?? (data.plan ? "plan" : "run")}`));
+  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : `The ${data.kind ?? "run"}`));
   put($("runs"), names, () => names.map((name) =>
     make("section", { class: "run" }, make("h2", {}, name), make("div", { class: "cards" }))));
   data.runs.forEach((run, at) => cards($("runs").children[at].lastChild, sectionsOf(run)));

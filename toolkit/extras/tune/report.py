@@ -179,7 +179,7 @@ def write_page(tuned: Tuned) -> None:
         _tiles(tuned, best),
         [*bars, table, {"title": "The fastest layout", "facts": facts}],
     )
-    kind = {"plan": True, "kind": "tuning", "made": "dmt tune --throughput", "timelines": []}
+    kind = {"kind": "tuning", "made": "dmt tune --throughput"}
     write(page | kind, tuned.page)
 
 

@@ -1,27 +1,31 @@
-"""Published measurements as workloads, layouts and clusters.
+"""Predicts published cases: `python benchmarks/published.py CASES.json --out RESULTS.json`.
 
-A case states a model, its hardware, layout and batch (docs: `dmt estimate --cases`). Fields
-that a source did not state get one default per engine, listed below; reported results are never
-read.
+A case states a model by its shape, its hardware, layout and batch; fields that a source did not
+state get one default per engine, below. What a case reports is never read. A result is {"id",
+"step_time_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "unsupported"}: the total
+of `memory_gib` is what the engine's own log shows, `unsupported` why there is no prediction.
 """
 
+import argparse
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.extras.published.formulas import EstimatorQuery
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import default_cluster, link, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.memory import peak_memory
+from toolkit.plan.cost.memory import peak_memory, stage_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
-from toolkit.plan.estimate import Setup
+from toolkit.plan.estimate import Setup, estimate, result
 from toolkit.text.units import GIB
 
+SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk if a source does not state the interleaving."""
 FAMILY = re.compile(r"gb\d{3}|b\d{3}|h\d{3}|a\d{3}|v\d{3}|mi\d{3}x", re.IGNORECASE)
@@ -30,6 +34,44 @@ NETWORK = re.compile(r"inter-node (\d+) gb/s per (\d+)-gpu node")
 BITS_PER_BYTE = 8
 _WIRE_BYTES = {"PURE": 2, "DEFAULT": 4}
 """Composer's mixed precision modes: what gradients are reduced in."""
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(("id", "step_time_s", "tokens_per_s_per_gpu", "mfu")),
+    "memory_gib": {},
+    **dict.fromkeys(("fits", "unsupported")),
+}
+
+
+def main() -> None:
+    """Predict every case of a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = [predict(case) for case in json.loads(arguments.cases.read_text("utf-8"))]
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    answered = sum(one["unsupported"] is None for one in results)
+    print(f"{answered} of {len(results)} cases answered in {arguments.out}")
+
+
+def predict(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of one case.
+
+    Memory is what the engine's own log shows, because that is what sources publish: torchtitan
+    the reserved memory of the worst rank, Megatron-LM the allocated memory, since flash
+    attention of the last rank only. Whether it fits is decided by the fullest rank's total.
+    """
+    case = Case(fields)
+    try:
+        setup = case.setup()
+    except PlanError as error:
+        return _EMPTY | {"id": fields["id"], "unsupported": str(error)}
+    found = estimate(setup)
+    memory, total = found.memory, found.memory.reserved
+    if case.by_megatron:
+        if not case.unfused:
+            memory = stage_memory(setup.workload, setup.layout, setup.layout.pp - 1)
+        total = memory.allocated
+    return _EMPTY | {"id": fields["id"]} | result(found, memory, total)
 
 
 class Case:
@@ -41,68 +83,23 @@ class Case:
         self._layout: Mapping[str, Any] = fields["layout"]
         self._batch: Mapping[str, Any] = fields.get("batch") or {}
         self._hardware: Mapping[str, Any] = fields["hardware"]
-        self._precision = str(fields.get("precision") or "bf16").lower()
-        self._attention = fields.get("attention_kernel")
         self._notes = str(fields.get("notes") or "").lower()
-
-    @property
-    def has_shape(self) -> bool:
-        """Whether the model's shape is stated, not only its number of parameters."""
-        keys = ("layers", "hidden", "heads", "vocab", "seq")
-        return all(self._model.get(key) is not None for key in keys)
-
-    @property
-    def parameters(self) -> float | None:
-        """The stated number of parameters."""
-        return self._model.get("params")
-
-    @property
-    def ranks(self) -> int:
-        """Accelerators of the run."""
-        return int(self._hardware["n_gpus"])
-
-    @property
-    def zero_stage(self) -> int:
-        """ZeRO stage; 0 where none is stated."""
-        return int(self._layout.get("zero_stage") or 0)
-
-    @property
-    def data_parallel(self) -> int:
-        """Data-parallel ranks: stated, or all that the other degrees leave."""
-        others = self._degree("tp") * self._degree("pp") * self._degree("cp")
-        return int(self._layout.get("dp") or self.ranks // others)
-
-    def _degree(self, name: str) -> int:
-        return int(self._layout.get(name) or 1)
-
-    @property
-    def offload(self) -> tuple[Placement, Placement]:
-        """Where optimizer states and parameters are kept."""
-        stated = str(self._layout.get("offload") or "none").lower()
-        place: Placement = "nvme" if "nvme" in stated else "cpu" if "cpu" in stated else "none"
-        return (
-            place if "optim" in stated else "none",
-            place if "param" in stated else "none",
-        )
-
-    @property
-    def estimator_query(self) -> EstimatorQuery | None:
-        """The inputs of DeepSpeed's estimator; None if no largest layer is stated."""
-        largest = self._model.get("largest_layer_params")
-        if largest is None or self.parameters is None:
-            return None
-        optimizer, parameters = self.offload
-        per_node = min(8, self.ranks)
-        return EstimatorQuery(
-            parameters=self.parameters,
-            largest_layer=largest,
-            stage=self.zero_stage,
-            nodes=self.ranks // per_node,
-            gpus_per_node=per_node,
-            offload_optimizer=optimizer != "none",
-            offload_parameters=parameters != "none",
-            zero_init=self._layout.get("zero_init") != 0,
-        )
+        self._mlp = str(self._model.get("mlp") or "gelu").lower()
+        self.unfused = fields.get("attention_kernel") == "unfused"
+        zero = int(self._layout.get("zero_stage") or 0)
+        self._composer = str(self._layout.get("fsdp_mp_mode") or "")
+        """llm-foundry's mixed precision mode; empty where another FSDP is used."""
+        self.by_megatron = not self._composer and zero < 2
+        """Megatron ran it; FSDP where gradients or parameters are sharded."""
+        self._zero = zero
+        # NeMo's recipes state only degrees and batch; Megatron-LM's rows state everything.
+        modern = self.by_megatron and not self.unfused
+        self._nemo = modern and self._layout.get("recompute") is None
+        precision = str(fields.get("precision") or "bf16").lower()
+        named: tuple[CostPrecision, ...] = ("bf16", "fp16")
+        self._dtype: CostPrecision = next((one for one in named if one in precision), "fp32")
+        if "fp8" in precision or "float8" in precision + self._notes:
+            self._dtype = "fp8"
 
     @property
     def gpu(self) -> str | None:
@@ -119,50 +116,45 @@ class Case:
         names = (f"{family[0]}-{size}{pcie}", f"{family[0]}{pcie}", family[0])
         return next((name for name in names if name in GPUS), None)
 
-    @property
-    def logs_last_rank(self) -> bool:
-        """Megatron-LM logs memory since flash attention; papers before computed theirs."""
-        return self.by_megatron and self._attention != "unfused"
-
-    @property
-    def by_megatron(self) -> bool:
-        """Megatron ran it (and logs what is allocated); FSDP where parameters are sharded."""
-        return not self._fsdp_mode and self.zero_stage < 2
-
     def setup(self) -> Setup:
-        """The case as a setup. Raises PlanError for hardware that the catalogue lacks."""
+        """The case as a setup. Raises PlanError for hardware that the catalogue lacks, and for
+        a model of which only the number of parameters is known."""
+        if any(self._model.get(key) is None for key in SHAPE):
+            raise PlanError("model: its shape is not stated", fix=f"state {', '.join(SHAPE)}")
         if self.gpu is None:
             raise PlanError(
                 f"hardware.gpu: {self._hardware['gpu']!r} is not in the catalogue",
                 fix=f"use one of {', '.join(GPUS)}",
             )
-        per_node = min(self.ranks, usual_gpus_per_node(self.gpu))
-        cluster = default_cluster(ceil(self.ranks / per_node), per_node, self.gpu)
+        ranks = int(self._hardware["n_gpus"])
+        per_node = min(ranks, usual_gpus_per_node(self.gpu))
+        cluster = default_cluster(ceil(ranks / per_node), per_node, self.gpu)
         if network := NETWORK.search(self._notes):
             gigabytes = int(network[1]) / BITS_PER_BYTE / int(network[2])
             cluster = replace(cluster, network=link(cluster.network.kind, gigabytes))
-        return self._with_recompute(Setup(self._workload(), self._plain_layout(), cluster))
+        return self._with_recompute(Setup(self._workload(), self._plain_layout(ranks), cluster))
 
     def _workload(self) -> Workload:
         """The workload; defaults are the same for all rows of an engine."""
-        megatron = self.by_megatron
-        composer = self._fsdp_mode != ""
+        megatron, composer = self.by_megatron, self._composer != ""
         # Before flash attention, Megatron reduced gradients after the backward pass.
-        early = megatron and self._attention == "unfused"
-        recompute = str(self._layout.get("recompute"))
+        early = megatron and self.unfused
+        # Megatron-LM reduces in the precision of its buffer, which with fp16 was 16 bits; NeMo
+        # sums and reduces in bf16 (bf16_mixed, grad_reduce_in_fp32=False).
+        reduced = 2 if self._nemo or (megatron and self._dtype == "fp16") else None
         return Workload(
             spec=self._spec(),
             sequence_length=int(self._model["seq"]),
-            precision=self._dtype(),
+            precision=self._dtype,
             engine="megatron" if megatron else "fsdp",
             model="megatron" if megatron else "hf",
-            attention="unfused" if self._attention == "unfused" else "fused",
+            attention="unfused" if self.unfused else "fused",
             # Composer (llm-foundry) came before FlashAttention-2, and ran single operators;
             # FSDP2 (torchtitan) is compiled where the source does not say eager.
             flash_version=1 if composer else 2,
             fused_elementwise=not (composer or "eager" in self._notes),
-            recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
-            reduce_bytes=self._reduce_bytes,
+            recomputed_layers=0.5 if self._every_other_layer else 1.0,
+            reduce_bytes=reduced or _WIRE_BYTES.get(self._composer),
             gradient_bytes=2 if self._nemo else None,
             tensor_overlap=self._tensor_overlap(early),
             pipeline_overlap=not early,
@@ -172,27 +164,6 @@ class Case:
             # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
             fused_loss=composer,
         )
-
-    @property
-    def _reduce_bytes(self) -> float | None:
-        """Megatron-LM reduces in the precision of its buffer, which with fp16 was 16 bits."""
-        if self._nemo or (self.by_megatron and self._dtype() == "fp16"):
-            return 2
-        return _WIRE_BYTES.get(self._fsdp_mode)
-
-    @property
-    def _nemo(self) -> bool:
-        """NeMo's recipes state only degrees and batch; Megatron-LM's rows state everything.
-
-        NeMo sums and reduces gradients in bf16 (bf16_mixed, grad_reduce_in_fp32=False).
-        """
-        modern = self.by_megatron and self._attention != "unfused"
-        return modern and self._layout.get("recompute") is None
-
-    @property
-    def _fsdp_mode(self) -> str:
-        """Composer's mixed precision mode; empty where another FSDP is used."""
-        return str(self._layout.get("fsdp_mp_mode") or "")
 
     def _tensor_overlap(self, early: bool) -> TensorOverlap:
         """Megatron had no overlap before sequence parallel, then in the backward pass; with
@@ -206,17 +177,6 @@ class Case:
             return "backward" if early else "all"
         return "none" if early else "backward"
 
-    @property
-    def _mlp(self) -> str:
-        return str(self._model.get("mlp") or "gelu").lower()
-
-    def _dtype(self) -> CostPrecision:
-        if "fp8" in self._precision or "float8" in self._precision + self._notes:
-            return "fp8"
-        if "bf16" in self._precision:
-            return "bf16"
-        return "fp16" if "fp16" in self._precision else "fp32"
-
     def _spec(self) -> ModelSpec:
         """GELU models as GPT-2 has them (biases, LayerNorm, learned positions, tied head),
         gated ones as Llama has them, squared ReLU as Nemotron: Llama with LayerNorm.
@@ -226,8 +186,6 @@ class Case:
         ffn = int(model.get("ffn") or 4 * hidden)
         experts = int(_first(model, "experts", "num_experts") or 0)
         tied = model.get("tied")
-        if tied is None:
-            tied = plain and not model.get("untied")
         return ModelSpec(
             family="published",
             layers=layers,
@@ -238,7 +196,7 @@ class Case:
             intermediate=ffn,
             vocab=int(model["vocab"]),
             max_positions=int(model["seq"]),
-            tied_embeddings=bool(tied),
+            tied_embeddings=plain and not model.get("untied") if tied is None else bool(tied),
             experts=experts,
             experts_per_token=int(_first(model, "experts_per_token", "topk", "top_k") or 0),
             expert_intermediate=int(_first(model, "expert_ffn", "moe_ffn") or ffn),
@@ -251,9 +209,10 @@ class Case:
             layer_norm="glu" not in self._mlp,
         )
 
-    def _plain_layout(self) -> Layout:
+    def _plain_layout(self, ranks: int) -> Layout:
         """The layout without recompute, and one micro batch of 1 where none is stated."""
-        dp, tp, pp = self.data_parallel, self._degree("tp"), self._degree("pp")
+        tp, pp, cp, ep = (int(self._layout.get(one) or 1) for one in ("tp", "pp", "cp", "ep"))
+        dp = int(self._layout.get("dp") or ranks // (tp * pp * cp))
         micro = int(self._batch.get("micro") or 1)
         accumulation = ceil(int(self._batch.get("global") or micro * dp) / (micro * dp))
         if not self.by_megatron and micro % pp == 0 and accumulation < pp:
@@ -261,21 +220,24 @@ class Case:
             micro, accumulation = micro // pp, accumulation * pp
         sequence = self._layout.get("sp")
         if sequence is None:
-            sequence = tp > 1 and self._attention != "unfused"
-        optimizer, parameters = self.offload
+            sequence = tp > 1 and not self.unfused
+        offload = str(self._layout.get("offload") or "none").lower()
+        place: Placement = (
+            "nvme" if "nvme" in offload else "cpu" if "cpu" in offload else "none"
+        )
         return Layout(
             dp=dp,
             tp=tp,
             pp=pp,
             vpp=self._chunks(pp),
-            cp=self._degree("cp"),
+            cp=cp,
             # Transformer Engine's default (`cp_comm_type`: p2p) is a ring.
             exchange="all_gather" if "all-gather" in self._notes else "ring",
-            ep=self._degree("ep"),
+            ep=ep,
             sequence_parallel=bool(sequence),
-            zero_stage=self.zero_stage,  # type: ignore[arg-type]
-            offload_optimizer=optimizer,
-            offload_parameters=parameters,
+            zero_stage=self._zero,  # type: ignore[arg-type]
+            offload_optimizer=place if "optim" in offload else "none",
+            offload_parameters=place if "param" in offload else "none",
             micro_batch=micro,
             gradient_accumulation=accumulation,
         )
@@ -283,11 +245,13 @@ class Case:
     def _chunks(self, pp: int) -> int:
         """Stated, or Megatron's interleaving down to two layers."""
         stated = self._layout.get("vpp")
-        if stated is not None or pp == 1:
+        if stated is not None or pp == 1 or not self.by_megatron or self.unfused:
             return int(stated or 1)
-        if not self.by_megatron or self._attention == "unfused":
-            return 1
         return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
+
+    @property
+    def _every_other_layer(self) -> bool:
+        return "every other layer" in str(self._layout.get("recompute")).lower()
 
     def _with_recompute(self, setup: Setup) -> Setup:
         """The stated recompute; otherwise none, or the least with which the allocations fit on
@@ -295,8 +259,8 @@ class Case:
         stated = self._layout.get("recompute")
         choices: tuple[Recompute, ...] = ("none", "selective", "full")
         if stated is not None:
-            word = str(stated).lower()
-            named = "full" if "every other layer" in word else word.split("(")[0]
+            word = str(stated).lower().split("(")[0]
+            named = "full" if self._every_other_layer else word
             choices = tuple(one for one in choices if one == named)
             if not choices:
                 raise PlanError(
@@ -315,3 +279,7 @@ class Case:
 def _first(fields: Mapping[str, Any], *names: str) -> Any:
     """The first of these fields that is stated: sources name them differently."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+if __name__ == "__main__":
+    main()
