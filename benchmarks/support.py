@@ -125,7 +125,6 @@ LAYOUT_ROWS = [
     in_parallel("data parallel alone", zero={"stage": 0}),
     *(in_parallel(f"ZeRO {stage}", zero={"stage": stage}) for stage in (1, 2, 3)),
     in_parallel("copies of shards (`replicate`)", replicate=2),
-    in_parallel("second copy of shards (`hpz`)", zero={"hpz": 2}),
     in_parallel("tensor", tensor=2),
     in_parallel("tensor + sequence", tensor=2, sequence=True),
     in_parallel("pipeline", pipeline=2),
@@ -179,9 +178,6 @@ PRECISION_ROWS = [
     uncompared("bf16", {}, "losses bf16"),
     uncompared("fp16", {"training": {"precision": "fp16"}}),
     uncompared("fp8", {"fp8": {}}, "losses fp8"),
-    uncompared(
-        "AdamW's states in bf16", {"parallel": {"zero": {"bf16_optimizer_states": True}}}
-    ),
 ]
 _OF_MEGATRON = "megatron-core's fused SwiGLU"
 KERNEL_ROWS = [

@@ -57,8 +57,6 @@ class Layout:
     zero_stage: Stage = 0
     replicate: int = 1
     """Number of replicas of the sharded model (FSDP2's hybrid sharding); it divides dp · cp."""
-    hpz: int = 1
-    """Number of ranks over which a second copy of the weights is sharded (ZeRO++); 1: none."""
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"

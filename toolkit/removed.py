@@ -21,6 +21,17 @@ SETTINGS: dict[str, str] = {
     "data.stages.sequence_length": "train each length as a run of its own: the second with its "
     "training.sequence_length, `model.init: checkpoint` and `model.checkpoint: FOLDER`, a "
     "checkpoint of the first",
+    **{
+        f"parallel.zero.{key}": f"write {name} in a DeepSpeed file, and its path in "
+        "parallel.zero.config"
+        for key, name in {
+            "hpz": "zero_optimization.zero_hpz_partition_size",
+            "quantized_weights": "zero_optimization.zero_quantized_weights",
+            "quantized_gradients": "zero_optimization.zero_quantized_gradients",
+            "bf16_optimizer_states": "bf16.bf16_optimizer_states and "
+            "bf16.bf16_master_weights_and_grads",
+        }.items()
+    },
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
@@ -28,7 +39,13 @@ SETTINGS: dict[str, str] = {
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
 
-DEFAULTS: dict[str, object] = {"data.remote_cache_gib": 50.0}
+DEFAULTS: dict[str, object] = {
+    "data.remote_cache_gib": 50.0,
+    "parallel.zero.hpz": 1,
+    "parallel.zero.quantized_weights": False,
+    "parallel.zero.quantized_gradients": False,
+    "parallel.zero.bf16_optimizer_states": False,
+}
 """Of removed settings, where it was not null."""
 
 COMMANDS: dict[str, str] = {

@@ -64,7 +64,6 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
         4, {"engine": "deepspeed", "model": "hf", "tensor": 2, "zero": {"stage": 3}},
     ),
     "fsdp3-replicated": (4, {"engine": "fsdp", "replicate": 2, "zero": {"stage": 3}}),
-    "zero3-hpz2": (4, {"engine": "deepspeed", "zero": {"stage": 3, "hpz": 2}}),
 }  # fmt: skip
 """By name, the number of processes and `parallel`."""
 

@@ -77,7 +77,6 @@ def test_adapters_are_split_like_their_base() -> None:
         ),
         ({"offload": "cpu"}, "parallel.zero.offload_optimizer", "no test runs it"),
         ({"kernels": {"compile": "layers"}}, "kernels.compile", "no test runs it"),
-        ({"zero": {"hpz": 2}, "stage": 3}, "parallel.zero.hpz", "no test runs it"),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], key: str, words: str) -> None:

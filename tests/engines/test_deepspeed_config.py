@@ -23,7 +23,6 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.features.base import FEATURES
 from toolkit.layout import Layout
 from toolkit.recipe.schema import OptimizerSection
 
@@ -31,12 +30,6 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
 OPTIMIZER = OptimizerSection(
     learning_rate=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0
 )
-
-
-def zero_plus(**settings: int) -> dict[str, object]:
-    """DeepSpeed's settings of ZeRO++: its defaults, and these."""
-    found = {"hpz_partition_size": 1, "quantized_weights": False, "quantized_gradients": False}
-    return {f"zero_optimization.zero_{key}": v for key, v in (found | settings).items()}
 
 
 CASES: dict[str, DeepSpeedRequest] = {
@@ -71,24 +64,8 @@ CASES: dict[str, DeepSpeedRequest] = {
         OPTIMIZER,
         nvme_path="/nvme",
     ),
+    "zeropp": DeepSpeedRequest(Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"),
 }
-ZERO_PLUS = {
-    "zeropp": DeepSpeedRequest(
-        Layout(dp=16, zero_stage=3, hpz=8),
-        "bf16",
-        OPTIMIZER,
-        config="zeropp",
-        features=zero_plus(hpz_partition_size=8, quantized_weights=True),
-    ),
-    "zero3-hpz-fp16": DeepSpeedRequest(
-        Layout(dp=16, zero_stage=3, hpz=4),
-        "fp16",
-        OPTIMIZER,
-        features=zero_plus(hpz_partition_size=4, quantized_gradients=True),
-    ),
-}
-if "zero_plus" in FEATURES.names:
-    CASES |= ZERO_PLUS
 LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
 
 
@@ -117,7 +94,7 @@ def test_golden(name: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.json")} == {*CASES, *ZERO_PLUS}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {*CASES}
 
 
 READ_ALL = """
@@ -204,7 +181,9 @@ def test_deepspeed_reads_what_the_recipe_says(name: str, as_read: dict[str, Any]
     assert read["nvme"] == [
         "/nvme" if place == "nvme" else "None" for place in placed if place != "none"
     ]
-    assert read["zeropp"] == [request.features.get(key, v) for key, v in zero_plus().items()]
+    assert read["zeropp"] == (
+        [8, True, False] if request.config == "zeropp" else [1, False, False]
+    )
     assert read["bucket"] == (100_000_000 if layout.zero_stage else 500_000_000)
 
 
@@ -272,7 +251,14 @@ def test_a_value_that_disagrees_names_both_places(tmp_path: Path) -> None:
         ({"optimizer": {"params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode"),
         ({"optimizer": {"params": {"max_grad_norm": 1}}}, "optimizer.params.max_grad_norm"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 3}},
+            "zero_optimization.zero_hpz_partition_size",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
         (

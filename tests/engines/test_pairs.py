@@ -49,7 +49,7 @@ FOUR = {
         "megatron-tp4",
     ],
     "of experts": ["megatron-tp2-ep2", "megatron-dp4-ep2-distopt"],
-    "of transformers": ["fsdp3-replicated", "zero3-hpz2", "tp2-zero3"],
+    "of transformers": ["fsdp3-replicated", "tp2-zero3"],
 }
 """Layouts of four processes that share the features: theirs by twos are among `TWO`."""
 

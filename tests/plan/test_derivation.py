@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "fsdp 2": ("fsdp", Layout(dp=16, zero_stage=2, gradient_accumulation=4, loss="chunked")),
     "replicas": ("fsdp", Layout(dp=16, zero_stage=3, replicate=2)),
     "deepspeed 1": ("deepspeed", Layout(dp=16, zero_stage=1, gradient_accumulation=2)),
-    "second copy": ("deepspeed", Layout(dp=16, zero_stage=3, hpz=8)),
     "cpu": ("deepspeed", Layout(dp=16, zero_stage=2, offload_optimizer="cpu")),
     "nvme": ("deepspeed", Layout(
         dp=16, zero_stage=3, offload_optimizer="nvme", offload_parameters="cpu")),

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import ROOT
 from tests.targets.conftest import TINY, Planned
 from toolkit.backend import BACKENDS
-from toolkit.engines.deepspeed.config import ABSENT, OWNED
+from toolkit.engines.deepspeed.config import OWNED
 from toolkit.targets import against, places_in
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
@@ -69,7 +69,6 @@ OTHERWISE = {
     "optimizer.params.eps": 0.1,
     "optimizer.params.weight_decay": 0.7,
     "zero_optimization.stage": 1,
-    **{key: 2 if default == 1 else True for key, default in ABSENT.items()},
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.nvme_path": "/fast",
     "zero_optimization.offload_param.device": "nvme",

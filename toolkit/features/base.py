@@ -88,11 +88,6 @@ class Feature:
     bounds: tuple[float, float] | None = None
     """Relative differences of loss and gradient norm from fp32 that a small model with the
     defaults may have, which `dmt doctor --selftest` then trains; None: not tried."""
-    deepspeed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-    """By DeepSpeed's dotted name of a setting: the key that decides it, and DeepSpeed's
-    default."""
-    presets: tuple[str, ...] = ()
-    """Files of `ds_configs/` that turn it on."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, and the module of each."""
     excludes: frozenset[str] = frozenset()
@@ -151,8 +146,6 @@ FEATURES: Registry[Feature] = Registry(
     "dmt.features",
     {
         "fp8": "toolkit.features.fp8:FEATURE",
-        "bf16_states": "toolkit.features.bf16_states:FEATURE",
-        "zero_plus": "toolkit.features.zero_plus:FEATURE",
         "outer": "toolkit.extras.outer:FEATURE",
     },
 )

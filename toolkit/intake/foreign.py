@@ -201,8 +201,7 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 _NO_RL = "this release trains on given answers only: write dpo or orpo, with preferences"
 _PACKS = "write greedy for chats, best_fit for documents"
 _NO_ONE_BIT = (
-    "DeepSpeed 0.19 has no 1-bit optimizers: write adamw; parallel.zero.quantized_gradients "
-    "and parallel.outer send fewer bytes"
+    "DeepSpeed 0.19 has no 1-bit optimizers: write adamw; parallel.outer sends fewer bytes"
 )
 _ONE_BIT = "onebitadam onebit_adam zerooneadam zero_one_adam onebitlamb onebit_lamb"
 

@@ -286,16 +286,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         scaled=_replicated,
     ),
     Dimension(
-        "hpz",
-        "parallel.zero.hpz",
-        "hpz",
-        "hpz{}".format,
-        title="second copy over",
-        shown="{}",
-        parts=is_above_one,
-        scaled=_replicated,
-    ),
-    Dimension(
         "offload_optimizer",
         "parallel.zero.offload_optimizer",
         "offload of the optimizer",
@@ -541,11 +531,10 @@ def scaled_down(layout: Layout, processes: int) -> Layout:
     # Experts are spread over data-parallel ranks, so those come earlier where there are any.
     order = ("tp", "cp", "dp", "pp") if layout.ep > 1 else ("tp", "cp", "pp", "dp")
     small, room = {"ep": smallest_factor(layout.ep)}, processes
-    replicated = layout.replicate > 1 or layout.hpz > 1
     for name in order:
         # 2 data-parallel ranks suffice, except if experts are sharded over more, or shards or
         # weights are replicated.
-        most = max(2, small["ep"], 4 if replicated else 0)
+        most = max(2, small["ep"], 4 if layout.replicate > 1 else 0)
         degree = (
             min(layout.dp, most) if name == "dp" else smallest_factor(getattr(layout, name))
         )

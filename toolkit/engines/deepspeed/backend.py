@@ -7,13 +7,13 @@ from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.deepspeed import autotp, autotp_rules, ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
+    HPZ,
+    LESS_EXACT,
     REQUIRED,
     DeepSpeedRequest,
     communication_bytes,
-    features_of,
     offload_of,
     open_config,
-    owned_by_features,
     render,
     stage_of,
 )
@@ -29,6 +29,7 @@ from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import known
 from toolkit.recipe.schema import Recipe, ZeroSection
+from toolkit.text.dotted import get
 
 BUCKET = 1e8
 """Elements of the reduce and all-gather buckets of `ds_configs`."""
@@ -140,7 +141,7 @@ class DeepSpeedCost(EngineCost):
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
-        weights, and their second copy; one data-parallel rank gathers those that are offloaded.
+        weights; one data-parallel rank gathers those that are offloaded.
         Stage 1 keeps a micro batch's gradients until the next one's; if the optimizer is
         offloaded, it has an fp32 bucket, and stages 1 and 2 room for the largest gradient."""
         stage, trained, ranks = layout.zero_stage, share.trained, layout.dp * layout.cp
@@ -152,8 +153,7 @@ class DeepSpeedCost(EngineCost):
             loaded = width * min(LIVE_PARAMETERS, share.parameters)
             if ranks == 1:
                 return FP32_BYTES * BUCKET + loaded * (layout.offload_parameters != "none")
-            copy = width * share.parameters / layout.hpz if layout.hpz > 1 else 0.0
-            return FP32_BYTES * BUCKET + cast + loaded + copy
+            return FP32_BYTES * BUCKET + cast + loaded
         if layout.offload_optimizer != "none":
             room = width * trained.output
             if stage == 1:
@@ -214,7 +214,7 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            degrees={"hpz": ANY, "tensor": ANY, "expert": ANY, "context": ANY},
+            degrees={"tensor": ANY, "expert": ANY, "context": ANY},
             asked=frozenset(("tensor", "expert")),
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
@@ -286,8 +286,6 @@ class DeepSpeedBackend(Backend):
                 update["offload_optimizer"] = optimizer
             if zero.offload_parameters == "auto" and parameters is not None:
                 update["offload_parameters"] = parameters
-            stated = features_of(file)
-            update |= {k: v for k, v in stated.items() if getattr(zero, k) is None}
         return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
 
     def reduce_bytes(self, zero: ZeroSection) -> float | None:
@@ -306,7 +304,6 @@ class DeepSpeedBackend(Backend):
             zero.config,
             zero.extra or {},
             first_loss_scale(precision),
-            owned_by_features(recipe),
             layout.tp if recipe.parallel.model == "hf" else 1,
         )
         rendered: dict[str, Any] = render(request)
@@ -371,10 +368,16 @@ class DeepSpeedBackend(Backend):
     def approximations(
         self, plan: Plan, precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """AdamW on the CPU, and rounding for communication.
+        """AdamW on the CPU, what the file rounds, and rounding for communication.
 
         `data_types.grad_accum_dtype` only applies to each rank's own sum.
         """
+        yield from (LESS_EXACT[key] for key in LESS_EXACT if get(config, key))
+        if (get(config, HPZ) or 1) > 1:
+            yield (
+                "planned memory",
+                f"without the second copy of the weights that {HPZ} keeps",
+            )
         if plan.layout.offload_optimizer != "none":
             yield (
                 "offloaded AdamW",

@@ -11,19 +11,17 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import GONE, KNOWN_KEYS, REMOVED
-from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
+from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.features.base import FEATURES
 from toolkit.intake.foreign import later_value
 from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.recipe.schema import OptimizerSection, Recipe
+from toolkit.recipe.schema import OptimizerSection
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
@@ -46,11 +44,6 @@ DEFAULTS: Mapping[str, object] = {
 }
 """Written if the file does not state them."""
 
-_OF_FEATURES: Mapping[str, str] = {
-    name: f"{feature.inside}.{key}"
-    for feature in FEATURES.values()
-    for name, (key, _) in feature.deepspeed.items()
-}
 OWNED: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -69,7 +62,6 @@ OWNED: Mapping[str, str] = {
     f"{AUTOEP}.enabled": "parallel.expert",
     f"{AUTOEP}.autoep_size": "parallel.expert",
     f"{ZERO}.stage": "parallel.zero.stage",
-    **_OF_FEATURES,
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
     f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
     f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
@@ -77,21 +69,12 @@ OWNED: Mapping[str, str] = {
 }
 """Settings that the recipe decides, and the recipe key of each."""
 
-ABSENT: Mapping[str, object] = {
-    name: default
-    for feature in FEATURES.values()
-    for name, (_, default) in feature.deepspeed.items()
-}
-"""Settings of `OWNED` that features decide, and DeepSpeed's default of each."""
-
-_DEFAULTS = {**ABSENT, AUTOTP: 1, f"{AUTOEP}.enabled": False, f"{AUTOEP}.autoep_size": 1}
+_DEFAULTS = {AUTOTP: 1, f"{AUTOEP}.enabled": False, f"{AUTOEP}.autoep_size": 1}
 """Settings of `OWNED` that are not written if their value is DeepSpeed's default."""
 
-_FIXED: Mapping[str, object] = {
+REQUIRED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
     "gradient_allreduce_op": "mean",
-    "bf16.bf16_master_weights_and_grads": False,
-    "bf16.bf16_optimizer_states": False,
     "bf16.check_grad_overflow": True,
     f"{ZERO}.compute_grad_norm": True,
     "fp16.fp16_master_weights_and_grads": False,
@@ -99,10 +82,23 @@ _FIXED: Mapping[str, object] = {
     "data_efficiency.enabled": False,
     "use_data_before_expert_parallelism": False,
 }
-REQUIRED = {key: value for key, value in _FIXED.items() if key not in ABSENT}
 """The only values that keep the loss equal under every layout (AdamW with fp32 master
 weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
 out of the weights."""
+
+HPZ = f"{ZERO}.zero_hpz_partition_size"
+QUANTIZED_GRADIENTS = f"{ZERO}.zero_quantized_gradients"
+LESS_EXACT: Mapping[str, tuple[str, str]] = {
+    f"{ZERO}.zero_quantized_weights": ("gathered weights", "sent in blocks of 8 bits"),
+    QUANTIZED_GRADIENTS: ("gradient reduction", "in blocks of 4 bits between nodes"),
+    "bf16.bf16_master_weights_and_grads": (
+        "AdamW",
+        "weights are updated in bf16: a change by less than 1/512 may be lost",
+    ),
+    "bf16.bf16_optimizer_states": ("moments", "kept in bf16"),
+}
+"""Switches of a DeepSpeed file that are handed over although they round more than the
+recipe's precision: what they apply to, and how it is rounded."""
 
 _NOT_RUN: Mapping[str, str] = {
     f"{ZERO}.zenflow": "ZenFlow permutes the initial weights, updates some of them after every "
@@ -145,8 +141,6 @@ class DeepSpeedRequest:
     """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
     """The plan's initial loss scale, a power of two; None unless fp16."""
-    features: Mapping[str, object] = field(default_factory=lambda: ABSENT)
-    """Values of the settings of `ABSENT`, which features decide."""
     tensor: int = 1
     """Ranks over which AutoTP splits a transformers model."""
 
@@ -170,6 +164,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
         *_not_ours_to_run(file, request.optimizer),
         *_unfilled(file, owned),
         *_missing_folder(file, request),
+        *_misread(file, request),
     ]
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
@@ -237,32 +232,6 @@ def communication_bytes(file: JsonFile) -> int | None:
     return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(_stated(file, "communication_data_type")))
 
 
-def owned_by_features(recipe: Recipe) -> dict[str, object]:
-    """The values of `ABSENT` that a recipe states, or DeepSpeed's defaults."""
-    stated = {key: attrgetter(OWNED[key])(recipe) for key in ABSENT}
-    return {key: ABSENT[key] if value is None else value for key, value in stated.items()}
-
-
-def features_of(file: JsonFile) -> dict[str, int | bool]:
-    """Settings of features in a config, by the recipe's names.
-
-    Raises RecipeError for a value of the wrong type.
-    """
-    found: dict[str, int | bool] = {}
-    decided = {OWNED[key] for key in ABSENT if _stated(file, key) is not None}
-    for key, default in ABSENT.items():
-        if OWNED[key] not in decided:
-            continue
-        stated = _stated(file, key)
-        value = default if stated is None else stated
-        if not isinstance(value, int) or type(value) is not type(default):
-            kind = "an integer ≥ 1" if default == 1 else "true or false"
-            raise RecipeError([file.problem(key, value, kind)])
-        name = OWNED[key].rpartition(".")[2]
-        found[name] = min(value, found.get(name, value))  # of two settings, both must be on
-    return found
-
-
 def _device(file: JsonFile, block: str) -> Placement | None:
     device = _stated(file, f"{block}.device")
     if device is None or device in get_args(Placement):
@@ -293,7 +262,6 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         f"{AUTOEP}.enabled": layout.ep > 1,
         f"{AUTOEP}.autoep_size": layout.ep,
         f"{ZERO}.stage": layout.zero_stage,
-        **request.features,
     }
     if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
@@ -327,7 +295,7 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
         # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
         settings["data_types.grad_accum_dtype"] = "fp32"
     fp32 = sends_fp32(request.precision, request.layout.zero_stage)
-    if fp32 and not request.features.get(f"{ZERO}.zero_quantized_gradients"):
+    if fp32 and not _stated(file, QUANTIZED_GRADIENTS):
         # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
         # those.
         settings["communication_data_type"] = "fp32"
@@ -372,9 +340,8 @@ def _disagreements(
     file: JsonFile, owned: Mapping[str, object], required: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
-    preset = file.path.parent == FOLDER  # of which some values are only defaults
     for key, value in owned.items():
-        found = None if preset and key in ABSENT else _stated(file, key)
+        found = _stated(file, key)
         if found is not None and value is not None and not same(found, value):
             allowed = f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"'
             fix = later_value(OWNED[key], found) or (
@@ -439,6 +406,21 @@ def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Probl
                 "set parallel.zero.nvme_path",
             )
             return
+
+
+def _misread(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
+    """ZeRO++ that DeepSpeed would compute wrongly or stop at.
+
+    csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads the bits of gradients as fp16.
+    """
+    if _stated(file, QUANTIZED_GRADIENTS) and request.precision != "fp16":
+        allowed = "training.precision: fp16: DeepSpeed reads the bits of all gradients as fp16"
+        yield file.problem(QUANTIZED_GRADIENTS, True, allowed, "delete it")
+    group, ranks = _stated(file, HPZ), request.layout.dp * request.layout.cp
+    if group is not None and (type(group) is not int or group < 1 or ranks % group):
+        yield file.problem(
+            HPZ, group, f"a divisor of the {ranks} data-parallel ranks", "change or delete it"
+        )
 
 
 def _stated(file: JsonFile, key: str) -> object:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from toolkit.features.base import FEATURES
 from toolkit.layout import Layout
 
 FOLDER = (Path(__file__).parents[2] / "ds_configs").resolve()
@@ -17,7 +16,7 @@ PRESETS = (
     "zero2_offload",
     "zero3_offload",
     "zero3_nvme",
-    *(preset for feature in FEATURES.values() for preset in feature.presets),
+    "zeropp",
 )
 """Names of the shipped presets."""
 

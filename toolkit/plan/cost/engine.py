@@ -49,7 +49,7 @@ class EngineCost:
         both = 2 * (layout.replicate > 1)  # of the shards, and of their copies
         split = (layout.tp > 1) * (1 + (layout.dp * layout.cp > 1))
         context = (layout.cp > 1) * (1 + (layout.exchange == "ulysses_ring"))
-        return (layout.world > 1) + both + split + context + (layout.hpz > 1)
+        return (layout.world > 1) + both + split + context
 
     def builds_whole(self, model: ModelName, layout: Layout) -> bool:
         """Whether a tensor-parallel rank's model is completely on the device before it is

@@ -267,8 +267,6 @@ def state_bytes(workload: Workload) -> StateBytes:
     """
     if workload.precision == "fp32" or workload.cost.fp32_states:
         return _FP32_STATES
-    if workload.optimizer_bytes is not None:
-        return _MIXED_STATES._replace(optimizer=workload.optimizer_bytes)
     return _HALF_SUMS if workload.gradient_bytes == 2 else _MIXED_STATES
 
 

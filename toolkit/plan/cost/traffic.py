@@ -291,14 +291,11 @@ def _sharded(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> DataTraffic:
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
-    pass, one ahead, and gradients reduced. With a second copy of the weights, all passes except
-    the first gather from it (ZeRO++, arXiv:2306.10209, section 3.2)."""
+    pass, one ahead, and gradients reduced."""
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
-    weights = (place.workload.gather_bytes or place.workload.width) * share.parameters / layers
-    first = gather = Collectives("all_gather", ring, weights, layers)
-    if layout.hpz > 1:
-        gather = first._replace(group=place.group(layout.hpz, 1))
+    weights = place.workload.width * share.parameters / layers
+    gather = Collectives("all_gather", ring, weights, layers)
     size = reduce_bytes(place.workload) * share.trained.parameters
     reduce = Collectives("reduce_scatter", ring, size / layers, layers)
     slowed = place.efficiency[place.workload.cost.overlap]
@@ -307,8 +304,7 @@ def _sharded(
     back = Overlapped((gather, reduce), backward_s, slowed)
     return DataTraffic(
         {
-            "first": Overlapped((first,), forward_s, slowed),
-            "forward": Overlapped((gather,), forward_s, slowed, steps - 1),
+            "forward": Overlapped((gather,), forward_s, slowed, steps),
             "backward": back._replace(times=steps * again),
         },
         {"backward": back._replace(times=steps * (1 - again))},

@@ -56,8 +56,6 @@ class Workload:
     """A dense MLP computes some positions at a time, and again in the backward pass."""
     reduce_bytes: float | None = None
     """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
-    gather_bytes: float | None = None
-    """Bytes per element of gathered weights in communication; None: those of the precision."""
     tensor_overlap: TensorOverlap = "backward"
     """Collectives of tensor and sequence parallel that overlap with matrix products. backward:
     with the gradients of the weights (Megatron since 2022); all: also cut into pieces next to
@@ -80,9 +78,6 @@ class Workload:
     which also computes the masked scores."""
     cudnn: bool = False
     """Attention uses cuDNN's kernel, as in Transformer Engine."""
-    optimizer_bytes: float | None = None
-    """Bytes per parameter of the optimizer's states in 16 bits; None: 12, an fp32 weight and
-    two moments."""
     updates: OwnerUpdates | None = None
     """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
