@@ -45,8 +45,6 @@ class Support:
     """Among equally fast pairs that a recipe leaves open, the lowest is chosen."""
     degrees: Mapping[str, int] = field(default_factory=dict)
     """Largest degrees, by the recipe's names: `tensor`, …; 1 where one is missing."""
-    asked: frozenset[str] = frozenset()
-    """Degrees that it has only if the recipe states them and `parallel.model`."""
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
     zero_stages: tuple[Stage, ...] = (0,)
@@ -72,10 +70,6 @@ class Support:
 
     def largest(self, degree: str) -> int:
         return self.degrees.get(degree, 1)
-
-    def largest_open(self, degree: str) -> int:
-        """The largest that `auto` may choose."""
-        return 1 if degree in self.asked else self.largest(degree)
 
 
 class Rehearsed(NamedTuple):

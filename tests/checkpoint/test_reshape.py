@@ -42,7 +42,6 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
         2,
         zero(1, parallel={"model": "megatron", "tensor": 2}),
     ),
-    "autotp2": (2, zero(2, parallel={"model": "hf", "tensor": 2})),
     "tp2-pp2": (4, megatron(tensor=2, pipeline=2)),
     "tp2-cp2": (4, megatron(tensor=2, context=2)),
 }
@@ -55,10 +54,6 @@ SOME = {
 MOE: dict[str, tuple[int, Case]] = {
     "ddp-2": (2, Case("ddp", 2, family=MIXTRAL)),
     "zero3-2": (2, Case("deepspeed", 2, stage=3, family=MIXTRAL)),
-    "autoep2": (
-        2,
-        Case("deepspeed", 2, 2, family=MIXTRAL, parallel={"model": "hf", "expert": 2}),
-    ),
     "ep2": (2, megatron(expert=2, family=MIXTRAL)),
     "ep2-replicated": (2, megatron(expert=2, stage=0, family=MIXTRAL)),
     "tp2-ep2": (4, megatron(tensor=2, expert=2, family=MIXTRAL)),
@@ -80,7 +75,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.slow
 @pytest.mark.quick
 def test_between_engines(tmp_path: Path) -> None:
-    three = {name: LAYOUTS[name] for name in ("autotp2", "zero3-2", "tp2")}
+    three = {name: LAYOUTS[name] for name in ("fsdp3-2", "zero3-2", "tp2")}
     circle = [*zip(three, [*three][1:] + [*three][:1], strict=True)]
     check(tmp_path, write_all(tmp_path, three), three, circle)
 

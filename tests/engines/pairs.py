@@ -36,9 +36,6 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "zero2-offload": (
         2, {"engine": "deepspeed", "zero": {"stage": 2, "offload_optimizer": "cpu"}},
     ),
-    "tp2-zero0": (
-        2, {"engine": "deepspeed", "model": "hf", "tensor": 2, "zero": {"stage": 0}},
-    ),
     "fsdp3-offload": (2, {
         "engine": "fsdp",
         "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
@@ -59,9 +56,6 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "megatron-tp4": (4, {"engine": "megatron", "tensor": 4}),
     "megatron-tp2-zero0": (
         4, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
-    ),
-    "tp2-zero3": (
-        4, {"engine": "deepspeed", "model": "hf", "tensor": 2, "zero": {"stage": 3}},
     ),
     "fsdp3-replicated": (4, {"engine": "fsdp", "replicate": 2, "zero": {"stage": 3}}),
 }  # fmt: skip

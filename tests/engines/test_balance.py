@@ -45,8 +45,6 @@ DEEPSEEK = config_of(
 )
 BIASED = (GLM, DEEPSEEK)
 FAMILIES = {one["model_type"]: one for one in (MIXTRAL, *BIASED, LLAMA4, QWEN2, QWEN3)}
-SPREAD = {"expert": 2, "model": "hf"}
-"""DeepSpeed's AutoEP."""
 
 
 def balanced(case: Case, **settings: Any) -> Case:
@@ -71,10 +69,9 @@ CASES = {
     ],
     2: [
         hf("fsdp", 1),
-        balanced(Case("deepspeed", 1, 2, family=MIXTRAL, parallel=SPREAD)),
-        balanced(Case("deepspeed", 2, 1, recompute="full", family=QWEN3, parallel=SPREAD)),
-        balanced(Case("deepspeed", 2, 1, family=QWEN2, parallel=SPREAD)),
-        biased(Case("deepspeed", 1, 2, parallel=SPREAD), DEEPSEEK),
+        balanced(Case("deepspeed", 1, 2, family=QWEN2)),
+        balanced(Case("deepspeed", 2, 1, recompute="full", family=QWEN3)),
+        biased(Case("deepspeed", 1, 2), DEEPSEEK),
         hf("deepspeed", 1, 2, recompute="full"),
         balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
         balanced(megatron(expert=2, family=LLAMA4)),

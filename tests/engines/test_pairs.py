@@ -24,9 +24,7 @@ from tests.forked import call_ranks
 TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
 SHARED = {
     "zero": ["zero2", "zero0", "zero1"],
-    "zero ep2": ["zero2-ep2", "zero1-ep2"],
     "fsdp": ["fsdp2", "fsdp1"],
-    "tp2": [f"tp2-zero{stage}" for stage in (0, 1, 2)],
     "megatron tp2": ["megatron-tp2", "megatron-tp2-sp"],
     "megatron cp2": ["megatron-cp2", "megatron-cp2-ep2"],
     "cp2": ["ddp-cp2", "zero2-cp2", "zero3-cp2", "fsdp3-cp2"],
@@ -49,7 +47,7 @@ FOUR = {
         "megatron-tp4",
     ],
     "of experts": ["megatron-tp2-ep2", "megatron-dp4-ep2-distopt"],
-    "of transformers": ["fsdp3-replicated", "tp2-zero3"],
+    "of transformers": ["fsdp3-replicated"],
 }
 """Layouts of four processes that share the features: theirs by twos are among `TWO`."""
 

@@ -17,7 +17,6 @@ from tests import processes
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
 from tests.forked import run_ranks
-from toolkit.engines.deepspeed import autotp
 from toolkit.models.config_check import check_config
 from toolkit.models.families import family_of
 from toolkit.models.families.generic import model_types
@@ -160,7 +159,7 @@ ROUNDING: Mapping[str, str] = {
     "gemma4_unified_text": "micro batches differ by 3e-05 from one, fp32 by 9e-04 from fp64",
 }
 """Where rounding alone grows beyond 1e-5 in three steps of the plain loop: by how much."""
-MARK = "| model_type | difference | otherwise why | AutoTP |\n|---|---|---|---|\n"
+MARK = "| model_type | difference | otherwise why |\n|---|---|---|\n"
 
 
 def write_page(rows: list[Row]) -> None:
@@ -175,29 +174,9 @@ def write_page(rows: list[Row]) -> None:
             )
             if row.model_type in ROUNDING:
                 why += f"; in the plain loop, {ROUNDING[row.model_type]}"
-        lines.append(f"| `{row.model_type}` | {largest} | {why.replace('|', '/')} | |\n")
+        lines.append(f"| `{row.model_type}` | {largest} | {why.replace('|', '/')} |\n")
     prose, _, _ = PAGE.read_text(encoding="utf-8").partition("## The table\n")
     PAGE.write_text(f"{prose}## The table\n\n{''.join(lines)}", encoding="utf-8")
-    write_column()
-
-
-def write_column() -> None:
-    """Write the table's last column from AutoTP's: the difference, or why it is not for this
-    type."""
-    PAGE.write_text(with_column(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_column(page: str) -> str:
-    """The page with its last column."""
-    lines = []
-    for line in page.splitlines():
-        if line.startswith("| `"):
-            entry = autotp.table()[line.split("`")[1]]
-            cell = entry.get(autotp.WHY) or f"{entry[autotp.DIFFERENCE]:.0e}"
-            kept = line.split("|")[1:4]
-            line = "|".join(["", *kept, f" {cell.replace('|', '/')} ", ""])
-        lines.append(line)
-    return "\n".join(lines) + "\n"
 
 
 def main(types: list[str]) -> int:

@@ -162,11 +162,6 @@ def test_a_kernel_that_would_never_run_is_refused(changes: dict[str, Any], why: 
             "has none",
         ),
         ({"kernels__attention": "sdpa"}, "kernels.attention", "auto or varlen"),
-        (
-            {"parallel__tensor": 2, "parallel__model": "hf", "parallel__engine": "deepspeed"},
-            "parallel.context",
-            "nothing with AutoTP's layers",
-        ),
     ],
 )
 def test_context_parallel_needs_the_kernel_for_lengths(

@@ -25,7 +25,7 @@ from toolkit.rehearse.table import verdict, why
 MIXTRAL = ROOT / "recipes/tiny/mixtral-bytes.yaml"
 GLM = ROOT / "recipes/glm/glm-4.5-air-pretrain.yaml"
 OFFLOADED = "zero3-offload"
-SOME = ("ddp", OFFLOADED, "fsdp3", "tp2-zero1", "megatron-pp2-vpp2", "megatron-ep2")
+SOME = ("ddp", OFFLOADED, "fsdp3", "megatron-tp2-zero1", "megatron-pp2-vpp2", "megatron-ep2")
 """One of each kind: all of them, of the same steps, are in tests/engines/test_pairs.py."""
 
 

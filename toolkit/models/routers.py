@@ -90,14 +90,8 @@ def is_router(part: "nn.Module") -> bool:
     return re.search("(Top[kK]|Llama4)Router$", type(part).__name__) is not None
 
 
-def outcome(
-    router: "nn.Module", inputs: "tuple[Tensor, ...]", output: "tuple[Tensor, ...]"
-) -> "tuple[Tensor, ...]":
+def outcome(router: "nn.Module", output: "tuple[Tensor, ...]") -> "tuple[Tensor, ...]":
     """What a router returned, as logits [tokens, experts], weights, and indices [tokens, k]."""
-    if hasattr(router, "gate"):  # of DeepSpeed's AutoEP, which keeps its logits to itself
-        weights, indices, _ = output
-        gate: Any = router.gate
-        return gate(inputs[0]), weights, indices
     if len(output) == 3:
         return output
     weights, logits = output  # llama4's: its weights are those of all experts
@@ -129,7 +123,7 @@ def _after_router(
     mask = real()
     if mask is None:
         return None
-    logits, weights, indices = outcome(router, inputs, output)
+    logits, weights, indices = outcome(router, output)
     chosen = logits.new_zeros(logits.shape).scatter(-1, indices, 1.0).bool()
     shape = (*mask.shape, -1)
     routing = Routing(logits.view(shape), chosen.view(shape), weights, mask)

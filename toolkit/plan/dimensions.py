@@ -174,7 +174,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     _degree(
         "tp",
         "tensor",
-        open=lambda choice: choice.support.largest_open("tensor") > 1,
+        open=lambda choice: choice.support.largest("tensor") > 1,
         disruption=13,
         usual=True,
     ),

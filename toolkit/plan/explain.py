@@ -88,7 +88,7 @@ def decisions(found: Search) -> list[Decision]:
 def _choice(found: Search) -> Choice:
     best, limited = found.best, found.cluster.gpu.memory_gib is not None
     support, asked = table()[best.pair], found.job.parallel.context
-    contexts = asked == "auto" and support.largest_open("context") > 1
+    contexts = asked == "auto" and support.largest("context") > 1
     return Choice(best.pair, best.layout, support, found.job.spec, limited, contexts)
 
 

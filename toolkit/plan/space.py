@@ -216,7 +216,7 @@ def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[
     ranks = job.cluster.world_size
     every = divisors(ranks)
     for pipeline in _open(asked.pipeline, every, min(support.largest("pipeline"), layers)):
-        most = min(support.largest_open("tensor"), fallback.largest_tensor)
+        most = min(support.largest("tensor"), fallback.largest_tensor)
         for tensor in _open(asked.tensor, every, most):
             if ranks % (pipeline * tensor):
                 continue
@@ -242,7 +242,7 @@ def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[
 
 def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
     """Context-parallel degrees that divide so many ranks."""
-    most = table()[pair].largest_open("context") if fallback.context else 1
+    most = table()[pair].largest("context") if fallback.context else 1
     asked = job.parallel.context
     found = _open(asked, divisors(ranks), most)
     if asked == "auto" and context.is_used(job.kernels.context):
@@ -272,9 +272,7 @@ def _experts(job: PlanRequest, pair: Pair, pipeline: int) -> list[int]:
     asked, spec = job.parallel.expert, job.spec
     ranks = job.cluster.world_size // pipeline
     every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
-    support, stated = table()[pair], (job.parallel.engine, job.parallel.model) == pair
-    most = support.largest("expert") if stated else support.largest_open("expert")
-    return _open(asked, every, most)
+    return _open(asked, every, table()[pair].largest("expert"))
 
 
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:

@@ -736,8 +736,7 @@ class ParallelSection(Section):
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"
-    """Tensor-parallel degree. With `model: hf` it is DeepSpeed's AutoTP, for the model types
-    that docs/models.md lists; `auto` is 1 there."""
+    """Tensor-parallel degree, of megatron-core's models."""
     pipeline: Degree | Auto = "auto"
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
@@ -750,8 +749,7 @@ class ParallelSection(Section):
     """Context-parallel degree: ranks over which the positions of every row are spread, for long
     sequences (docs/context.md). Twice the degree divides every sequence length."""
     expert: Degree | Auto = 1
-    """Expert-parallel degree of mixture-of-experts layers. With `model: hf` it is DeepSpeed's
-    AutoEP, with ZeRO 1 and 2; there `auto` is 1 unless `engine: deepspeed` is stated, too."""
+    """Expert-parallel degree of mixture-of-experts layers, of megatron-core's models."""
     sequence: bool | Auto = "auto"
     """Sequence parallel: norms and dropouts sharded inside the tensor group."""
     zero: ZeroSection = ZeroSection()

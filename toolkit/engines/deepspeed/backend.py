@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from toolkit.backend import ANY, Backend, Rehearsed, Support
-from toolkit.engines.deepspeed import autotp, autotp_rules, ops
+from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
     HPZ,
@@ -19,11 +19,9 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
-from toolkit.features.base import inside_engines
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
@@ -41,52 +39,9 @@ FP64_BYTES = 8
 NORM_ELEMENTS = 2.5e8
 """Of a gradient, whose norm stage 3 takes in fp64 at once (`_constant_buffered_norm2`)."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-SPREADING_STAGES: tuple[Stage, ...] = (1, 2)
-"""ZeRO stages with expert parallel of transformers' models."""
 _OFFLOADED = Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
 _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 _CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
-
-
-SPREAD_TYPES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Model types whose experts AutoEP spreads exactly (tests/engines/test_balance.py)."""
-
-
-def _spread_experts(job: PlanRequest) -> Iterator[Problem]:
-    """What keeps AutoEP from spreading the experts of a transformers model over ranks."""
-    degree, family, config = known(job.parallel.expert) or 1, job.spec.family, job.config
-    if degree == 1:
-        return
-    zero, why, fix = job.parallel.zero, "", "set parallel.expert to 1"
-    if zero.stage == 0:
-        why = "stage 0 clips by the mean of the ranks' gradient norms, of different experts"
-    elif zero.stage == 3:
-        why = "at stage 3, a rank would build all experts before it drops those of others"
-    elif {zero.offload_optimizer, zero.offload_parameters} - {"none", "auto"}:
-        why = "no test offloads them"
-    if why:
-        allowed = f"ZeRO {' or '.join(map(str, SPREADING_STAGES))} without offload: {why}"
-    elif (known(job.parallel.tensor) or 1) > 1:
-        allowed, fix = "1 with parallel.tensor and model hf", "set parallel.tensor to 1"
-    elif is_above_one(job.parallel.context):
-        allowed = "1 with parallel.context and model hf"
-        fix += ", or parallel.context to 1"
-    elif family not in SPREAD_TYPES:
-        allowed = f"1 for {family}: with engine deepspeed and model hf, only the experts of "
-        allowed += f"{', '.join(SPREAD_TYPES)} are spread"
-        fix += ", or parallel.engine to megatron"
-    elif config.get("router_jitter_noise"):
-        allowed = "1 with model.config.router_jitter_noise, which AutoEP's routers lack"
-        fix += ", or router_jitter_noise to 0"
-    elif (activation := config.get("hidden_act", "silu")) != "silu":
-        allowed = f"1 with model.config.hidden_act: {activation}: AutoEP's experts have silu"
-    elif job.adapter or job.freeze or job.optimizer.kind.whole or inside_engines(job.features):
-        allowed = "1 with adapters, frozen weights, optimizers other than adamw, or features"
-    elif job.training.precision == "fp16":
-        allowed, fix = "1 with precision: fp16", "set training.precision to bf16"
-    else:
-        return
-    yield Problem("parallel.expert", str(degree), allowed, fix)
 
 
 class DeepSpeedCost(EngineCost):
@@ -98,30 +53,9 @@ class DeepSpeedCost(EngineCost):
     overlap = "overlap.deepspeed"
 
     def builds_whole(self, model: ModelName, layout: Layout) -> bool:
-        """megatron-core, and DMT for AutoTP, build a tensor-parallel rank's whole model before
-        DeepSpeed shards or offloads it. Others are sharded while they are built."""
-        return model == "megatron" or layout.tp > 1
-
-    def embeds_whole(self, model: ModelName) -> bool:
-        """AutoTP's layers are those of the decoder; an untied head's logits are gathered."""
-        return model == "hf"
-
-    def attends_whole(self, model: ModelName, family: str) -> bool:
-        """Where AutoTP gathers queries, keys and values."""
-        kinds = autotp.split_plan(family).kinds if model == "hf" else {}
-        return autotp.ROW_OF_WHOLE in kinds.values()
-
-    def input_sums(self, model: ModelName, family: str) -> int | None:
-        """AutoTP sums the gradient of every column-parallel layer's input by itself."""
-        kinds = autotp.split_plan(family).kinds if model == "hf" else {}
-        return (
-            sum(
-                kind in autotp.SUM_INPUTS
-                for name, kind in kinds.items()
-                if not name.startswith(autotp.NOT_IN_A_DECODER)
-            )
-            or None
-        )
+        """megatron-core builds a tensor-parallel rank's whole model before DeepSpeed shards or
+        offloads it; transformers' is sharded while it is built."""
+        return model == "megatron"
 
     def communicators(self, layout: Layout) -> int:
         """Without groups that it is given, DeepSpeed copies the one of all ranks."""
@@ -214,8 +148,7 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            degrees={"tensor": ANY, "expert": ANY, "context": ANY},
-            asked=frozenset(("tensor", "expert")),
+            degrees={"context": ANY},
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
@@ -244,18 +177,10 @@ class DeepSpeedBackend(Backend):
     rehearsals = (
         *(Rehearsed(f"zero{stage}", "hf", Layout(dp=2, zero_stage=stage)) for stage in _STAGES),
         *(
-            Rehearsed(f"zero{stage}-ep2", "hf", Layout(dp=2, ep=2, zero_stage=stage))
-            for stage in SPREADING_STAGES
-        ),
-        *(
             Rehearsed(f"zero{stage}-cp2", "hf", Layout(cp=2, zero_stage=stage))
             for stage in _STAGES[2:]
         ),
         Rehearsed("zero3-offload", "hf", _OFFLOADED),
-        *(
-            Rehearsed(f"tp2-zero{stage}", "hf", Layout(tp=2, zero_stage=stage))
-            for stage in _STAGES[1:3]
-        ),
         *(
             Rehearsed(
                 f"megatron-tp2-zero{stage}", "megatron", Layout(dp=2, tp=2, zero_stage=stage)
@@ -304,7 +229,6 @@ class DeepSpeedBackend(Backend):
             zero.config,
             zero.extra or {},
             first_loss_scale(precision),
-            layout.tp if recipe.parallel.model == "hf" else 1,
         )
         rendered: dict[str, Any] = render(request)
         quantized = "zero_quantized_nontrainable_weights"
@@ -350,9 +274,6 @@ class DeepSpeedBackend(Backend):
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which is no
         longer marked as tensor-parallel: each rank clips by its own norm."""
-        if model == "hf":
-            yield from autotp_rules.problems(job)
-            yield from _spread_experts(job)
         precision, tensor = job.training.precision, job.parallel.tensor
         # An open degree becomes 1 if this allows it, but not with sequence parallel.
         splits = job.parallel.sequence is True or (known(tensor) or 1) > 1
@@ -382,11 +303,6 @@ class DeepSpeedBackend(Backend):
             yield (
                 "offloaded AdamW",
                 "DeepSpeed's own on the CPU, which rounds in another order",
-            )
-        if plan.layout.ep > 1 and precision != "fp32":
-            yield (
-                "sums over experts",
-                f"AutoEP weights and adds them in fp32, transformers in {precision}",
             )
         ranks = plan.layout.dp * plan.layout.cp
         if ranks == 1:

@@ -26,8 +26,6 @@ from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
 ZERO = "zero_optimization"
-AUTOTP = "tensor_parallel.autotp_size"
-AUTOEP = "expert_parallel"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
 OFFLOAD_PARAMETERS = f"{ZERO}.offload_param"
 
@@ -58,9 +56,6 @@ OWNED: Mapping[str, str] = {
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
-    AUTOTP: "parallel.tensor",
-    f"{AUTOEP}.enabled": "parallel.expert",
-    f"{AUTOEP}.autoep_size": "parallel.expert",
     f"{ZERO}.stage": "parallel.zero.stage",
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
     f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
@@ -68,9 +63,6 @@ OWNED: Mapping[str, str] = {
     f"{OFFLOAD_PARAMETERS}.nvme_path": "parallel.zero.nvme_path",
 }
 """Settings that the recipe decides, and the recipe key of each."""
-
-_DEFAULTS = {AUTOTP: 1, f"{AUTOEP}.enabled": False, f"{AUTOEP}.autoep_size": 1}
-"""Settings of `OWNED` that are not written if their value is DeepSpeed's default."""
 
 REQUIRED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
@@ -105,16 +97,12 @@ _NOT_RUN: Mapping[str, str] = {
     "micro batch, and keeps states that no checkpoint has",
     f"{OFFLOAD_OPTIMIZER}.super_offload": "no checkpoint has the moments, which are in a "
     "process of their own; without clipping a NaN in a gradient sets weights to 0",
+    "tensor_parallel": "tensor parallel is megatron-core's (parallel.tensor in the recipe)",
+    "expert_parallel": "expert parallel is megatron-core's (parallel.expert in the recipe)",
     "compile.deepcompile": "its graphs reduce gradients before a step can be skipped; "
     "kernels.compile compiles layers",
 }
 """What DeepSpeed 0.19 has, and why no run can use it (docs/limitations.md)."""
-
-_BY_US: Mapping[str, frozenset[str]] = {
-    "tensor_parallel": frozenset({"autotp_size"}),
-    AUTOEP: frozenset({"autoep_size", "enabled"}),
-}
-"""Blocks that DMT carries out instead of DeepSpeed, and the keys that it takes from them."""
 
 MAX_LISTED = 12
 """For blocks with at most this many keys, an error lists all of them."""
@@ -141,8 +129,6 @@ class DeepSpeedRequest:
     """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
     """The plan's initial loss scale, a power of two; None unless fp16."""
-    tensor: int = 1
-    """Ranks over which AutoTP splits a transformers model."""
 
 
 def render(request: DeepSpeedRequest) -> dict[str, object]:
@@ -173,7 +159,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
         put(config, f"{ZERO}.{name}", value)
     for key, value in owned.items():
         # An absent block also means no offload.
-        needed = value not in (None, "none") and not same(_DEFAULTS.get(key), value)
+        needed = value not in (None, "none")
         if needed or get(config, key) is not None:
             put(config, key, value)
     for key, value in {
@@ -258,9 +244,6 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         "optimizer.params.betas": list(optimizer.betas),
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
-        AUTOTP: request.tensor,
-        f"{AUTOEP}.enabled": layout.ep > 1,
-        f"{AUTOEP}.autoep_size": layout.ep,
         f"{ZERO}.stage": layout.zero_stage,
     }
     if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
@@ -318,7 +301,7 @@ def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
 
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
     """Keys that DeepSpeed would silently drop or not accept."""
-    for block, known in {**KNOWN_KEYS, **_BY_US}.items():
+    for block, known in KNOWN_KEYS.items():
         value = get(file.values, block) if block else file.values
         if value is None:
             continue

@@ -85,10 +85,7 @@ class DeepSpeedEngine(Engine):
             model=module,
             optimizer=self._new_optimizer(groups),
             model_parameters=groups,
-            # DeepSpeed's AutoTP and AutoEP would look for layers that are replaced already.
-            config={
-                k: v for k, v in setup.engine_config.items() if k != self.model.carried_out
-            },
+            config=setup.engine_config,
             mpu=self.model.mpu,
         )
         self.plain = self.stage == 0 and setup.precision == "fp32"

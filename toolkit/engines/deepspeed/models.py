@@ -25,14 +25,11 @@ from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
-from toolkit.engines.deepspeed import experts
 from toolkit.engines.deepspeed.state import PlacedParameter
-from toolkit.engines.deepspeed.tensor_parallel import SplitLayers
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.models.context import Context
-from toolkit.models.context.collectives import own_group
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
 
@@ -65,8 +62,6 @@ class TrainedModel:
     """DeepSpeed's view of the model-parallel groups; None without them."""
     data_group: dist.ProcessGroup | None = None
     """Ranks that hold the same parameters and different samples; None for all."""
-    carried_out = ""
-    """The block of DeepSpeed's configuration that building the model has carried out."""
 
     def seed_dropout(self) -> None:
         """Seed further random streams of the next step from torch's seed."""
@@ -101,10 +96,7 @@ def build_model(setup: EngineSetup, context: Context | None) -> TrainedModel:
     """The model that the plan names, filled with its initial weights; collective."""
     if setup.model == "megatron":
         return MegatronShard(setup)
-    if setup.layout.ep > 1:
-        return SpreadExperts(setup, context)
-    split = SplitTransformersModel if setup.layout.tp > 1 else TransformersModel
-    return split(setup, context)
+    return TransformersModel(setup, context)
 
 
 class TransformersModel(TrainedModel):
@@ -112,16 +104,12 @@ class TransformersModel(TrainedModel):
 
     def __init__(self, setup: EngineSetup, context: Context | None) -> None:
         self.config, self.weights = setup.model_config, setup.weights
-        model = self.build(setup)
+        model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
         setup.enable_recompute(model)
         self.module = model
         self.balance = Balance.of_transformers(setup, model, context)
-
-    def build(self, setup: EngineSetup) -> PreTrainedModel:
-        """The model, filled."""
-        return _build_transformers(setup)
 
     def log_probs(
         self, engine: nn.Module, batch: MicroBatch, context: Context | None
@@ -145,67 +133,6 @@ class TransformersModel(TrainedModel):
         from deepspeed.utils import groups
 
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-class SplitTransformersModel(TransformersModel):
-    """This rank's tensor-parallel part of a transformers model."""
-
-    carried_out = "tensor_parallel"
-
-    def build(self, setup: EngineSetup) -> PreTrainedModel:
-        tensor, ranks = setup.layout.tp, range(setup.layout.world)
-        neighbours = [[*ranks[first : first + tensor]] for first in ranks[::tensor]]
-        replicas = [[*ranks[first::tensor]] for first in ranks[:tensor]]
-        self.tensor_group, self.data_group = own_group(neighbours), own_group(replicas)
-        self.mpu = _mpu(self.tensor_group, self.data_group)
-        self.layers = SplitLayers(self.config, self.tensor_group)
-        dtype, device = DTYPES[setup.precision], setup.ranks.device
-        model = self.layers.build(self.config, dtype, device, setup.lora, self.weights)
-        _sum_gradients(self.layers.partial(model), self.tensor_group)
-        return model
-
-    def gradient_norm(self, module: nn.Module) -> Tensor:
-        return _gradient_norm(module, self.tensor_group)
-
-    def placed(self) -> Iterator[PlacedParameter]:
-        first = dist.get_rank(self.tensor_group) == 0
-        for name, parameter, blocks in self.layers.placed(self.module):
-            saved_here = first or name in self.layers.splits
-            yield PlacedParameter(parameter, blocks, saved_here=saved_here)
-
-    def close(self) -> None:
-        """Leave the groups, which DeepSpeed forgets, too."""
-        from deepspeed.utils import groups
-
-        super().close()
-        groups.mpu = None
-        for group in (self.tensor_group, self.data_group):
-            dist.destroy_process_group(group)
-
-
-class SpreadExperts(TransformersModel):
-    """A transformers model of whose experts this rank holds a range."""
-
-    carried_out = "expert_parallel"
-
-    def build(self, setup: EngineSetup) -> PreTrainedModel:
-        self.degree, self.rank = setup.layout.ep, setup.ranks.rank
-        return experts.build(setup, DTYPES[setup.precision])
-
-    def placed(self) -> Iterator[PlacedParameter]:
-        return experts.placed(self.module, self.degree, self.rank)
-
-    def close(self) -> None:
-        """Leave the groups, which DeepSpeed makes by name."""
-        from deepspeed.utils import groups
-
-        super().close()
-        for made in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-            for group in made.values():
-                dist.destroy_process_group(group)
-            made.clear()
-        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
 
 
 class MegatronShard(TrainedModel):

@@ -101,7 +101,7 @@ def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | N
         degree = getattr(parallel, name)
         if degree != "auto":
             product *= degree
-        elif not able or any(table()[pair].largest_open(name) > 1 for pair in able):
+        elif not able or any(table()[pair].largest(name) > 1 for pair in able):
             return None
     dp, rest = divmod(cluster.world_size, product)
     return None if rest else dp
@@ -235,7 +235,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     for name in (*(one.setting for one in DEGREES if one.key), "replicate"):
         degree, most = getattr(parallel, name), support.largest(name)
         if parallel.model == "auto":
-            most = support.largest_open(name)
+            most = support.largest(name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
             why = _PIPELINE_AND_ZERO if exclusive else ""
@@ -308,11 +308,10 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     other = min(
         able, key=lambda p: sum(a not in ("auto", b) for a, b in zip(asked, p, strict=True))
     )
-    on_request = name in table()[other].asked
     changes = [
         f"parallel.{field} to {value}"
         for field, value, stated in zip(Pair._fields, other, asked, strict=True)
-        if stated not in ("auto", value) or (stated == "auto" and on_request)
+        if stated not in ("auto", value)
     ]
     return f", or {' and '.join(changes)}" if changes else ""
 
