@@ -36,7 +36,7 @@ def test_scores(model_type: str) -> None:
     found: list[tuple[torch.Tensor, ...]] = []
     for router in filter(is_router, model.modules()):
         torch.nn.init.normal_(router.weight, std=0.3)
-        router.register_forward_hook(lambda m, given, output: found.append(outcome(m, output)))
+        router.register_forward_hook(lambda m, _given, output: found.append(outcome(m, output)))
         has_bias = isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
         assert has_bias == (model_type in BIASED)
     with torch.no_grad():

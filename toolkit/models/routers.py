@@ -116,7 +116,7 @@ def _after_router(
     real: "Callable[[], Tensor | None]",
     observer: "Callable[[Routing], Tensor]",
     router: "nn.Module",
-    inputs: "tuple[Tensor, ...]",
+    _inputs: "tuple[Tensor, ...]",
     output: "tuple[Tensor, ...]",
 ) -> "tuple[Tensor, ...] | None":
     """The router's output with the observer's weights."""

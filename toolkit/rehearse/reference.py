@@ -115,7 +115,7 @@ def _watched_routers(model: nn.Module) -> list[list[tuple[Tensor, ...]]]:
     for router in (part for part in model.modules() if is_router(part)):
         outputs: list[tuple[Tensor, ...]] = []
         router.register_forward_hook(
-            lambda module, given, out, to=outputs: to.append(outcome(module, given, out))
+            lambda module, _given, out, to=outputs: to.append(outcome(module, out))
         )
         found.append(outputs)
     return found
