@@ -115,11 +115,10 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
             ["parallel.zero.offload_optimizer"],
             "to none, or set parallel.engine to deepspeed",
         ),
-        ({"engine": "deepspeed", "expert": 2}, ["parallel.expert"], "or parallel.model to hf"),
         (
             {"engine": "fsdp", "expert": 2},
             ["parallel.expert"],
-            "or parallel.engine to deepspeed",
+            "or parallel.engine to megatron",
         ),
         # There is one place for all that FSDP2 moves, and it moves parameters in stage 3.
         (
@@ -181,7 +180,7 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
         ({"engine": "ddp", "recompute": "selective"}, ["parallel.recompute"], "to full"),
         ({"model": "hf", "recompute": "selective"}, ["parallel.recompute"], "to full"),
         ({"model": "hf", "pipeline": 4}, ["parallel.pipeline"], "parallel.model to mega"),
-        ({"engine": "ddp", "tensor": 4}, ["parallel.tensor"], "parallel.engine to deepspeed"),
+        ({"engine": "ddp", "tensor": 4}, ["parallel.tensor"], "parallel.engine to megatron"),
         ({"engine": "megatron", "model": "hf"}, ["parallel.engine"], "deepspeed"),
         ({"engine": "fsdp", "model": "megatron"}, ["parallel.model"], "to hf"),
         ({"sequence": True, "tensor": 1}, ["parallel.sequence"], "auto"),

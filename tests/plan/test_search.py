@@ -98,7 +98,7 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
             [
                 tp
                 for tp in powers
-                if tp <= min(support.largest_open("tensor"), cluster.gpus_per_node)
+                if tp <= min(support.largest("tensor"), cluster.gpus_per_node)
             ],
             [pp for pp in powers if pp <= min(support.largest("pipeline"), spec.layers)],
             [1, 2, 4, 8],
