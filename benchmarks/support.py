@@ -168,7 +168,7 @@ ADAPTER_ROWS = of_axis(
 OPTIMIZER_ROWS = of_axis("optimizer", **{"muon,_other": ""})
 PARTS_ROWS = [
     *of_axis("frozen", none="", attention="frozen attention", bottom="frozen first stage"),
-    *of_axis("groups", none="", groups="groups of parameters", layer_decay="layer decay"),
+    *of_axis("groups", none="", groups="groups of parameters"),
 ]
 BALANCE_ROWS = of_axis(
     "balance", none="", loss="balance of experts: loss", bias="balance: bias"

@@ -18,7 +18,7 @@ HEAVY = {
 }  # fmt: skip
 LIGHT = (
     "toolkit.errors", "toolkit.text.redact", "toolkit.optimizers", "toolkit.recipe",
-    "toolkit.hardware", "toolkit.plan", "toolkit.extras.optimizers.adafactor",
+    "toolkit.hardware", "toolkit.plan", "toolkit.extras.optimizers.adamw_8bit",
     "toolkit.extras.optimizers.adamw_8bit",
     "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
     "toolkit.models.families",

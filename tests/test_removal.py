@@ -28,7 +28,7 @@ for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
 if sys.argv[2] == "extras":
     from importlib.util import find_spec
     assert find_spec("toolkit.extras") is None
-    assert main(["check", "llama-adafactor"]) == 2
+    assert main(["check", "llama-adamw-8bit"]) == 2
     assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
     assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
 else:

@@ -32,6 +32,8 @@ SETTINGS: dict[str, str] = {
             "bf16.bf16_master_weights_and_grads",
         }.items()
     },
+    "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
+    "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",

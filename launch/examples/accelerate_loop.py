@@ -54,9 +54,7 @@ def train(accelerator: Accelerator, recipe: Recipe) -> None:
     model = LanguageModel(recipe)
     optimizer = torch.optim.AdamW(
         # No weight decay for norms and biases; the recipe's `optimizer.groups`.
-        parameter_groups(
-            tensors_of(model.decoder), settings, model.decoder.config.num_hidden_layers
-        ),
+        parameter_groups(tensors_of(model.decoder), settings),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,

@@ -129,14 +129,6 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "muon, other": _optimizer(
             "muon", 7e-5, momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original"
         ),
-        "adafactor": {
-            "optimizer": {
-                "name": "adafactor",
-                "learning_rate": 1e-3,
-                "eps": 1e-8,
-                "adafactor": {"eps": 1e-12},
-            },
-        },
         "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
     },
     "adapter": {
@@ -155,7 +147,6 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "groups": {
         "none": {},
         "groups": {"optimizer": {"groups": [*GROUPS]}},
-        "layer decay": {"optimizer": {"layer_decay": 0.6}},
     },
     "documents": {"joined": {}, "apart": {"data": {"isolate_documents": True}}},
     "objective": {

@@ -81,28 +81,6 @@ def test_by_hand_differs() -> None:
         assert max(abs(a / b - 1) for pair in pairs for a, b in pair) > 20 * TOLERANCE
 
 
-DECAY = 0.6
-ENDS = {"model.embed_tokens.weight": 0, "model.norm.weight": 6, "lm_head.weight": 6}
-
-
-def decayed(case: Case, **changes: Any) -> Case:
-    optimizer = {"layer_decay": DECAY, "learning_rate": RATE}
-    return replace(case, optimizer=optimizer, steps=STEPS, **{"family": UNTIED, **changes})
-
-
-@cache
-def _decayed_reference(*, groups: bool) -> Mapping[str, list[float]]:
-    """Of five layers; with or without GROUPS on top."""
-    model, _ = reference_model(Case("ddp", 8, family=UNTIED))
-    multipliers = {}
-    for name, _ in model.named_parameters():
-        depth = ENDS[name] if name in ENDS else int(name.split(".")[2]) + 1
-        lr, wd = by_hand(name) if groups else (1.0, 1.0)
-        multipliers[name] = lr * DECAY ** (6 - depth), wd
-    return _loop(model, multipliers)
-
-
-UNTIED = LAYERS | {"tie_word_embeddings": False}
 RESUMED = [
     grouped(Case("fsdp", 2, stage=3)),
     grouped(Case("deepspeed", 2, stage=1)),
@@ -121,18 +99,6 @@ def test_two_processes(tmp_path: Path) -> None:
         assert_curves(results[one.name], expected, name=one.name)
         for quantity in ("loss", "grad_norm"):
             assert results[one.name][quantity] == results[other.name][quantity], one.name
-
-
-@pytest.mark.slow
-def test_layer_decay() -> None:
-    cases = [
-        decayed(Case("fsdp", 2, stage=3)),
-        decayed(Case("deepspeed", 2, stage=2), groups=GROUPS),
-        decayed(megatron(pipeline=2, stage=1), groups=GROUPS),
-    ]
-    for case, (name, result) in zip(cases, run(cases, 2).items(), strict=True):
-        expected = _decayed_reference(groups=bool(case.groups))
-        assert_curves(result, expected, name=name)
 
 
 @pytest.mark.slow

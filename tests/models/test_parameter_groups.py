@@ -12,10 +12,7 @@ from toolkit.adapters.lora import trained_tensors
 from toolkit.engines.optimizer import parameter_groups
 from toolkit.errors import PlanError, RecipeError
 from toolkit.models.parameter_groups import (
-    decay_problems,
     in_small_model,
-    layer_count,
-    layer_multiplier,
     multipliers,
 )
 from toolkit.optimizers.adamw import ADAMW
@@ -98,36 +95,9 @@ def test_the_first_group_that_matches() -> None:
 def test_norms_and_biases_never_decay() -> None:
     settings = OptimizerSection(learning_rate=1.0, weight_decay=0.1, groups=(group("a", wd=9),))
     layer = nn.Linear(2, 2)
-    found = parameter_groups([(layer.weight, {"a"}), (layer.bias, {"a"})], settings, 0)
+    found = parameter_groups([(layer.weight, {"a"}), (layer.bias, {"a"})], settings)
     assert [one["weight_decay"] for one in found] == [pytest.approx(0.9), 0.0]
     assert [one["lr_mult"] for one in found] == [0.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        ("model.embed_tokens.weight", 0.125),
-        ("transformer.wpe.weight", 0.125),
-        ("transformer.word_embeddings_layernorm.bias", 0.125),
-        ("gpt_neox.embed_in.weight", 0.125),
-        ("transformer.w.weight", 0.125),
-        ("model.layers.0.mlp.experts.7.up_proj.weight", 0.25),
-        ("transformer.h.1.attn.c_attn.weight", 0.5),
-        ("model.norm.weight", 1.0),
-        ("transformer.ln_f.bias", 1.0),
-        ("embed_out.weight", 1.0),
-        ("lm_head.weight", 1.0),
-    ],
-)
-def test_layer_decay_by_name(tensor: str, expected: float) -> None:
-    assert layer_count([tensor, "model.layers.1.norm.weight"]) == 2
-    assert layer_multiplier(0.5, tensor, 2) == expected
-
-
-def test_layer_decay_needs_one_order_of_layers() -> None:
-    (problem,) = decay_problems(["a.layers.0.weight", "b.layers.0.weight", "head.weight"])
-    assert "layers in a.layers, b.layers" in str(problem)
-    assert [*decay_problems(trained_tensors(MIXTRAL, (), None))] == []
 
 
 def test_a_small_model_has_the_groups_that_suit_it() -> None:
@@ -142,12 +112,7 @@ def test_a_small_model_has_the_groups_that_suit_it() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("groups", (group("model.*"),)), ("layer_decay", 0.9)]
-)
-def test_trainer_arguments_refuse_them(key: str, value: object) -> None:
-    wanted = grouping(engine="ddp")
-    section = wanted.optimizer.model_copy(update={key: value})
-    wanted = wanted.model_copy(update={"optimizer": section})
-    with pytest.raises(PlanError, match=rf"optimizer\.{key}.*TrainingArguments cannot state"):
+def test_trainer_arguments_refuse_them() -> None:
+    wanted = grouping(group("model.*"), engine="ddp")
+    with pytest.raises(PlanError, match=r"optimizer\.groups.*TrainingArguments cannot state"):
         arguments_of(wanted, plan_recipe(wanted), TrainingArguments, {})

@@ -214,12 +214,9 @@ MISTAKES = {
     "another tool's groups": M(
         "weight_decay: 0.1", "decoupled_lr: 0.5", "optimizer.decoupled_lr", "optimizer.groups"
     ),
-    "layer decay above one": M(
-        "weight_decay: 0.1", "layer_decay: 1.1", "optimizer.layer_decay", "write 1 or less"
-    ),
     "another tool's layer decay": M(
         "weight_decay: 0.1", "layerwise_lr_decay: 0.9", "optimizer.layerwise_lr_decay",
-        "optimizer.layer_decay",
+        "optimizer.groups",
     ),
     "settings of Muon with AdamW": M(
         "  name: adamw", "  name: adamw\n  muon: {momentum: 0.9}",

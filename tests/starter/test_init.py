@@ -95,7 +95,7 @@ def _shipped(size: str) -> Recipe:
 
 
 TINY_LIKE_OTHERS = {
-    "llama-adafactor", "llama-adamw-8bit", "llama-blend", "llama-dpo", "llama-lora",
+    "llama-adamw-8bit", "llama-blend", "llama-dpo", "llama-lora",
     "llama-muon", "llama-sft",
 }  # fmt: skip
 OTHERS = [

@@ -57,12 +57,11 @@ def arguments_of(
                 fix=f"leave {name} out; state another engine in the recipe or the overrides, "
                 'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
             )
-    for key in ("groups", "layer_decay"):
-        if getattr(recipe.optimizer, key):
-            raise PlanError(
-                f"the recipe has `optimizer.{key}`, which TrainingArguments cannot state",
-                fix="remove it, or train with `dmt launch`",
-            )
+    if recipe.optimizer.groups:
+        raise PlanError(
+            "the recipe has `optimizer.groups`, which TrainingArguments cannot state",
+            fix="remove it, or train with `dmt launch`",
+        )
     words = in_accelerate(recipe, plan)
     prepare_process(words, plan.layout)
     config = BACKENDS[plan.engine].render(recipe, plan.layout)

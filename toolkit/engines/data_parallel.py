@@ -58,7 +58,7 @@ class DataParallelEngine(Engine):
         allocates a temporary as large as the weights.
         """
         settings = self.setup.optimizer
-        groups = adam.parameter_groups(hf.tensors_of(model), settings, self.setup.layers)
+        groups = adam.parameter_groups(hf.tensors_of(model), settings)
         if settings.kind.whole is not None:
             placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
             self.optimizer = optimizer = new_optimizer(groups, placed, settings)

@@ -9,18 +9,16 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.errors import CheckpointError
-from toolkit.models.parameter_groups import Multipliers, layer_multiplier, multipliers
+from toolkit.models.parameter_groups import Multipliers, multipliers
 from toolkit.recipe.schema import OptimizerSection
 
 
 def parameter_groups(
     parameters: Iterable[tuple[nn.Parameter, Collection[str]]],
     settings: OptimizerSection,
-    layers: int,
 ) -> list[dict[str, Any]]:
     """Optimizer groups of the trained parameters: weight decay for matrices, none for norms and
-    biases, and the multipliers of `settings.groups` and, in a model of `layers`, of
-    `layer_decay`.
+    biases, and the multipliers of `settings.groups`.
 
     Each of `parameters` comes with the checkpoint tensors that it consists of. Norm weights and
     biases are exactly the parameters with one dimension, and the stacked biases of experts.
@@ -32,9 +30,6 @@ def parameter_groups(
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             own = multipliers(settings.groups, tensors)
-            if settings.layer_decay is not None:
-                lower = layer_multiplier(settings.layer_decay, min(tensors), layers)
-                own = own._replace(lr=own.lr * lower)
             decays = len(shape) > 1 and not any(name.endswith("bias") for name in tensors)
             own = own if decays else own._replace(wd=0.0)
             found.setdefault(own, []).append(parameter)

@@ -14,7 +14,6 @@ from toolkit.features.base import Settings, hooks
 from toolkit.layout import AttentionKernel, Layout, ModelName
 from toolkit.models.families import MegatronModel, model_spec
 from toolkit.models.frozen import frozen_names
-from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
@@ -104,11 +103,6 @@ class EngineSetup:
             return None
         heads = model_spec(self.model_config.to_dict()).kv_heads
         return Context.of(self.layout, heads)
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the whole model."""
-        return layer_count(self.weights.shapes)
 
     @classmethod
     def of(

@@ -649,7 +649,6 @@ RULES: tuple[Rule, ...] = (
             "model.config",
             "model.freeze",
             "optimizer.groups",
-            "optimizer.layer_decay",
             "adapter",
             "optimizer.name",
             "training.sequence_length",

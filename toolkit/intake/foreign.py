@@ -55,8 +55,7 @@ _NAMES = {
     Foreign("optimizer.clip_grad_norm"): "max_grad_norm clip_grad gradient_clipping",
     Foreign("optimizer.groups", "a list of `{parameters: […], lr_mult: …, wd_mult: …}`"):
         "decoupled_lr lr_groups embedding_lr embedding_lr_scale embedding_learning_rate "
-        "loraplus_lr_ratio no_decay_params",
-    Foreign("optimizer.layer_decay"): "layerwise_lr_decay layer_lr_decay llrd",
+        "loraplus_lr_ratio no_decay_params layerwise_lr_decay layer_lr_decay llrd",
     Foreign("schedule.name"): "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
     Foreign("schedule.min_learning_rate"): "min_lr",
     Foreign("schedule.warmup_ratio"): "lr_warmup_fraction",
@@ -209,7 +208,10 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     "parallel.engine": {
         f"zero{n}": f"write deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)
     },
-    "optimizer.name": dict.fromkeys(_ONE_BIT.split(), _NO_ONE_BIT),
+    "optimizer.name": {
+        **dict.fromkeys(_ONE_BIT.split(), _NO_ONE_BIT),
+        "adafactor": "write adamw_8bit: moments of 8 bits",
+    },
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
 }

@@ -1,4 +1,4 @@
-"""Learning rates and weight decay by parameter: `optimizer.groups` and `optimizer.layer_decay`.
+"""Learning rates and weight decay by parameter: `optimizer.groups`.
 
 Patterns are matched as those of `model.freeze` are (`toolkit.models.frozen`). Nothing here
 imports torch.
@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.models.frozen import idle_problem, matching
-from toolkit.optimizers.tensors import LAYER, is_embedding
 from toolkit.recipe.schema import ParameterGroup
 
 KEY = "optimizer.groups"
@@ -30,37 +29,6 @@ def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> M
     if found := [*part_problems(groups, [tensors])]:
         raise RecipeError(found)
     return _of(groups, min(tensors))
-
-
-def layer_count(tensors: Iterable[str]) -> int:
-    """Decoder layers of a model with these tensors, or of its part on this rank."""
-    found = (LAYER.search(tensor) for tensor in tensors)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
-
-
-def decay_problems(tensors: Iterable[str]) -> Iterator[Problem]:
-    """Why `layer_decay` does not suit a model with these tensors: it needs one order of
-    layers."""
-    found = ((tensor, LAYER.search(tensor)) for tensor in tensors)
-    stacks = sorted({tensor[: match.start()] for tensor, match in found if match})
-    if len(stacks) > 1:
-        yield Problem(
-            "optimizer.layer_decay",
-            f"layers in {', '.join(stacks)}",
-            "null for a model whose layers are not in one list: no order of them is defined",
-            "remove optimizer.layer_decay, and state the rates in optimizer.groups",
-        )
-
-
-def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
-    """The factor of `layer_decay` for a tensor's learning rate: decay^(layers + 1 - depth).
-
-    Depths are those of BEiT's and MAE's fine-tuning (arXiv:2106.08254, arXiv:2111.06377):
-    embeddings 0, the first decoder layer 1, the last `layers`; final norm and head one more.
-    """
-    match = LAYER.search(tensor)
-    depth = int(match[1]) + 1 if match else 0 if is_embedding(tensor) else layers + 1
-    return float(decay ** (layers + 1 - depth))
 
 
 def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:

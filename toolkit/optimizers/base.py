@@ -146,7 +146,6 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry(
     {
         "adamw": "toolkit.optimizers.adamw:ADAMW",
         "adamw_8bit": "toolkit.extras.optimizers.adamw_8bit:ADAMW_8BIT",
-        "adafactor": "toolkit.extras.optimizers.adafactor:ADAFACTOR",
         "muon": "toolkit.optimizers.muon:MUON",
     },
 )

@@ -118,8 +118,6 @@ def _exact(
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
     if optimizer.groups:
         yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
-    if optimizer.layer_decay is not None:
-        yield "layer decay", f"{optimizer.layer_decay:g} per layer, by the names of tensors"
     if optimizer.kind.ledger.exact:
         yield optimizer.kind.ledger.exact
     yield "optimizer states", optimizer.kind.ledger.states

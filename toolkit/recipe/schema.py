@@ -599,10 +599,6 @@ class _OptimizerSettings(Section):
     clipping."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The learning rate of each decoder layer as a share of the next one's; embeddings have the
-    lowest rate, final norm and head the full one (docs/optimizers.md). Multipliers of `groups`
-    are applied in addition. null for one rate."""
 
     @property
     def kind(self) -> OptimizerKind:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -147,19 +146,10 @@ def _move_biases(
         bias += step * torch.sign(counts.mean() - counts).float()
 
 
-def _depth(name: str, layers: int) -> int:
-    """0 for an embedding, 1 for the first decoder layer, layers + 1 for final norm and head."""
-    number = next((part for part in name.split(".") if part.isdecimal()), None)
-    if number is not None:
-        return int(number) + 1
-    return 0 if any(part in name for part in ("embed_", "wte", "wpe")) else layers + 1
-
-
 def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
     """The plain optimizers of `settings`, with weight decay for matrices but not for norms and
     biases; every parameter has the multipliers of the first group of `optimizer.groups` that
-    names it, and of `optimizer.layer_decay`."""
-    layers = len(hf.decoder_layers(model))
+    names it."""
     embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
     trained = []
     for parameter, tensors in hf.tensors_of(model):
@@ -170,9 +160,6 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
             if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 rate = settings.learning_rate * group.lr_mult
                 decay = settings.weight_decay * group.wd_mult
-        if settings.layer_decay is not None:
-            below = range(layers + 1 - _depth(name, layers))
-            rate *= prod(settings.layer_decay for _ in below)
         vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
         pieces = [parameter]
         stacked = parameter.ndim == 3 or (vector and parameter.ndim == 2)

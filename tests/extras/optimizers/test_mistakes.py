@@ -1,4 +1,4 @@
-"""Settings that Adafactor and 8-bit AdamW refuse: one problem, at its line, with a fix."""
+"""Settings that 8-bit AdamW refuses: one problem, at its line, with a fix."""
 
 from pathlib import Path
 
@@ -10,18 +10,6 @@ from toolkit.cli.check import judge
 NAME = "optimizer:\n  name: adamw"
 ADAPTER = "adapter: {rank: 4, alpha: 8}\n"
 MISTAKES = {
-    "settings of Adafactor with AdamW": (
-        f"{NAME}\n  adafactor: {{clip: 2.0}}",
-        "optimizer.adafactor", "set name to adafactor", "adafactor: {clip: 2.0}",
-    ),
-    "eps of Adafactor": (
-        "optimizer:\n  name: adafactor\n  eps: 1.0e-7",
-        "optimizer.eps", "optimizer.adafactor", "eps: 1.0e-7",
-    ),
-    "Adafactor with adapters": (
-        f"{ADAPTER}optimizer:\n  name: adafactor",
-        "optimizer.name", "set optimizer.name to adamw", "name: adafactor",
-    ),
     "8-bit AdamW with adapters": (
         f"{ADAPTER}optimizer:\n  name: adamw_8bit",
         "optimizer.name", "set optimizer.name to adamw", "name: adamw_8bit",

@@ -1,4 +1,4 @@
-"""What Adafactor and 8-bit AdamW keep and move, counted by hand, and the formulas of a plan."""
+"""What 8-bit AdamW keeps and moves, counted by hand, and the formulas of a plan."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,26 +36,6 @@ def workload(config: Mapping[str, object], optimizer: str) -> Workload:
     return Workload(model_spec(config), 1024, "bf16", "ddp", updates=updates)
 
 
-def test_adafactor_has_a_row_and_a_column() -> None:
-    updates = owner_updates(
-        SHAPE | {"tie_word_embeddings": False}, (), optimizer_of("adafactor")
-    )
-    spec = model_spec(SHAPE | {"tie_word_embeddings": False})
-    train = Workload(spec, 32, "fp32", "ddp", updates=updates)
-    total = spec.parameters.total
-    factors = 2 * (512 + 64) + 6 * (4 * (64 + 64) + 3 * (64 + 128) + NORMS) + 64
-    assert model_states_gib(train, Layout()) * GIB == 8 * total + 4 * factors
-    sharded = replace(train, engine="fsdp")
-    found = model_states_gib(sharded, Layout(dp=2, zero_stage=3)) * GIB
-    assert found == pytest.approx((8 * total + 4 * factors) / 2)
-    # All that is not needed by activations: the largest tensor squared, and its update.
-    tiny = replace(train, sequence_length=1)
-    with_rule, without = (
-        peak_memory(one, Layout()).buffers for one in (tiny, replace(tiny, updates=None))
-    )
-    assert 0 < with_rule - without <= 2 * 4 * EMBEDDING
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_8_bit_states(tied: bool) -> None:
     """Codes, and four bytes for 256 of them; not for embeddings and small tensors."""
@@ -79,25 +59,6 @@ def test_8_bit_states(tied: bool) -> None:
     assert 0 < with_rule - without <= 2 * 4 * (64 * 128 if tied else EMBEDDING)
 
 
-def test_adafactor_moves_memory() -> None:
-    """Replicas update alone; on ranks that hold parts, the embedding's owner has it alone."""
-    train = workload(LLAMA, "adafactor")
-    gpu = device(CLUSTER.gpu, train, DEFAULT)
-    total = train.spec.parameters.total
-
-    def added(layout: Layout) -> float:
-        with_rule, without = (
-            step_time(one, layout, CLUSTER).optimizer_s
-            for one in (train, replace(train, updates=None))
-        )
-        return (with_rule - without) * gpu.memory / 48
-
-    assert added(Layout()) == added(Layout(dp=8)) == pytest.approx(total)
-    assert added(Layout(dp=8, zero_stage=2)) == pytest.approx(3 * 1024 * 4096)
-    # Embeddings are on the first stage; final norm and head, which is tied here, on the last.
-    assert added(Layout(pp=2)) < total
-
-
 def test_8_bit_moves_memory() -> None:
     """All but the embedding, which is the head here, too."""
     train = workload(LLAMA, "adamw_8bit")
@@ -110,9 +71,8 @@ def test_8_bit_moves_memory() -> None:
     assert (with_rule - without) * gpu.memory / 28 == pytest.approx(owned)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
-def test_formulas(name: str) -> None:
-    updates = owner_updates(LLAMA, (), optimizer_of(name))
+def test_formulas() -> None:
+    updates = owner_updates(LLAMA, (), optimizer_of("adamw_8bit"))
     for layout in (Layout(dp=16, zero_stage=3), Layout(dp=16, zero_stage=1)):
         train = Workload(model_spec(LLAMA), 64, "bf16", "deepspeed", updates=updates)
         check(estimate(Setup(train, layout, parse_cluster("2x8xh100-80gb"))))

@@ -77,7 +77,6 @@ class DeepSpeedEngine(Engine):
         groups = adam.parameter_groups(
             ((p, {block.tensor for block in blocks}) for p, blocks, _ in self.model.placed()),
             setup.optimizer,
-            setup.layers,
         )
         for index, group in enumerate(groups):  # by which DeepSpeed sets experts apart
             group["name"] = f"group {index}"

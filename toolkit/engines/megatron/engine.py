@@ -125,8 +125,7 @@ class MegatronEngine(Engine):
         """Every optimizer group's multipliers that are not 1, in megatron-core's format."""
         overrides = {}
         tensors = weights.tensors_of(self.chunks, self.model)
-        settings, layers = self.setup.optimizer, self.setup.layers
-        for group in adam.parameter_groups(tensors, settings, layers):
+        for group in adam.parameter_groups(tensors, self.setup.optimizer):
             named = {name: group[name] for name in ("lr_mult", "wd_mult") if group[name] != 1}
             members = {id(parameter) for parameter in group["params"]}
             chosen = ParamPredicate(str(named), lambda one, ids=members: id(one) in ids)

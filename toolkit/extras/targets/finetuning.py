@@ -213,7 +213,7 @@ class FinetuningTarget(TableTarget):
         """See `TableTarget`: what neither the Trainer has, nor the tools around it."""
         plain = {
             "model.freeze": (), "model.balance": None, "model.resize_embeddings": None,
-            "data.stages": (), "optimizer.groups": (), "optimizer.layer_decay": None,
+            "data.stages": (), "optimizer.groups": (),
             "training.batch_ramp": None, "schedule.decay_steps": None, "kernels.mlp": "whole",
         }  # fmt: skip
         values = recipe.model_dump()

@@ -50,7 +50,6 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """Parts of the run that `pretrain_gpt.py` cannot express."""
     model, optimizer, data = recipe.model, recipe.optimizer, recipe.data
     objective, adapter = recipe.training.objective, recipe.adapter
-    layers = optimizer.layer_decay
     no_steps = recipe.total_steps() is None
     other = "pretrain_gpt.py" not in optimizer.kind.elsewhere
     why = optimizer.kind.unlike.get("pretrain_gpt.py", f"it has no {optimizer.kind.title}")
@@ -66,8 +65,6 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
         ("model.freeze", ", ".join(model.freeze), "[]: it trains all parameters"),
         ("optimizer.groups", optimizer.groups and f"{len(optimizer.groups)} of them",
          "[]: it has no multipliers by name"),
-        ("optimizer.layer_decay", layers and f"{layers:g}",
-         "null: it has no multipliers by layer"),
         ("adapter", adapter and adapter.name, "null: it has no adapters"),
         ("optimizer.name", optimizer.name if other else "", f"adamw: {why}"),
         ("data.isolate_documents", "true" if data.isolate_documents else "",

@@ -70,8 +70,6 @@ def problems(job: PlanRequest) -> list[Problem]:
         return [Problem("parallel.recompute", str(some), allowed, fix)]
     if wrong := [*attention.problems(job)] or [*_shares(job)]:
         return wrong
-    if job.optimizer.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
-        return wrong
     if job.optimizer.groups and (
         wrong := [*parameter_groups.problems(job.optimizer.groups, job.trained)]
     ):
