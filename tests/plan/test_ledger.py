@@ -175,7 +175,7 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         (
             {},
             {
-                "pipeline, virtual pipeline above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "selective recompute",
             },
         ),

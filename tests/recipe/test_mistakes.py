@@ -598,7 +598,7 @@ MISTAKES = {
         "on given answers only: write dpo or orpo", at="objective",
     ),
     "an optimizer that DeepSpeed has removed": M(
-        "adamw", "OneBitAdam", "optimizer.name", "parallel.zero.quantized_gradients",
+        "adamw", "OneBitAdam", "optimizer.name", "parallel.outer",
     ),
     "noise of TRL": M(
         "  steps: 100", "  steps: 100\n  neftune: 5", "training.neftune", "remove it",
