@@ -215,7 +215,6 @@ def name(case: Case) -> str:
 def rehearse(case: Case, mode: Any) -> dict[str, Any]:
     """Peak bytes of the ranks of the first and the last stage, by rank."""
     from toolkit.rehearse.gpu.dress import DressRehearsal
-    from toolkit.rehearse.gpu.findings import STEP
     from toolkit.rehearse.gpu.rank import rehearse as rehearse_rank
 
     rehearsal = DressRehearsal.of(assignment(case))
@@ -225,15 +224,7 @@ def rehearse(case: Case, mode: Any) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile("r") as file:
             if os.fork() == 0:
                 try:
-                    done = rehearse_rank(
-                        rehearsal.assignment, rank, mode, skip=["step", "evaluate"]
-                    )
-                    result: Any = {
-                        **asdict(done.peaks[STEP]),
-                        "reserved": done.reserved,
-                        "least": done.least,
-                        "flops": sum(done.flops.values()),
-                    }
+                    result = asdict(rehearse_rank(rehearsal.assignment, rank, mode))
                 except BaseException:  # noqa: BLE001 - the parent tells it
                     result = {"error": traceback.format_exc()}
                 Path(file.name).write_text(json.dumps(result))
@@ -259,7 +250,7 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
 
     from toolkit.layout import Layout
     from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
-    from toolkit.rehearse.gpu.findings import STEP, Peak, RankFindings
+    from toolkit.rehearse.gpu.peak import Peak
 
     layout, planned = Layout(**found["layout"]), assignment(case)
     plan = replace(planned.plan, layout=layout)
@@ -269,14 +260,8 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
         if "nbytes" not in peak:
             print(name(case), rank, peak.get("error", "killed"), file=sys.stderr)
             continue
-        stage = int(rank) // (layout.world // layout.pp)
-        done = RankFindings(
-            peaks={STEP: Peak(peak["nbytes"], peak["holders"])},
-            flops={"": peak["flops"]},
-            reserved=peak["reserved"],
-            least=peak["least"],
-        )
-        one = RehearsedRank(rehearsal, int(rank), stage, done)
+        held = Peak(peak["nbytes"], peak["holders"])
+        one = RehearsedRank(rehearsal, int(rank), held)
         capacity = rehearsal.estimate.setup.cluster.gpu.memory_gib
         rows.append(
             {
@@ -285,7 +270,6 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
                 "rehearsed_gib": one.peak.nbytes / 2**30,
                 "planned_gib": one.planned.allocated / 2**30,
                 "error": one.planned.allocated / one.peak.nbytes - 1,
-                "flops_error": one.planned_flops / peak["flops"] - 1,
                 "called_fitting": one.planned.total / 2**30 <= capacity,
                 "fits": one.fits,
             }
@@ -321,12 +305,11 @@ def main() -> None:
         show(rows)
     errors = [abs(row["error"]) for row in rows]
     wrong = [row["case"] for row in rows if row["called_fitting"] and not row["fits"]]
-    flops = [abs(row["flops_error"]) for row in rows]
     print(
         f"{len(rows)} ranks of {len({row['case'] for row in rows})} layouts: planner's memory "
         "off by "
-        f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at most; FLOPs by "
-        f"{sum(flops) / len(flops):.1%}; too large but called fitting: {wrong or 'none'}"
+        f"{sum(errors) / len(errors):.1%} on average, {max(errors):.1%} at most; "
+        f"too large but called fitting: {wrong or 'none'}"
     )
 
 
@@ -335,7 +318,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"{row['error']:+7.1%}  {row['planned_gib']:7.2f} of {row['rehearsed_gib']:7.2f}"
-            f"  FLOPs {row['flops_error']:+6.1%}  {row['case']}, rank {row['rank']}",
+            f"  {row['case']}, rank {row['rank']}",
             flush=True,
         )
 

@@ -1,4 +1,4 @@
-"""`dmt rehearse --gpu`: memory, FLOPs and collectives against what arithmetic says."""
+"""`dmt rehearse --gpu`: memory against what arithmetic says."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 
 LLAMA = "recipes/tiny/llama-bytes.yaml"
 GPUS = 4
-LAYERS, HIDDEN, INNER, VOCABULARY, SEQUENCE = 4, 128, 384, 320, 128
+LAYERS, HIDDEN, INNER, VOCABULARY = 4, 128, 384, 320
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32
 """Of that recipe."""
 ON_GPUS = [
@@ -88,8 +88,7 @@ def blocks(sizes: list[float]) -> float:
 
 @pytest.mark.slow
 def test_a_rank_of_fsdp() -> None:
-    """States are 4, 4 and 8 bytes of each shard; FLOPs are 6 per weight and token, and what
-    attention computes; the host waits once."""
+    """States are 4, 4 and 8 bytes of each shard."""
     found = rehearsed("engine=fsdp", "zero.stage=3", "replicate=1")
     (rank,) = found["ranks"]
     shards = [4 * size / GPUS for size in parameters().values()]
@@ -100,60 +99,18 @@ def test_a_rank_of_fsdp() -> None:
     assert rank["peak_gib"] == pytest.approx(sum(held.values()) / 1024)
     # What is gathered at the peak differs by 5% with what ran in this process before.
     assert rank["planned_gib"] == pytest.approx(rank["peak_gib"], rel=0.11)
-    assert rank["communicators"] == rank["planned_communicators"] == 1
     outside = 0.7 + 0.4  # GiB of CUDA, and of one communicator
     assert rank["planned_parts_gib"]["CUDA and NCCL"] == pytest.approx(outside)
-    assert rank["peak_gib"] <= rank["needed_gib"] - outside <= rank["reserved_gib"]
-
+    needed = rank["peak_gib"] + outside - rank["compiling_saves_gib"]
+    assert rank["needed_gib"] == pytest.approx(needed)
     assert found["micro_batches"] == {"run": 2, "of": 4}
-    tokens = 2 * 2 * SEQUENCE
-    products = sum(size for name, size in parameters().items() if "norm" not in name)
-    scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * LAYERS  # two products, counted in full
-    flops = tokens * (6 * products + (1 + 2.5) * scores)
-    assert rank["flops"] == flops
-    assert rank["planned_flops"] == pytest.approx(flops)
-
-    sizes = parameters()
-    assert rank["save"] == {
-        "bytes": 3 * 4 * sum(sizes.values()) // GPUS,
-        "bytes_from_gpu": rank["save"]["bytes"],
-        "tensors": 3 * len(sizes),
-        "copy_s": pytest.approx(rank["save"]["bytes"] / 64e9),  # PCIe 5.0
-        "host_gib_per_node": pytest.approx(12 * sum(sizes.values()) / 2**30),
-    }
-
-    (wait,) = rank["host_waits"]
-    assert wait["count"] == 1
-    assert "data_parallel.py" in wait["where"]
-    collectives = {one["name"]: one for one in rank["collectives"] if one["bytes"] > 1000}
-    assert {one["ranks"] for one in collectives.values()} == {GPUS}
-    # Every layer forwards and backwards, and the rest once, in each of two micro batches.
-    assert collectives["_allgather_base_"]["count"] == 2 * (2 * LAYERS + 1)
-    assert collectives["_reduce_scatter_base_"]["count"] == 2 * (LAYERS + 1)
-    assert rank["wrong"] == []
-
-
-@pytest.mark.slow
-def test_products_of_experts() -> None:
-    """They are in groups of as many tokens as an expert gets, which sum to two per token."""
-    (rank,) = rehearsed("engine=ddp", recipe="recipes/tiny/mixtral-bytes.yaml")["ranks"]
-    experts, chosen, inner = 4, 2, 192
-    attention = (2 * HEADS + 2 * KEY_HEADS) * WIDTH * HIDDEN
-    layer = attention + experts * HIDDEN + chosen * 3 * HIDDEN * inner
-    products = LAYERS * layer + VOCABULARY * HIDDEN
-    scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * LAYERS
-    tokens = 2 * 2 * SEQUENCE
-    assert rank["flops"] == tokens * (6 * products + (1 + 2.5) * scores)
-    assert rank["planned_flops"] == pytest.approx(rank["flops"])
 
 
 @pytest.mark.slow
 def test_each_pipeline_stage_once() -> None:
     found = rehearsed("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
     assert [(one["rank"], one["stage"]) for one in found["ranks"]] == [(0, 0), (2, 1)]
-    first, last = found["ranks"]
-    # All ranks, those that share an optimizer, tensor, pipeline, tied embeddings.
-    assert first["communicators"] == first["planned_communicators"] == 5
+    first, _ = found["ranks"]
     half = LAYERS // 2 * sum(size for name, size in parameters().items() if " 0" in name)
     ends = VOCABULARY * HIDDEN
     of_norms = LAYERS // 2 * 2 * HIDDEN
@@ -162,97 +119,32 @@ def test_each_pipeline_stage_once() -> None:
         2 * ((half - of_norms + ends) / 2 + of_norms), rel=1e-3
     )
     assert first["fits"]
-    assert last["flops"] > first["flops"], "the head is on the last stage"
-    assert {"send", "recv_"} <= {one["name"] for one in first["collectives"]}
-    (again,) = rehearsed("engine=fsdp", "zero.stage=2", ranks="3")["ranks"]
-    assert again["rank"] == 3
 
 
 @pytest.mark.slow
-def test_another_cluster_than_the_recipes() -> None:
+def test_pairs_on_another_cluster_than_the_recipes() -> None:
+    """What an objective reads besides tokens is there."""
     arguments = "--gpu", "--json", "--cluster", "2x4xa100-80gb", "--ranks", "7"
     chosen = ["training.precision=bf16", "parallel.engine=fsdp", "parallel.zero.stage=3"]
-    done = dmt("rehearse", LLAMA, *arguments, overrides=[*chosen, *ON_GPUS[3:]])
+    recipe = "recipes/tiny/llama-dpo.yaml"
+    done = dmt("rehearse", recipe, *arguments, overrides=[*chosen, *ON_GPUS[3:]])
     assert done.returncode == EXIT_DONE, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["layout"]["dp"] * found["layout"]["tp"] == 8
     (rank,) = found["ranks"]
-    assert rank["rank"] == 7
-    assert rank["save"]["copy_s"] == pytest.approx(rank["save"]["bytes"] / 32e9)  # PCIe 4.0
+    assert rank["rank"] == 7 and rank["fits"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [
-        (["engine=megatron", "pipeline=2", "tensor=1", "stages=[1,3]"], [0, 2]),
-        (["engine=ddp", "shares=[1,1,2,2]"], [0, 2]),
-    ],
-)
-def test_each_gpu_of_a_mixed_cluster(parallel: list[str], ranks: list[int]) -> None:
-    """A rank computes what the planner assumed of its share of the layers or samples."""
-    arguments = "--gpu", "--json", "--cluster", "1x2xa100-80gb+1x2xh100-80gb"
-    chosen = ["training.precision=bf16", "training.global_batch_size=48"]
-    chosen += [f"parallel.{one}" for one in parallel]
-    done = dmt("rehearse", LLAMA, *arguments, overrides=chosen)
-    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert [one["rank"] for one in found["ranks"]] == ranks, "one of each kind and stage"
-    weights = [
-        sum(
-            size
-            for name, size in parameters().items()
-            if f" {n}" in name and "norm" not in name
-        )
-        for n in range(LAYERS)
-    ]
-    layout = found["layout"]
-    shares, stages = layout.get("shares"), layout.get("stages")
-    assert bool(shares) != bool(stages)
-    for one in found["ranks"]:
-        layers = stages[one["stage"]] if stages else LAYERS
-        samples = shares[one["rank"]] if shares else layout["micro_batch"]
-        is_last = one["stage"] == layout["pp"] - 1
-        products = layers * weights[0] + is_last * VOCABULARY * HIDDEN
-        scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * layers
-        tokens = samples * found["micro_batches"]["run"] * SEQUENCE
-        assert one["flops"] == tokens * (6 * products + 3.5 * scores)
-        assert one["planned_flops"] == pytest.approx(one["flops"])
-        assert one["planned_gib"] == pytest.approx(one["peak_gib"], rel=0.1)
-        assert one["fits"] and not one["wrong"]
-    if shares:
-        assert shares[0] == shares[1] < shares[2] == shares[3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-dpo", "llama-lora"])
-def test_pairs_and_documents(name: str) -> None:
-    """What an objective reads besides tokens is there; comparisons find everything equal."""
-    (rank,) = rehearsed("engine=ddp", recipe=f"recipes/tiny/{name}.yaml")["ranks"]
-    assert rank["fits"] and not rank["wrong"]
-    trained = rank["save"]["bytes"] * GPUS
-    assert (trained < 4 * sum(parameters().values())) is (name == "llama-lora")
-
-
-@pytest.mark.slow
-def test_the_table_names_what_holds_memory() -> None:
-    done = dmt("rehearse", LLAMA, "--gpu", overrides=[*ON_GPUS, "parallel.engine=ddp"])
-    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
-    for text in ("model.layers.*.mlp", "fits", "reads numbers", "most FLOPs", "one save"):
-        assert text in done.stdout
-
-
-@pytest.mark.slow
-def test_a_layout_that_is_too_large_is_found() -> None:
+def test_a_plan_that_is_too_large_is_found() -> None:
     large = ["parallel.engine=fsdp", "training.micro_batch_size=8", "parallel.recompute=none"]
     large += ["training.global_batch_size=64", "training.sequence_length=8192"]
     large += ["kernels.loss=whole", "kernels.compile=none", "parallel.zero.stage=3"]
     recipe = "recipes/llama/llama-3.2-1b-pretrain.yaml"
-    done = dmt(
-        "rehearse", recipe, "--gpu", "--json", "--cluster", "1x8xh100-80gb", overrides=large
-    )
+    done = dmt("rehearse", recipe, "--gpu", "--cluster", "1x8xh100-80gb", overrides=large)
     assert done.returncode == EXIT_FAILED, done.stderr[-2000:]
-    assert json.loads(done.stdout)["ranks"][0]["fits"] is False
+    for text in ("model.layers.*.mlp", "does not fit", "rank 0 at its fullest"):
+        assert text in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -279,9 +171,9 @@ def test_what_cannot_be_rehearsed(
 
 @pytest.mark.slow
 def test_the_planner_knows_what_small_layouts_hold(tmp_path: Path) -> None:
-    """Seven of the layouts of `benchmarks/gpu_memory.py`: fsdp, ddp, ZeRO 1 to 3, megatron."""
+    """Four of the layouts of `benchmarks/gpu_memory.py`."""
     script = "benchmarks/gpu_memory.py"
-    chosen = r"1b-pretrain 1 1 \w+( tensor=2 sequence=false)?( zero.stage=\d)?$"
+    chosen = r"1b-pretrain 1 1 (ddp|deepspeed zero.stage=[13]|megatron tensor=2 seq.*)$"
     done = subprocess.run(
         [sys.executable, script, "--out", str(tmp_path / "found.json"), "--only", chosen],
         cwd=ROOT,
@@ -292,7 +184,7 @@ def test_the_planner_knows_what_small_layouts_hold(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = [float(found) for found in re.findall(r"^ *([+-][\d.]+)%", done.stdout, re.M)]
-    assert len(errors) == 7
+    assert len(errors) == 4
     assert sum(map(abs, errors)) / len(errors) < 5
     assert max(map(abs, errors)) < 10
     assert "called fitting: none" in done.stdout

@@ -11,8 +11,8 @@ from toolkit.cli.bars import count_progress
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.output import Line, output
-from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal
-from toolkit.errors import EXIT_FAILED, RunFailed
+from toolkit.cli.rehearse_gpu import dress_rehearsal
+from toolkit.errors import EXIT_FAILED, Problem, RecipeError, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
 from toolkit.rehearse.comparison import Record
@@ -21,6 +21,21 @@ from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal, rehearse_recipe
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
+
+OnGpus = Annotated[
+    bool,
+    typer.Option(
+        "--gpu",
+        help="Instead, run the recipe's own layout at its true size on GPUs that are not "
+        "there: memory of its ranks.",
+    ),
+]
+RanksOfGpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
+    ),
+]
 
 
 def rehearse(
@@ -51,12 +66,13 @@ def rehearse(
     equal those of a plain transformers loop; exit 4 when a layout differs or none can run.
 
     With --gpu nothing is computed: tensors have shapes and no elements. Exit 4 when a rank
-    mixes devices, widens 16-bit activations or does not fit.
+    does not fit, or its engine fails.
 
     Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
     """
-    if gpu or ranks or cluster:
-        dress_rehearsal(recipe, overrides, ranks, cluster, layouts, as_json, gpu=gpu)
+    _check_options(layouts, ranks, cluster, gpu=gpu)
+    if gpu:
+        dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
     patterns = [part.strip() for names in layouts for part in names.split(",")]
     with ExitStack() as stack:
@@ -80,6 +96,19 @@ def rehearse(
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_options(
+    layouts: Sequence[str], ranks: str | None, cluster: str | None, *, gpu: bool
+) -> None:
+    """Raises RecipeError for an option that the other kind of rehearsal has."""
+    if gpu and layouts:
+        allowed = "without --gpu: there, the recipe's own layout is run"
+        found = ", ".join(layouts)
+        raise RecipeError([Problem("--layouts", found, allowed, "use --set parallel.…")])
+    for name, value in (("--ranks", ranks), ("--cluster", cluster)):
+        if value is not None and not gpu:
+            raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
 
 
 def _lines(

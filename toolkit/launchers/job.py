@@ -43,12 +43,6 @@ def _allocator() -> str:
     return f"{EXPANDABLE},{EXACT_PINNED}" if torch >= _KNOWS_EXACT_PINNED else EXPANDABLE
 
 
-def expandable_segments(recipe: Recipe) -> bool:
-    """Whether a worker's allocator uses them, set by this environment or a launch."""
-    settings = {**os.environ, **gpu_variables(recipe)}
-    return any(EXPANDABLE in settings.get(name, "") for name in _ALLOCATOR)
-
-
 def job_of(assignment: Assignment, settle: bool = False) -> Job:
     """The job of a run.
 

@@ -1,4 +1,4 @@
-"""Runs one rank of a run directory on a fake GPU; writes the findings as JSON.
+"""Runs one rank of a run directory on a fake GPU; writes its peak as JSON.
 
     python -m toolkit.rehearse.gpu RUN_DIR RANK OUTPUT
 
@@ -19,11 +19,10 @@ def main(run_dir: Path, rank: int, output: Path) -> None:
     """Rehearse one rank."""
     warnings.filterwarnings("ignore")
     guard.load()
-    device = import_module("toolkit.rehearse.gpu.device")
-    mode = device.pretend()
+    mode = import_module("toolkit.rehearse.gpu.device").pretend()
     ranks = import_module("toolkit.rehearse.gpu.rank")
-    assignment = ranks.read(run_dir)
-    output.write_text(json.dumps(asdict(ranks.rehearse(assignment, rank, mode, skip=["step"]))))
+    peak = ranks.rehearse(ranks.read(run_dir), rank, mode)
+    output.write_text(json.dumps(asdict(peak)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Memory and FLOPs of a rank's GPU, operator by operator, attributed to modules."""
+"""Memory of a rank's GPU, operator by operator, attributed to modules."""
 
-import math
 import re
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
 
-from toolkit.rehearse.gpu import device
-from toolkit.rehearse.gpu.allocator import Allocator, Request, least, rounded
-from toolkit.rehearse.gpu.findings import (
+from toolkit.rehearse.gpu import answers
+from toolkit.rehearse.gpu.peak import (
     ACTIVATIONS,
     BACKWARD,
     BUFFERS,
@@ -34,56 +32,40 @@ from toolkit.rehearse.gpu.findings import (
     Peak,
 )
 
+BLOCK = 512
+"""Bytes that PyTorch's allocator rounds a request up to (`kMinBlockSize`)."""
 _PASSING = (ACTIVATIONS, BACKWARD, OTHER)
 _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sharding_prop"
 _OF_TORCH = ("torch/", "toolkit/rehearse/gpu/")
 _RESIZES = torch.ops.aten.resize_.default
 
 
-def _grouped_product(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of matrix products of rows in groups, from the shapes of the operands.
-
-    [rows, k] × [groups, k, n]; [m, rows] × [rows, n], a product per group of rows; and
-    [groups, m, k] × [k, rows].
-    """
-    return 2 * math.prod(b) * a[-2] if len(a) > len(b) else 2 * math.prod(a) * b[-1]
-
-
-if torch.ops.aten._grouped_mm not in flop_registry:
-    register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_product)
-
-
-@dataclass
-class Account:
-    """Storages on the GPU, from allocation until nothing refers to them, and floating-point
-    operations.
+class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Storages on the GPU, from allocation until nothing refers to them.
 
     A storage is attributed to the module whose forward pass allocates it; in the backward pass,
     to the module whose autograd node runs.
     """
 
-    flops: dict[str, Counter[str]] = field(default_factory=dict)
-    """By phase and module, of matrix products and attention; attention counted in full."""
-    _events: list[Request] = field(default_factory=list)
-    """Bytes allocated or freed, with storage and stream."""
-    _labels: list[tuple[str, str]] = field(default_factory=list)
-    """Of each storage: kind, and module or place."""
-    _sizes: list[int] = field(default_factory=list)
-    _numbers: Any = field(default_factory=WeakIdKeyDictionary)
-    _references: dict[int, Any] = field(default_factory=dict)
-    _starts: dict[str, int] = field(default_factory=dict)
-    """By phase, the number of its first event."""
-    _names: Any = field(default_factory=weakref.WeakKeyDictionary)
-    _modules: list[nn.Module] = field(default_factory=list)
-    """Modules whose forward passes are running, the innermost last."""
-    _made_nodes: dict[int, str] = field(default_factory=dict)
-    """By the sequence number of an autograd node, the module that created it."""
-    _phase: str = "build"
-
-    def begin(self, phase: str) -> None:
-        """Attribute following events to `phase`."""
-        self._phase = phase
-        self._starts[phase] = len(self._events)
+    def __init__(self, routed: float = 0.0) -> None:
+        """`routed`: the share of its experts that a token is sent to."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._routed = routed
+        self._events: list[tuple[int, int]] = []
+        """Bytes allocated, or freed below 0, and the number of the storage."""
+        self._labels: list[tuple[str, str]] = []
+        """Of each storage: kind, and module or place."""
+        self._sizes: list[int] = []
+        self._numbers: Any = WeakIdKeyDictionary()
+        self._references: dict[int, Any] = {}
+        self._start = 0
+        """The number of the first event that `peak` looks at."""
+        self._trains = False
+        self._names: Any = weakref.WeakKeyDictionary()
+        self._modules: list[nn.Module] = []
+        """Modules whose forward passes are running, the innermost last."""
+        self._made_nodes: dict[int, str] = {}
+        """By the sequence number of an autograd node, the module that created it."""
 
     def own(self, modules: Iterable[nn.Module]) -> None:
         """Weights, buffers and lasting gradients of a model that was built."""
@@ -97,30 +79,16 @@ class Account:
             for name, buffer in module.named_buffers():
                 self._relabel([buffer], BUFFERS, _collapsed(name))
 
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record an operator."""
-        if func._overloadpacket in flop_registry:
-            count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            self.flops.setdefault(self._phase, Counter())[self._module()] += count
-        elif _backward_node() is None and torch.is_grad_enabled():
-            self._module()
-        for one in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(one, FakeTensor) and one.device.type == "cuda":
-                self._see(one.untyped_storage(), func)
-        if func.namespace == "c10d" and "gather" in func._opname:
-            self._relabel(tree_leaves(args[0]), COMMUNICATION, self._module(), only=_PASSING)
-        if func is _RESIZES:
-            self._resized(args[0].untyped_storage())
+    def begin(self) -> None:
+        """Begin a step."""
+        self._trains, self._start = True, len(self._events)
 
-    def peak(self, phase: str) -> Peak:
-        """The peak of a phase."""
-        events = self._events
-        start = self._starts[phase]
-        stop = min([n for n in self._starts.values() if n > start], default=len(events))
-        totals = list(accumulate((size for size, _, _ in events[:stop]), initial=0))
-        last = max(range(start, stop + 1), key=totals.__getitem__)
+    def peak(self) -> Peak:
+        """The peak since the last `begin`."""
+        totals = list(accumulate((size for size, _ in self._events), initial=0))
+        last = max(range(self._start, len(totals)), key=totals.__getitem__)
         held: dict[str, Counter[str]] = {}
-        for size, number, _ in events[:last]:
+        for size, number in self._events[:last]:
             kind, place = self._labels[number]
             held.setdefault(kind, Counter())[place] += size
         ranked = sorted(held.items(), key=lambda item: -item[1].total())
@@ -130,19 +98,22 @@ class Account:
         }
         return Peak(totals[last], {kind: places for kind, places in holders.items() if places})
 
-    def reserved(self, *, expandable: bool) -> tuple[int, int]:
-        """Bytes that the allocator has reserved at the end, and the minimum it can work with.
-
-        The last phase is replayed twice: the blocks that a step frees do not always fit the
-        next one's requests.
-        """
-        phase = self._events[self._starts[self._phase] :]
-        left: Counter[int] = Counter()
-        for size, number, _ in phase:
-            left[number] += size
-        requests = self._events + [event for event in phase if not left[event[1]]]
-        most = Allocator(expandable=expandable).replay(requests)
-        return most, least(requests, most, expandable=expandable)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does with its parts comes here, too
+        out = answers.run(func, args, kwargs or {}, self._routed)
+        if _backward_node() is None and torch.is_grad_enabled():
+            self._module()
+        for one in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(one, FakeTensor) and one.device.type == "cuda":
+                self._see(one.untyped_storage(), func)
+        if func.namespace == "c10d" and "gather" in func._opname:
+            self._relabel(tree_leaves(args[0]), COMMUNICATION, self._module(), only=_PASSING)
+        if func is _RESIZES:
+            self._resized(args[0].untyped_storage())
+        return out
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -162,7 +133,8 @@ class Account:
         ]
         storages.resize_ = resized
         try:
-            yield
+            with self:
+                yield
         finally:
             storages.resize_ = resize
             for handle in handles:
@@ -214,19 +186,16 @@ class Account:
     def _resized(self, storage: Any) -> None:
         number = self._numbers.get(storage)
         if number is not None:
-            self._change(number, rounded(storage.nbytes()))
+            self._change(number, -(-storage.nbytes() // BLOCK) * BLOCK)
 
     def _gone(self, number: int) -> None:
         self._change(number, 0)
         self._references.pop(number, None)
 
     def _change(self, number: int, size: int) -> None:
-        before = self._sizes[number]
-        if size != before:
+        if more := size - self._sizes[number]:
             self._sizes[number] = size
-            for more in (-before, size):
-                if more:
-                    self._events.append((more, number, device.current_stream().stream_id))
+            self._events.append((more, number))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
         """None for tensors that DTensor creates to determine a shape, which have no storage."""
@@ -239,7 +208,7 @@ class Account:
             return COMMUNICATION, place
         if _backward_node() is not None:
             return BACKWARD, self._module() or place
-        if self._phase != "build" and (self._modules or torch.is_grad_enabled()):
+        if self._trains and (self._modules or torch.is_grad_enabled()):
             return ACTIVATIONS, self._module()
         return OTHER, place
 

@@ -4,7 +4,6 @@ Everything here lasts until the process ends, and nothing is computed.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import types
@@ -25,21 +24,6 @@ MEMORY_BYTES = 80 * 2**30
 CAPABILITY = (9, 0)
 """Compute capability of an H100, whose kernels the engines would choose."""
 
-backends: dict[str, str] = {}
-"""By the name of a process group, the backend that it was asked for."""
-on_wait: list[Callable[[str], None]] = []
-"""Called with what the host waits for."""
-
-
-def _waits(what: str) -> Callable[..., None]:
-    """A function that waits for the GPU, where there is one."""
-
-    def wait(*_: object, **__: object) -> None:
-        for call in on_wait:
-            call(what)
-
-    return wait
-
 
 class _Event:
     """A CUDA event that is always complete."""
@@ -50,7 +34,7 @@ class _Event:
 
     def wait(self, *_: object) -> None: ...
 
-    synchronize = _waits("waits for an event")
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -60,22 +44,18 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream without pending work. The first one is the default."""
+    """A CUDA stream without pending work."""
 
     device = GPU
     device_type = 1
-    device_index = 0
-    _made = itertools.count()
+    device_index = stream_id = cuda_stream = 0
 
-    def __init__(self, *_: object, **__: object) -> None:
-        self.stream_id = self.cuda_stream = next(self._made)
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def __enter__(self) -> "_Stream":
-        _streams.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        _streams.pop()
+    def __exit__(self, *_: object) -> None: ...
 
     def is_capturing(self) -> bool:
         return False
@@ -84,7 +64,7 @@ class _Stream:
 
     def wait_event(self, _: object) -> None: ...
 
-    synchronize = _waits("waits for a stream")
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -108,17 +88,6 @@ class _Generator:
 
 
 _DEFAULT = _Stream()
-_streams = [_DEFAULT]
-"""Memory is allocated on the last one, in the backward pass too: its thread is waited for."""
-
-
-def current_stream(*_: object) -> _Stream:
-    """The return value of `torch.cuda.current_stream`."""
-    return _streams[-1]
-
-
-def _set_stream(stream: _Stream) -> None:
-    _streams[-1] = stream
 
 
 def _within(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
@@ -225,7 +194,7 @@ def _rms_norm(
 
 _WITHOUT_EFFECT = (
     *("_lazy_init", "init", "set_device", "reset_peak_memory_stats", "empty_cache"),
-    *("manual_seed", "manual_seed_all", "set_rng_state"),
+    *("manual_seed", "manual_seed_all", "set_rng_state", "set_stream", "synchronize"),
 )
 _EMPTY = "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"
 
@@ -252,12 +221,10 @@ def _have_cuda() -> None:
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "memory_stats": lambda *_: {},
-        "synchronize": _waits("waits for the device"),
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": current_stream,
+        "current_stream": lambda *_: _DEFAULT,
         "default_stream": lambda *_: _DEFAULT,
-        "set_stream": _set_stream,
         "stream": _within,
         "device": lambda _: contextlib.nullcontext(),
         "get_rng_state": lambda *_, **__: _Generator().get_state(),
@@ -282,9 +249,9 @@ def _have_accelerator() -> None:
     )
     _replace(
         torch.accelerator,
-        current_stream=current_stream,
-        set_stream=_set_stream,
-        synchronize=_waits("waits for the device"),
+        current_stream=lambda *_: _DEFAULT,
+        set_stream=_nothing(),
+        synchronize=_nothing(),
     )
     _replace(Tensor, record_stream=_nothing(), pin_memory=lambda self, *_: self)
 
@@ -297,20 +264,15 @@ def _nothing() -> Callable[..., None]:
 def join(rank: int, world: int) -> None:
     """Join a process group of which this is the only process."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    assert dist.group.WORLD is not None
-    backends[dist.group.WORLD.group_name] = "nccl"
 
 
 def _send_nothing() -> None:
     """Groups of torch's fake backend; objects are as if every rank had the same."""
     create: Any = distributed_c10d.new_group
 
-    def new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+    def new_group(*arguments: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
-            group = create(*arguments, backend="fake", **options)
-        if isinstance(group, dist.ProcessGroup):
-            backends[group.group_name] = backend or "nccl"
-        return group
+            return create(*arguments, **options | {"backend": "fake"})
 
     def really(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,7 @@
 """Rehearsal at true size: a recipe's ranks on fake GPUs.
 
-Each rank is a separate process, one after the other: the engine is built, trains, evaluates and
-saves its state, and its memory, communication, FLOPs and synchronisations are compared with the
-plan.
+Each rank is a separate process, one after the other: the engine is built and trains, and its
+memory is compared with the plan.
 """
 
 import signal
@@ -17,22 +16,12 @@ from pydantic import TypeAdapter
 
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
-from toolkit.hardware.cluster import Cluster, usual_cluster
+from toolkit.hardware.cluster import Cluster
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
-from toolkit.plan.cost.placement import StagePart
-from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
-from toolkit.rehearse.gpu.findings import (
-    MIXED,
-    NOT_NCCL,
-    STEP,
-    WIDENED,
-    GpuFinding,
-    Peak,
-    RankFindings,
-)
+from toolkit.rehearse.gpu.peak import Peak
 from toolkit.run.assignment import Assignment, write
 from toolkit.system.interpreter import python
 from toolkit.text.redact import redact
@@ -40,7 +29,6 @@ from toolkit.text.units import GIB
 
 MICRO_BATCHES = 2
 """Micro batches that are run for each pipeline stage: more would not need more memory."""
-_WRONG = (MIXED, NOT_NCCL, WIDENED)
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,7 @@ class DressRehearsal:
     def of(
         cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
     ) -> "DressRehearsal":
-        """Rehearse `ranks`; without any, the first rank of each pipeline stage, and on groups
-        of different GPUs the first of each stage on each.
+        """Rehearse `ranks`; without any, the first rank of each pipeline stage.
 
         Raises RecipeError for ranks that the layout does not have, for a recipe that is
         not for GPUs, and for what is offloaded to NVMe.
@@ -86,12 +73,7 @@ class DressRehearsal:
         if problems:
             raise RecipeError(problems)
         each = layout.world // layout.pp
-        first = {each * stage: None for stage in range(layout.pp)}
-        if planned.recipe.cluster.groups:
-            where = usual_cluster(planned.recipe.cluster)
-            kinds = [(rank // each, where.kind_of(rank)) for rank in range(layout.world)]
-            first = {kinds.index(kind): None for kind in dict.fromkeys(kinds)}
-        chosen = tuple(ranks) or tuple(first)
+        chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
             raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
         return cls(_shortened(planned), planned, chosen, cluster)
@@ -135,94 +117,51 @@ class DressRehearsal:
                 + "".join(f"\n  {line}" for line in said[-20:-1]),
                 retry=False,
             )
-        found = TypeAdapter(RankFindings).validate_json(output.read_bytes())
-        stage = rank // (self.layout.world // self.layout.pp)
-        return RehearsedRank(self, rank, stage, found)
+        return RehearsedRank(self, rank, TypeAdapter(Peak).validate_json(output.read_bytes()))
 
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """The findings on one rank, with the plan's predictions."""
+    """A rank's memory in a step, with the plan's prediction."""
 
     rehearsal: DressRehearsal
     rank: int
-    stage: int
-    """Its pipeline rank."""
-    found: RankFindings
+    peak: Peak
 
     @property
-    def layout(self) -> Layout:
-        """As this rank has it: with the samples of its micro batches."""
+    def stage(self) -> int:
+        """Its pipeline rank."""
         layout = self.rehearsal.layout
-        samples = layout.micro_batches[layout.data_rank(self.rank)]
-        return StagePart(self.cluster, samples).of(layout)
-
-    @property
-    def cluster(self) -> Cluster:
-        """Where it is: its group of a cluster of several."""
-        return self.rehearsal.estimate.setup.cluster.kind_of(self.rank)
+        return self.rank // (layout.world // layout.pp)
 
     @property
     def planned(self) -> Memory:
         """The planner's memory of its stage."""
-        return stage_memory(self.rehearsal.estimate.setup.workload, self.layout, self.stage)
-
-    @property
-    def planned_communicators(self) -> int:
-        """Those that the planner counts NCCL's buffers of."""
-        setup = self.rehearsal.estimate.setup
-        return setup.workload.cost.communicators(setup.layout)
-
-    @property
-    def planned_flops(self) -> float:
-        """The planner's FLOPs of what is run."""
-        return rank_flops(self.rehearsal.estimate.setup.workload, self.layout, self.stage)
-
-    @property
-    def peak(self) -> Peak:
-        """Of the step."""
-        return self.found.peaks[STEP]
+        return self._memory(self.rehearsal.layout)
 
     @property
     def needed_gib(self) -> float:
-        """The minimum of the allocator, plus the memory of CUDA and NCCL, minus the savings of
-        compiled layers or Liger's kernels."""
-        return (self.found.least + self.planned.context) / GIB - self.compiling_saves_gib
+        """The peak, plus the memory of CUDA and NCCL, minus the savings of compiled layers or
+        Liger's kernels."""
+        return (self.peak.nbytes + self.planned.context) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:
         """The planner's saving of compiled layers, or Liger's kernels, compared with those that
         were run."""
-        workload, wanted = self.rehearsal.estimate.setup.workload, self.rehearsal.planned
-        names = ("compile", "fused", "loss")
-        kernels = {name: getattr(wanted.plan.layout, name) for name in names}
-        less = stage_memory(workload, replace(self.layout, **kernels), self.stage).allocated
+        wanted = self.rehearsal.planned.plan.layout
+        kernels = {name: getattr(wanted, name) for name in ("compile", "fused", "loss")}
+        less = self._memory(replace(self.rehearsal.layout, **kernels)).allocated
         return (self.planned.allocated - less) / GIB
 
     @property
     def fits(self) -> bool:
         """On the plan's device."""
-        capacity = self.cluster.gpu.memory_gib
+        capacity = self.rehearsal.estimate.setup.cluster.gpu.memory_gib
         return capacity is None or self.needed_gib <= capacity
 
-    @property
-    def save_s(self) -> float | None:
-        """Seconds of a save's copies from the GPU, at the planner's link to the host."""
-        link = self.cluster.host_link_bytes_per_s
-        return None if self.found.saved is None else self.found.saved.from_gpu / link
-
-    @property
-    def saved_gib_per_node(self) -> float | None:
-        """Host memory of a node's copies, if all its ranks copy as much as this one."""
-        ranks = min(
-            self.rehearsal.estimate.setup.cluster.gpus_per_node, self.rehearsal.layout.world
-        )
-        return None if self.found.saved is None else ranks * self.found.saved.nbytes / GIB
-
-    @property
-    def wrong(self) -> list[GpuFinding]:
-        """Operations that no step on a GPU should contain."""
-        return [one for one in self.found.findings if one.what in _WRONG]
+    def _memory(self, layout: Layout) -> Memory:
+        return stage_memory(self.rehearsal.estimate.setup.workload, layout, self.stage)
 
 
 def _shortened(planned: Assignment) -> Assignment:
