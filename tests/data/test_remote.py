@@ -89,8 +89,8 @@ def test_what_a_store_refuses(
     store.pipe("/a", b"0123456789")
     (file,) = list_files("memory://a")
     monkeypatch.setattr(store, "open", Refusing(failure))
-    with pytest.raises(DataError, match=message) as raised:
-        file.open("rb")
+    with pytest.raises(DataError, match=message) as raised, file.open("rb"):
+        pass
     assert raised.value.fix
 
 

@@ -15,6 +15,7 @@ from toolkit.adapters.lora import Lora
 from toolkit.data.chat.conversations import (
     MalformedRow,
     check_columns,
+    check_dropped,
     check_mapped,
     conversation_of,
     needs_template,
@@ -25,7 +26,6 @@ from toolkit.data.chat.conversations import (
 from toolkit.data.chat.named import known_template, reads, stated_template
 from toolkit.data.chat.report import not_read, template_unused
 from toolkit.data.columns import check_column
-from toolkit.data.dropped import DroppedRows
 from toolkit.data.listing import find_texts
 from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.records import data_files, splits_of
@@ -226,12 +226,11 @@ def _check_rows(source: ChatSource | PreferenceSource, files: Sequence[DataFile]
     What a template omits or refuses is found when the data is built.
     """
     parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
-    dropped = DroppedRows(source)
     for place, row in islice(_rows(source, files), _FIRST_ROWS):
         try:
             parse(row, source)
         except MalformedRow as error:
-            dropped.add(f"{place}: {error}")
+            check_dropped(source, f"{place}: {error}")
 
 
 def _rows(source: RowsSource, files: Sequence[DataFile]) -> Iterator[tuple[str, object]]:

@@ -36,8 +36,10 @@ _TABLES = (".parquet", ".arrow")
 ROWS_AT_ONCE = 1000
 """Rows that are Python objects at the same time: they take several times Arrow's memory."""
 _READ_BYTES = 2**20
-_BEGINNING = 10 * 2**20
-"""Bytes of a JSON file whose columns are looked at: `datasets` takes them from as many."""
+_LOOKED_AT = 10_000
+"""Rows of a JSON file whose columns are looked at."""
+_LOOKED_AT_MIB = 10
+"""The longest of them."""
 _WHOLE = "check that the file is whole and UTF-8"
 _TOO_DEEP = Broken("it is nested too deeply")
 _SPACE = re.compile(r"\s*")
@@ -76,10 +78,10 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
 
 def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
     """Columns of a file with what they hold, as `check_column` names it, none if it cannot be
-    read; and whether no row has others. Of JSON, the beginning is read."""
+    read; and whether no row has others. Of JSON, the first rows are read."""
     columns: dict[str, str] = {}
     # What builds the data says what is wrong with a file.
-    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable)
+    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable, DataError)
     with suppress(*unreadable):
         match ending_of(file):
             case ".parquet" | ".arrow":
@@ -88,11 +90,14 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
             case ".txt":
                 return {"text": TEXT}, True
             case ".json" | ".jsonl":
-                with opened(file) as stream:
-                    beginning = stream.read(_BEGINNING)
-                whole = _add_columns(columns, beginning) and len(beginning) < _BEGINNING
-                return columns, whole
-    return {}, False
+                for number, (_, row) in enumerate(_rows_of_json(file, _LOOKED_AT_MIB)):
+                    if isinstance(row, Broken) or number == _LOOKED_AT:
+                        return columns, False
+                    if not isinstance(row, dict):
+                        return {}, False
+                    add_kinds(columns, row)
+                return columns, True
+    return columns, False
 
 
 # Bytes
@@ -180,8 +185,8 @@ def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, b
             line = line.removesuffix(b"\n")
             yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
     except undecodable() as error:
-        behind = f" behind line {number:,}" if number else ""
-        raise DataError(f"cannot read {file}{behind}: {error}", fix=_WHOLE) from error
+        after = f" after line {number:,}" if number else ""
+        raise DataError(f"cannot read {file}{after}: {error}", fix=_WHOLE) from error
 
 
 def _too_long(place: str, limit_mib: int) -> DataError:
@@ -299,23 +304,6 @@ def _after_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     assert found is not None, "it matches anything"
     return found.end()
-
-
-def _add_columns(columns: dict[str, str], beginning: bytes) -> bool:
-    """Add the columns of the objects, one a line or in a list, that a file begins with; whether
-    it holds nothing else."""
-    text, at = beginning.decode(errors="replace"), 0
-    with suppress(ValueError, RecursionError):  # the last object is truncated
-        while at < len(text):
-            if text[at] in "[],\n\r\t ":
-                at += 1
-                continue
-            row, at = _SCANNED(text, at)
-            if not isinstance(row, dict):
-                columns.clear()
-                return False
-            add_kinds(columns, row)
-    return at == len(text)
 
 
 # Parquet and Arrow

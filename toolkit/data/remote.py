@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from io import RawIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -46,10 +45,13 @@ class RemoteFile:
         """As messages name it."""
         return shown(self.url)
 
-    def open(self, mode: Literal["rb"]) -> "RemoteStream":
+    @contextmanager
+    def open(self, mode: Literal["rb"]) -> Iterator[Any]:
         """The bytes, which are read ahead. Raises DataError where they cannot be read."""
-        del mode
-        return RemoteStream(self.url)
+        with _reading(self.url):
+            system, path = _found(self.url)
+            with system.open(path, mode, block_size=_BLOCK_BYTES) as stream:
+                yield stream
 
 
 DataFile: TypeAlias = Path | RemoteFile
@@ -71,45 +73,6 @@ def list_files(pattern: str) -> list[RemoteFile]:
             for name, info in sorted(found.items())
             if info["type"] == "file"
         ]
-
-
-class RemoteStream(RawIOBase):
-    """The bytes of a file at a URL."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        with _reading(url):
-            system, path = _found(url)
-            self._stream = system.open(path, "rb", block_size=_BLOCK_BYTES)
-
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
-        return int(self._stream.seek(offset, whence))
-
-    def tell(self) -> int:
-        """See `io.RawIOBase`."""
-        return int(self._stream.tell())
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """See `io.RawIOBase`."""
-        with _reading(self._url):
-            data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """See `io.RawIOBase`."""
-        if not self.closed:
-            self._stream.close()
-        super().close()
 
 
 def copied(files: Sequence[RemoteFile], folder: Path, track: Track) -> None:

@@ -39,6 +39,13 @@ class MalformedRow(Exception):
     """A row that is not a conversation; the message states why."""
 
 
+def check_dropped(source: ChatRowsSource, said: str) -> None:
+    """Raise DataError for a malformed row, with what is said of it, unless such are dropped."""
+    if source.malformed == "error":
+        fix = "correct the row, or set `malformed: drop` to drop and count such rows"
+        raise DataError(said, fix=fix)
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Validated messages in order: the input of a chat template."""

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from toolkit.data.chat.conversations import check_columns, check_mapped
+from toolkit.data.chat.conversations import check_columns, check_dropped, check_mapped
 from toolkit.data.chat.maker import Batch, SampleMaker
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.workers import made_in_order
-from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import fingerprint_of, write_cached
 from toolkit.data.formats.indexed import IndexedTokens, write_indexed
 from toolkit.data.progress import Track, untracked
@@ -101,10 +100,10 @@ def prepare_chats(
     def rows() -> Iterator[Int64Array]:
         parse = data.special_tokens == "parse"
         maker = SampleMaker(source, tokenizer, sequence_length, parse_special=parse)
-        report, dropped, row_numbers = ChatReport(), DroppedRows(source), array("i")
+        report, row_numbers = ChatReport(), array("i")
         for made in made_in_order(maker, _batches(track(records, "tokenising", None), source)):
             for said in made.malformed:
-                dropped.add(said)
+                check_dropped(source, said)
             report += made.report
             row_numbers.extend(made.row_numbers)
             yield from made.stored
