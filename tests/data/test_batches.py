@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.layout import Layout
@@ -68,7 +68,7 @@ Make = Callable[[int], StreamSamples]
 def test_every_layout_gets_the_same_global_batch(
     dataset: Make, size: int, n_samples: int, consumed: int, seed: int
 ) -> None:
-    batches = GlobalBatches(dataset(n_samples), Shuffled(seed, n_samples), of(size))
+    batches = GlobalBatches(dataset(n_samples), EpochOrder(seed, n_samples), of(size))
     expected = rows(batches.micro_batches(consumed, 0, [size]))
     assert len(expected) == size
     for dp, micro in splits(size):
@@ -96,7 +96,7 @@ def test_uneven_shares_are_a_partition_of_the_global_batch(
     )
     size = layout.global_batch
     data = dataset(n_samples)
-    batches = GlobalBatches(data, Shuffled(7, n_samples), of(size))
+    batches = GlobalBatches(data, EpochOrder(7, n_samples), of(size))
     found = [
         batches.micro_batches(consumed, rank, layout.micro_batches) for rank in range(layout.dp)
     ]
@@ -116,7 +116,7 @@ def test_epochs_follow_without_a_seam(
     dataset: Make, n_samples: int, size: int, steps: int
 ) -> None:
     """Continuing from a cursor is the same as never having stopped, and nothing is lost."""
-    data, order = dataset(n_samples), Shuffled(5, n_samples)
+    data, order = dataset(n_samples), EpochOrder(5, n_samples)
     seen = [
         row
         for step in range(steps)  # a fresh object per step: there is no state but the cursor
@@ -129,7 +129,7 @@ def test_epochs_follow_without_a_seam(
 
 
 def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) -> None:
-    data, order = dataset(30), Shuffled(5, 30)
+    data, order = dataset(30), EpochOrder(5, 30)
     kept = GlobalBatches(data, order, of(24))
     for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
         fresh = GlobalBatches(data, order, of(24)).micro_batches(step * 24, 0, [24])
@@ -137,7 +137,7 @@ def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) 
 
 
 def test_tensors(dataset: Make) -> None:
-    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), of(4)).micro_batches(0, 0, [4])
+    (batch,) = GlobalBatches(dataset(10), EpochOrder(1, 10), of(4)).micro_batches(0, 0, [4])
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (4, 2)
 

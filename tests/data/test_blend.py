@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.data.building import built
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
+from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.build import TrainingData
 from toolkit.data.interleave import Interleaving
 from toolkit.errors import DataError
@@ -21,9 +21,9 @@ BYTES = {"a": 400, "b": 200, "c": 100}
 """Characters of each source's only document."""
 
 
-def blended(sizes: list[int], *stages: tuple[int, list[float]], seed: int = 3) -> Blended:
+def blended(sizes: list[int], *stages: tuple[int, list[float]], seed: int = 3) -> BlendOrder:
     mixed = [Stage(first, Interleaving([*map(exact, weights)])) for first, weights in stages]
-    return Blended(seed, sizes, mixed)
+    return BlendOrder(seed, sizes, mixed)
 
 
 def test_every_sample_of_a_source_once_before_any_comes_again() -> None:

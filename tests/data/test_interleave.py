@@ -77,12 +77,12 @@ def test_weights_as_whole_numbers() -> None:
 FAR = """
 import resource, time
 from fractions import Fraction
-from toolkit.data.blend import Blended, Stage
+from toolkit.data.blend import BlendOrder, Stage
 from toolkit.data.interleave import Interleaving
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.process_time()
 weights = [Fraction(str(0.9)), *(Fraction(n % 9 + 1, 1000) for n in range(39))]
-order = Blended(1, [10**10 // 40] * 40, [Stage(0, Interleaving(weights))])
+order = BlendOrder(1, [10**10 // 40] * 40, [Stage(0, Interleaving(weights))])
 assert len(order.indices(10**9, 1024)) == 1024
 print(time.process_time() - started)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.data.hashing import derive_key, mix64
-from toolkit.data.order import Shuffled, permute
+from toolkit.data.order import EpochOrder, permute
 
 MASK = 2**64 - 1
 GOLDEN_10 = [3, 8, 0, 4, 6, 9, 5, 7, 2, 1, 2, 0, 1, 3, 6, 9, 7, 8, 4, 5]
@@ -38,14 +38,14 @@ def test_mix64_equals_python_integers(values: list[int]) -> None:
 
 def test_golden_order() -> None:
     """These numbers must never change: they decide what a resumed run sees."""
-    assert Shuffled(1234, 10).indices(0, 20).tolist() == GOLDEN_10
-    assert Shuffled(0, 1_000_003).indices(5, 6).tolist() == GOLDEN_LARGE
-    assert Shuffled(1234, 2**33).indices(2**34 + 1, 3).tolist() == GOLDEN_HUGE
+    assert EpochOrder(1234, 10).indices(0, 20).tolist() == GOLDEN_10
+    assert EpochOrder(0, 1_000_003).indices(5, 6).tolist() == GOLDEN_LARGE
+    assert EpochOrder(1234, 2**33).indices(2**34 + 1, 3).tolist() == GOLDEN_HUGE
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65537])
 def test_an_epoch_holds_every_sample_once(size: int) -> None:
-    order = Shuffled(7, size).indices(3 * size, size)
+    order = EpochOrder(7, size).indices(3 * size, size)
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
@@ -58,17 +58,17 @@ def test_an_epoch_holds_every_sample_once(size: int) -> None:
 def test_asking_in_parts_gives_the_same(
     seed: int, size: int, start: int, counts: list[int]
 ) -> None:
-    whole = Shuffled(seed, size).indices(start, sum(counts))
+    whole = EpochOrder(seed, size).indices(start, sum(counts))
     starts = start + np.cumsum([0, *counts[:-1]])
     parts = [
-        Shuffled(seed, size).indices(int(s), c) for s, c in zip(starts, counts, strict=True)
+        EpochOrder(seed, size).indices(int(s), c) for s, c in zip(starts, counts, strict=True)
     ]
     assert np.array_equal(whole, np.concatenate(parts))
 
 
 def test_epochs_and_seeds_differ() -> None:
     orders = [
-        tuple(Shuffled(seed, 100).indices(100 * epoch, 100))
+        tuple(EpochOrder(seed, 100).indices(100 * epoch, 100))
         for seed in (1, 2)
         for epoch in (0, 1)
     ]
@@ -89,7 +89,7 @@ def test_every_permutation_of_three_is_about_equally_likely() -> None:
 
 def test_places_are_uniform_and_neighbours_are_not_kept() -> None:
     size = 10_000
-    order = Shuffled(3, size).indices(0, size)
+    order = EpochOrder(3, size).indices(0, size)
     buckets = np.bincount(order[: size // 2] * 10 // size, minlength=10)
     assert np.all(np.abs(buckets - 500) < 110)  # 7 standard deviations
     assert np.count_nonzero(np.diff(order) == 1) < 10

@@ -234,8 +234,7 @@ def test_memory_does_not_grow_with_the_corpus(
         append(self, tokens)
 
     monkeypatch.setattr(IndexedWriter, "append", counted)
-    encoding = tokenized.Encoding.of(byte_tokenizer(), parse_special=True)
-    tokenized.write_tokens(tmp_path / "data", texts(), encoding, empty=False)
+    tokenized.write_tokens(tmp_path / "data", texts(), byte_tokenizer(), parse_special=True)
     assert written == 500 * (len(text) + 1)
     assert most_held <= 4 * batch
 

@@ -31,7 +31,7 @@ from tests.processes import in_thread, wait_until
 from tests.toy.conftest import python_path, with_toys
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.errors import PlanError, RecipeError
 from toolkit.extras.outer import OuterSection
 from toolkit.extras.outer.engine import OfReplica
@@ -78,7 +78,7 @@ def test_optimizers_are_torchs(how: str) -> None:
 
 
 def test_replicas_have_every_sample_of_a_batch_once() -> None:
-    whole = Shuffled(3, 50)
+    whole = EpochOrder(3, 50)
     parts = [OfReplica(whole, 3, replica) for replica in range(3)]
     for batch in range(9):
         joined = np.stack([part.indices(4 * batch, 4) for part in parts], axis=1)

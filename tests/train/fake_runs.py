@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.engines.fake import FakeEngine
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.data.rows import Samples
 from toolkit.engines.base import StepResult
 from toolkit.layout import Layout
@@ -59,7 +59,7 @@ def job(
 ) -> TrainingRun:
     return TrainingRun(
         engine=engine,
-        batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), SIZES),
+        batches=GlobalBatches(dataset, EpochOrder(1, len(dataset)), SIZES),
         layout=LAYOUT,
         rank=0,
         seed=1,

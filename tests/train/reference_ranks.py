@@ -8,7 +8,7 @@ import numpy as np
 from tests.engines.fake import FakeEngine
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches, evaluation_batches
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.data.rows import Row
 from toolkit.engines.distributed import join, leave
 from toolkit.errors import RunFailed
@@ -108,7 +108,7 @@ def compute_unusable(path: Path) -> tuple[str, list[bool]]:
 def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:
     """The reference in training and in validation batches, by sample."""
     sizes = layout.micro_batches
-    order = Shuffled(3, len(table.samples))
+    order = EpochOrder(3, len(table.samples))
     four = BatchSizes.of([4], table.samples.sequence_length)
     training = GlobalBatches(table.samples, order, four).micro_batches(8, 0, sizes)
     validation = evaluation_batches(table.samples, 4, 100, 0, sizes)

@@ -13,7 +13,7 @@ from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
@@ -61,7 +61,7 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: StreamSamples) -> None:
 def test_a_batch_that_grows_continues_where_it_was(dataset: StreamSamples) -> None:
     """Every sample once, in the order of a constant batch."""
     sizes = BatchSizes.of([2, 4], 16, steps=10)
-    order = Shuffled(1, len(dataset))
+    order = EpochOrder(1, len(dataset))
 
     def growing(engine: FakeEngine, steps: int = STEPS) -> TrainingRun:
         batches = GlobalBatches(dataset, order, sizes)

@@ -26,7 +26,7 @@ from tests.train.fake_runs import (
 )
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.order import Shuffled
+from toolkit.data.order import EpochOrder
 from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
 from toolkit.errors import DataError, RunFailed, Stopped
@@ -101,7 +101,7 @@ def test_the_sequence_is_that_of_the_order(
         request.getfixturevalue("gpu")
     engine = Watching()
     run(job(Numbers(), engine), Progress(done, done * PER_STEP))
-    batches = GlobalBatches(Numbers(), Shuffled(1, len(Numbers())), SIZES)
+    batches = GlobalBatches(Numbers(), EpochOrder(1, len(Numbers())), SIZES)
     assert engine.samples == [
         tuple(
             sample

@@ -130,10 +130,10 @@ def _prepare(recipe: Recipe) -> _Summary:
 def _sources(
     recipe: Recipe, data: "TrainingData", sides: "Iterable[_Side]"
 ) -> "Iterator[_Source]":
-    from toolkit.data.blend import Blended
+    from toolkit.data.blend import BlendOrder
     from toolkit.intake.checks import steps_with
 
-    if not isinstance(data.order, Blended):
+    if not isinstance(data.order, BlendOrder):
         return
     steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
     seen = data.counts(steps)

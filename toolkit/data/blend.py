@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from toolkit.data.interleave import Interleaving
-from toolkit.data.order import Order, Shuffled
+from toolkit.data.order import EpochOrder, Order
 from toolkit.data.rows import Int64Array, Row, Samples
 
 Part = TypeVar("Part", bound=Samples)
@@ -45,7 +45,7 @@ class Stage:
     weights: Interleaving
 
 
-class Blended:
+class BlendOrder:
     """The order of samples of a blend, as `JoinedSamples` numbers them.
 
     Every source has its own order, pass after pass, and continues across a change of the
@@ -57,7 +57,7 @@ class Blended:
         self._sizes = sizes
         self._starts = np.cumsum([0, *sizes])
         self._orders: list[Order] = [
-            Shuffled(seed, size, number) for number, size in enumerate(sizes)
+            EpochOrder(seed, size, number) for number, size in enumerate(sizes)
         ]
         self._stages = tuple(stages)
         self._before = [np.zeros(len(sizes), dtype=np.int64)]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
+from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.chat.named import stated_template
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
+from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.interleave import Interleaving
-from toolkit.data.order import Order, Shuffled
+from toolkit.data.order import EpochOrder, Order
 from toolkit.data.packing import (
     RowParts,
     StreamSamples,
@@ -26,7 +27,7 @@ from toolkit.data.packing import (
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Samples
 from toolkit.data.split import held_out_conversations, held_out_documents
-from toolkit.data.tokenized import TokenizedData, cached_rows, prepare
+from toolkit.data.tokenized import TokenizedData, cached_tokens, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,
     load_tokenizer,
@@ -95,7 +96,7 @@ class TrainingData:
         return self._at(self.fingerprint, samples)
 
     def _at(self, fingerprint: str, samples: int) -> str:
-        if isinstance(self.order, Blended):
+        if isinstance(self.order, BlendOrder):
             return fingerprint_of([fingerprint, self.order.begun(samples)])
         return fingerprint
 
@@ -109,7 +110,7 @@ class TrainingData:
         samples = self.batches.samples(steps)
         return (
             self.order.counts(samples).tolist()
-            if isinstance(self.order, Blended)
+            if isinstance(self.order, BlendOrder)
             else [samples]
         )
 
@@ -117,7 +118,7 @@ class TrainingData:
         """Messages about a run of `steps` steps instead of the `wanted` ones."""
         if self.end is not None and wanted is not None and steps < wanted:
             yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
-        if isinstance(self.order, Blended):
+        if isinstance(self.order, BlendOrder):
             for source, count in zip(self.sources, self.counts(steps), strict=True):
                 if count > len(source.train):
                     times = count / len(source.train)
@@ -127,7 +128,7 @@ class TrainingData:
         """Unigram entropy of the first tokens of training; a model that learns anything falls
         below it."""
         weights = [1.0]
-        if isinstance(self.order, Blended):
+        if isinstance(self.order, BlendOrder):
             ((_, parts),) = self.order.begun(0)
             weights = [part / sum(parts) for part in parts]
         found = [source.train.token_counts() for source in self.sources]
@@ -190,7 +191,7 @@ def build_data(
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
     validation = held_out | {one.title: one.train for one in others}
     # A blend may repeat a small source within a batch.
-    least = 1 if isinstance(order, Blended) else training.global_batch_size
+    least = 1 if isinstance(order, BlendOrder) else training.global_batch_size
     for one in sources:
         _check_size("training", one, one.train, least)
     for one in (*sources, *others):
@@ -224,7 +225,7 @@ def _ordered(
     seed, batches = training.seed, training.batches
     if not isinstance(data.train, tuple):
         only = sources[0].train
-        return only, Shuffled(seed, len(only)), len(only)
+        return only, EpochOrder(seed, len(only)), len(only)
     joined = JoinedSamples([source.train for source in sources])
     sizes = [len(part) for part in joined.parts]
     epochs = [exact(source.epochs or 0.0) for source in data.sources]
@@ -238,12 +239,12 @@ def _ordered(
         )
         for stage in data.stages
     ]
-    order = Blended(seed, sizes, [first, *stages])
+    order = BlendOrder(seed, sizes, [first, *stages])
     return joined, order, max(round(sum(passes)), 1)
 
 
 def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
-    if not isinstance(order, Blended):
+    if not isinstance(order, BlendOrder):
         return None
     found = [
         (source.title, place)
@@ -329,8 +330,11 @@ class _Builder:
         parts = None
         if packs:
             found = packed_rows if chats else fitted_rows
-            stored = cached_rows(rows, np.int64, lambda: found(stream, length))
-            parts = RowParts.stored(stored)
+
+            def write() -> None:
+                write_indexed(rows, np.int64, found(stream, length))
+
+            parts = RowParts.stored(cached_tokens(rows, write))
         elif chats:
             parts = RowParts.documents(stream)
         return StreamSamples(

@@ -113,20 +113,13 @@ def _expand(pattern: str, base: Path | str, escape: Callable[[str], str] = str) 
     return os.path.join(base, expanded)  # noqa: PTH118
 
 
-def find_texts(
-    patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()
-) -> list[DataFile]:
-    """`find_files`, each of text: of this machine's files, the beginning is looked at. Raises
-    DataError as `check_text` does, too."""
-    found = find_files(patterns, base, exclude)
-    for file in found:
-        if isinstance(file, Path):
-            try:
-                with file.open("rb") as stream:
-                    check_text(file, stream.read(_BEGINNING))
-            except OSError as error:
-                raise unreadable(file, error) from error
-    return found
+def check_beginning(file: Path) -> None:
+    """`check_text` of a file."""
+    try:
+        with file.open("rb") as stream:
+            check_text(file, stream.read(_BEGINNING))
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def check_text(file: DataFile, beginning: bytes) -> None:
@@ -136,7 +129,7 @@ def check_text(file: DataFile, beginning: bytes) -> None:
         if beginning.startswith(signature):
             raise DataError(f"{file} is {what}, not text", fix=fix)
     replaced, left_out = (
-        len(getincrementaldecoder("utf-8")(errors).decode(beginning))
+        len(getincrementaldecoder("utf-8")(errors).decode(beginning[:_BEGINNING]))
         for errors in ("replace", "ignore")
     )
     if (wrong := replaced - left_out) > _UNDECODABLE * replaced:

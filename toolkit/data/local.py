@@ -26,7 +26,7 @@ from toolkit.data.chat.conversations import (
 from toolkit.data.chat.named import known_template, reads, stated_template
 from toolkit.data.chat.report import not_read, template_unused
 from toolkit.data.columns import check_column
-from toolkit.data.listing import find_texts
+from toolkit.data.listing import check_beginning, find_files
 from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.records import data_files, splits_of
 from toolkit.data.remote import DataFile, check_package
@@ -215,7 +215,9 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
-                find_texts(here, Path.cwd(), () if remote else source.exclude)
+                for file in find_files(here, Path.cwd(), () if remote else source.exclude):
+                    if isinstance(file, Path):
+                        check_beginning(file)
     except (DataError, BackendUnavailable) as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 

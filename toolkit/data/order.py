@@ -27,7 +27,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class EpochOrder:
     """All samples of a data set, once per epoch, each epoch in a different order."""
 
     seed: int

@@ -2,16 +2,15 @@
 
 import codecs
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 from toolkit.data.columns import CORRECT, TEXT, add_kinds, check_column, wrong_text
 from toolkit.data.files import fingerprint_of, unreadable
-from toolkit.data.listing import check_text, content_fingerprint, find_texts
+from toolkit.data.listing import check_text, content_fingerprint, find_files
 from toolkit.data.readers import ending_of
 from toolkit.data.records import Records, open_records
 from toolkit.data.remote import DataFile
@@ -23,49 +22,52 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 2**20
 
 
-def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> "Documents":
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a source, read one by one, always in the same order."""
+
+    fingerprint: str
+    """Changes with the contents; stays the same when files are only moved."""
+    in_parts: Callable[[], Iterator[Iterable[str]]]
+    """Gives the texts, each in parts, so that a large file is never completely in memory."""
+
+    def __iter__(self) -> Iterator[str]:
+        return map("".join, self.in_parts())
+
+
+def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Documents:
     """Find the documents of `source`; relative paths start at `base`.
 
     `cache` is the folder that remembers the hashes of files. Raises DataError when there are
     none, BackendUnavailable when `datasets` is missing.
     """
     if isinstance(source, TextSource):
-        texts = find_texts(source.files, base, source.exclude)
-        return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
+        files = find_files(source.files, base, source.exclude)
+        return Documents(content_fingerprint(files, cache), partial(_texts_of_files, files))
     records = open_records(source, base=base, cache=cache)
-    if not records.files:
+    if records.files:
+        parts = ["hf", records.version, source.name, source.split, source.text_field]
+        if any(ending_of(file) == ".txt" for file in records.files):
+            parts.append("lines end with a line feed, and no byte order mark is read")
+    else:
         parts = ["hub", source.path, source.name, source.split, source.text_field]
-        return RowDocuments(source, records, fingerprint_of([*parts, records.version]))
-    parts = ["hf", records.version, source.name, source.split, source.text_field]
-    if any(ending_of(file) == ".txt" for file in records.files):
-        parts.append("lines end with a line feed, and no byte order mark is read")
-    return RowDocuments(source, records, fingerprint_of(parts))
+        parts.append(records.version)
+    return Documents(fingerprint_of(parts), partial(_texts_of_rows, source, records))
 
 
-@dataclass(frozen=True)
-class TextDocuments:
+def _texts_of_files(files: Sequence[DataFile]) -> Iterator[Iterable[str]]:
     """One document per file. Bytes that are not UTF-8 become U+FFFD, reported once."""
-
-    files: tuple[DataFile, ...]
-    fingerprint: str
-    """Changes with the contents; stays the same when files are only moved."""
-
-    def __iter__(self) -> Iterator[str]:
-        return map("".join, self.in_parts())
-
-    def in_parts(self) -> Iterator[Iterable[str]]:
-        """The texts, each in parts, so that a large file is never completely in memory."""
-        not_utf8: list[DataFile] = []
-        for file in self.files:
-            yield decoded(_blocks(file), partial(not_utf8.append, file))
-        if not_utf8:
-            logger.warning(
-                "not UTF-8: %d of %d files; their undecodable bytes were replaced by U+FFFD "
-                "(the first is %s)",
-                len(not_utf8),
-                len(self.files),
-                not_utf8[0],
-            )
+    not_utf8: list[DataFile] = []
+    for file in files:
+        yield decoded(_blocks(file), partial(not_utf8.append, file))
+    if not_utf8:
+        logger.warning(
+            "not UTF-8: %d of %d files; their undecodable bytes were replaced by U+FFFD "
+            "(the first is %s)",
+            len(not_utf8),
+            len(files),
+            not_utf8[0],
+        )
 
 
 def _blocks(file: DataFile) -> Iterator[bytes]:
@@ -92,31 +94,16 @@ def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator
             yield decoder.decode(block, final=not block)
 
 
-@dataclass(frozen=True)
-class RowDocuments:
+def _texts_of_rows(source: HfSource, records: Records) -> Iterator[Iterable[str]]:
     """One document per row, from the column `text_field`; the empty string where it is null."""
-
-    source: HfSource
-    records: Records
-    fingerprint: str
-
-    def __iter__(self) -> Iterator[str]:
-        column, columns = self.source.text_field, dict[str, str]()
-        for place, row in self.records:
-            if (why := wrong_text(row, column)) is not None:
-                raise DataError(f"{place}: {why}", fix="correct the row")
-            assert isinstance(row, dict), "anything else is wrong"
-            if columns.get(column) != TEXT:
-                add_kinds(columns, row)
-            yield row.get(column) or ""
-        if not columns:
-            raise DataError(f"`{self.source.path}` has no rows", fix=CORRECT)
-        check_column(self.source, columns)
-
-    def in_parts(self) -> Iterator[Iterable[str]]:
-        """The texts, each whole."""
-        return ((text,) for text in self)
-
-
-Documents: TypeAlias = TextDocuments | RowDocuments
-"""The documents of a source, read one by one, always in the same order."""
+    column, columns = source.text_field, dict[str, str]()
+    for place, row in records:
+        if (why := wrong_text(row, column)) is not None:
+            raise DataError(f"{place}: {why}", fix="correct the row")
+        assert isinstance(row, dict), "anything else is wrong"
+        if columns.get(column) != TEXT:
+            add_kinds(columns, row)
+        yield (row.get(column) or "",)
+    if not columns:
+        raise DataError(f"`{source.path}` has no rows", fix=CORRECT)
+    check_column(source, columns)

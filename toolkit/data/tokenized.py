@@ -14,10 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.data.files import cache_not_writable, fingerprint_of, held_lock
 from toolkit.data.formats.indexed import (
@@ -30,7 +29,6 @@ from toolkit.data.formats.indexed import (
     no_file,
     read_indexed,
     token_dtype,
-    write_indexed,
 )
 from toolkit.data.listing import content_fingerprint, hash_in_pieces, hash_samples
 from toolkit.data.progress import Track, untracked
@@ -48,7 +46,6 @@ from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import DocumentSource, MegatronSource
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
@@ -77,43 +74,6 @@ class TokenizedData:
     """Whether a token that is not trained is stored as the complement of its id."""
     earlier: Callable[[], str] | None = None
     """Gives the fingerprint that checkpoints of 0.1 have of a Megatron pair, if it is one."""
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How the text of a document becomes its tokens; may be sent to another process."""
-
-    backend: "Tokenizer"
-    parse_special: bool
-    """See `encoder`: pickling `backend` loses this."""
-    as_bytes: bool
-    """Every text gives its UTF-8 bytes."""
-    before_text: tuple[int, ...]
-    eos: int
-    dtype: type[np.integer[Any]]
-
-    @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "Encoding":
-        backend = encoder(tokenizer, parse_special=parse_special)
-        before = tuple(tokens_before_text(backend))
-        eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
-        return cls(backend, parse_special, spells_bytes(backend), before, eos, dtype)
-
-    def batches(self) -> Callable[[list[str]], list[TokenArray]]:
-        """What gives the token ids of each of some texts; several threads may call it."""
-        backend, dtype = self.backend, self.dtype
-        if self.as_bytes:
-            return lambda texts: [
-                np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
-            ]
-        backend.encode_special_tokens = not self.parse_special
-
-        def encode(texts: list[str]) -> list[TokenArray]:
-            with encoding():
-                found = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(one.ids, dtype=dtype) for one in found]
-
-        return encode
 
 
 def prepare(
@@ -146,9 +106,8 @@ def prepare(
     prefix = cache / "tokens" / key
 
     def tokenise() -> None:
-        encoding = Encoding.of(tokenizer, parse_special=parse_special)
         shown = track(documents.in_parts(), "tokenising", None)
-        write_tokens(prefix, shown, encoding, empty=False)
+        write_tokens(prefix, shown, tokenizer, parse_special=parse_special)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
 
@@ -221,57 +180,53 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
 
 
 def cached_tokens(
-    prefix: Path,
-    tokenise: Callable[[], None],
-    belongs: Path | None = None,
-    lock: Path | None = None,
+    prefix: Path, write: Callable[[], None], belongs: Path | None = None
 ) -> IndexedTokens:
-    """The cache entry `prefix`; where there is none, `tokenise` writes it.
+    """The cache entry `prefix`; where there is none, `write` writes it.
 
     It does so under the entry's lock, unless another process has meanwhile. `belongs` is a file
-    that it writes before the index, and without which the entry is not whole. `lock` is the
-    file that is locked where it is not the entry's own; waiting for it is silent. Raises
-    DataError when the cache cannot be written.
+    that it writes before the index, and without which the entry is not whole. Raises DataError
+    when the cache cannot be written.
     """
     indexed = _read_entry(prefix, belongs)
     if indexed is not None:
         return indexed
-    from filelock import FileLock
-
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        own = prefix.with_name(prefix.name + ".lock")
-        with held_lock(own, "tokenising") if lock is None else FileLock(lock):
+        with held_lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
             indexed = _read_entry(prefix, belongs)
             if indexed is None:
-                tokenise()
+                write()
                 indexed = read_indexed(prefix)
             return indexed
     except OSError as error:
         raise cache_not_writable(prefix.parent, error) from error
 
 
-def cached_rows(
-    prefix: Path,
-    dtype: type[np.integer[Any]],
-    rows: Callable[[], Iterable[npt.ArrayLike]],
-    lock: Path | None = None,
-) -> IndexedTokens:
-    """As `cached_tokens`, with the numbers of each of `rows` as a document."""
-
-    return cached_tokens(prefix, lambda: write_indexed(prefix, dtype, rows()), lock=lock)
-
-
 def write_tokens(
-    prefix: Path, documents: Iterator[Iterable[str]], encoding: Encoding, *, empty: bool
+    prefix: Path,
+    documents: Iterator[Iterable[str]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    parse_special: bool,
 ) -> None:
     """Write the tokens of all documents, each in parts, to `prefix`.
 
-    Raises DataError where they are without text, unless they may be `empty`.
+    Raises DataError where they are without text.
     """
-    dtype, encode = encoding.dtype, encoding.batches()
-    eos = np.array([encoding.eos], dtype=dtype)
-    before_text = np.array(encoding.before_text, dtype=dtype)
+    backend = encoder(tokenizer, parse_special=parse_special)
+    as_bytes, dtype = spells_bytes(backend), token_dtype(len(tokenizer))
+    before_text = np.array(tokens_before_text(backend), dtype=dtype)
+    eos = np.array([tokenizer.eos_token_id], dtype=dtype)
+
+    def encode(texts: list[str]) -> list[TokenArray]:
+        if as_bytes:
+            coded = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
+            return [one.astype(dtype) for one in coded]
+        with encoding():
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=dtype) for one in found]
+
     with IndexedWriter(prefix, dtype) as writer:
         document = 0  # tokens of the one that is being written
         for pieces, encoded in _encoded(_batches(_pieces(documents)), encode):
@@ -287,7 +242,7 @@ def write_tokens(
                     lengths.append(document + 1)
             writer.append(np.concatenate(tokens))
             writer.end_documents(lengths)
-        if not (empty or writer.n_documents):
+        if not writer.n_documents:
             raise DataError(
                 "the data has no text: every document is empty",
                 fix="check the files, or the column that `text_field` names",

@@ -229,7 +229,7 @@ def _rectangle(wholes: Mapping[str, Tensor], block: Block) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Piece:
     """A rectangle of a tensor inside an optimizer's parameter."""
 
     block: Block
@@ -312,7 +312,7 @@ class Unit:
     def __init__(
         self,
         owners: Mapping[Tensor, OwnerOptimizer],
-        held: Mapping[Tensor, list[_Held]],
+        held: Mapping[Tensor, list[_Piece]],
         exchange: Exchange,
     ) -> None:
         self.owners = owners
@@ -381,9 +381,9 @@ def bind(
 
 def _held_in(
     parameters: Iterable[Tensor], state: Iterable[StateShard], whole: WholeTensors
-) -> dict[Tensor, list[_Held]]:
+) -> dict[Tensor, list[_Piece]]:
     """The rectangles of the rule's tensors in this rank's memory of each parameter."""
-    found: dict[Tensor, list[_Held]] = {parameter: [] for parameter in parameters}
+    found: dict[Tensor, list[_Piece]] = {parameter: [] for parameter in parameters}
     starts = sorted(
         ((_local(parameter).data_ptr(), parameter) for parameter in parameters),
         key=lambda one: one[0],
@@ -397,7 +397,7 @@ def _held_in(
         if not 0 <= first < _local(parameter).numel():
             continue  # does not train
         for block, offset in with_offsets(shard.blocks):
-            found[parameter].append(_Held(block, first + offset))
+            found[parameter].append(_Piece(block, first + offset))
     return found
 
 

@@ -43,7 +43,7 @@ from toolkit.models.weights import (
     RandomWeights,
     ResizedWeights,
     SafetensorsWeights,
-    Saved,
+    SaveFormat,
     WeightSource,
     checkpoint_names,
     correction_biases,
@@ -230,7 +230,7 @@ def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWei
         computed = _computed_buffers(config)
         return {tensors[name][0].name: computed[name] for name in tensors.keys() & computed}
 
-    saved = Saved(tensors, tied, model.base_model_prefix, buffers)
+    saved = SaveFormat(tensors, tied, model.base_model_prefix, buffers)
     weights = SafetensorsWeights(folder, shapes_of(model), saved)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for head, embedding in tied.items():

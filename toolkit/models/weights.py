@@ -415,7 +415,7 @@ _COMPARED_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveFormat:
     """How transformers saves a model; by default, as `shapes` say."""
 
     tensors: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
@@ -440,13 +440,13 @@ class SafetensorsWeights:
     """
 
     def __init__(
-        self, folder: Path, shapes: dict[str, tuple[int, ...]], saved: Saved | None = None
+        self, folder: Path, shapes: dict[str, tuple[int, ...]], saved: SaveFormat | None = None
     ) -> None:
         self.folder = folder
         self.shapes = shapes
         self.stored = SafetensorsFolder(folder)
         self.tensors = CheckpointTensors(shapes)
-        self._saved = saved or Saved()
+        self._saved = saved or SaveFormat()
         self._pieces = {name: self._stored_pieces(name) for name in shapes}
         self._check_shapes()
         self.buffers = self._other_tensors()

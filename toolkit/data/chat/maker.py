@@ -6,7 +6,6 @@ which is negative. A preference is two of them.
 
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from toolkit.data.chat.conversations import (
     Example,
     MalformedRow,
     PlainText,
+    check_dropped,
     conversation_of,
     preference_of,
     template_keys,
@@ -57,8 +57,6 @@ class Made:
     row_numbers: list[int]
     """The row of each."""
     report: ChatReport
-    malformed: list[str]
-    """Place of each malformed row, and what is wrong with it."""
 
 
 class SampleMaker:
@@ -78,19 +76,18 @@ class SampleMaker:
         self._special = None if parse_special else self._template.special
         self._length = sequence_length
         self._limit_s = LIMIT_S
-        self._counts = Counter[str]()
-        self._first = dict[str, str]()
-        """Of the report on the batch that is being made."""
+        self._report = ChatReport()
+        """On the batch that is being made."""
         self._rendered: object = None
         """Place of the row that the template is rendering."""
         self._stuck: object = None
         """The same at the last look."""
 
     def __call__(self, batch: Batch) -> Made:
-        """The samples of a batch, until its first malformed row unless such are dropped."""
-        self._counts, self._first = Counter(rows=len(batch)), {}
-        columns, keys, malformed = dict[str, None](), dict[str, None](), list[str]()
-        rendered = list[_Rendered]()
+        """The samples of a batch. Raises DataError for a malformed row, unless such are
+        dropped."""
+        report = self._report = ChatReport(rows=len(batch))
+        columns, keys, rendered = dict[str, None](), dict[str, None](), list[_Rendered]()
         for number, place, row in batch:
             self._rendered = place
             examples: tuple[Example, ...] = ()
@@ -98,9 +95,8 @@ class SampleMaker:
                 examples = self._parsed(row)
                 samples = self._marked(place, examples)
             except MalformedRow as error:
-                malformed.append(f"{place}: {error}")
-                if self._source.malformed == "error":
-                    break
+                check_dropped(self._source, f"{place}: {error}")
+                report.count("malformed", f"{place}: {error}")
             else:
                 muted = any(map(_mutes, examples))
                 rendered += [_Rendered(number, place, muted, texts) for texts in samples]
@@ -109,16 +105,9 @@ class SampleMaker:
             self._note_reading(row, examples)
         self._rendered = None
         stored = list(self._stored(rendered))
-        row_numbers = [number for number, _ in stored]
-        noted: dict[str, Any] = {**self._counts, **self._first}
-        report = ChatReport(
-            **noted,
-            malformed=len(malformed),
-            first_malformed=next(iter(malformed), ""),
-            unread_columns=tuple(columns),
-            unread_keys=tuple(key for key in keys if not self._template.reads(key)),
-        )
-        return Made([tokens for _, tokens in stored], row_numbers, report, malformed)
+        report.unread_columns = tuple(columns)
+        report.unread_keys = tuple(key for key in keys if not self._template.reads(key))
+        return Made([tokens for _, tokens in stored], [number for number, _ in stored], report)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -164,10 +153,10 @@ class SampleMaker:
     ) -> list[tuple[MarkedText, ...]]:
         """The texts of each sample of a row: one, or the two of a preference."""
         source, first = self._source, examples[0]
-        self._counts["plain"] += isinstance(first, PlainText)
+        self._report.plain += isinstance(first, PlainText)
         if isinstance(source, PreferenceSource):
             if first == examples[1]:
-                self._count_first("equal", place)
+                self._report.count("equal", place)
             loss_on = "completion"
         else:
             loss_on = source.loss_on
@@ -179,7 +168,7 @@ class SampleMaker:
                 fix = "put all but the last turn of the assistant in `prompt`"
             elif source.rewritten_history == "split":
                 assert isinstance(first, Conversation), "plain text has no history"
-                self._counts["rewritten"] += 1
+                self._report.rewritten += 1
                 turns = [first.until(turn) for turn in first.trained_turns(loss_on)]
                 return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
             raise DataError(
@@ -187,10 +176,6 @@ class SampleMaker:
                 "so what would be trained is not what the model writes",
                 fix=f"{fix}, or name a template that keeps the history in `data.chat_template`",
             ) from error
-
-    def _count_first(self, what: str, place: object) -> None:
-        self._counts[what] += 1
-        self._first.setdefault(f"first_{what}", str(place))
 
     def _unread(self, row: object) -> list[str]:
         """Columns of a row that nothing reads, and that are not empty."""
@@ -207,7 +192,7 @@ class SampleMaker:
         with suppress(MalformedRow):
             if isinstance(row, dict) and (before := as_read_before(row, self._source)) != row:
                 differs |= not examples or self._parsed(before) != examples
-        self._counts["newly_read"] += differs
+        self._report.newly_read += differs
 
     def _stored(self, rendered: list["_Rendered"]) -> Iterator[tuple[int, Int64Array]]:
         """Stored samples, each with the number of its row."""
@@ -216,8 +201,8 @@ class SampleMaker:
             sample = [next(tokens) for _ in one.texts]
             for piece in self._fitted(one, sample):
                 for marked in piece:
-                    self._counts["tokens"] += len(marked.ids)
-                    self._counts["trained_tokens"] += int(marked.trained[1:].sum())
+                    self._report.tokens += len(marked.ids)
+                    self._report.trained_tokens += int(marked.trained[1:].sum())
                     yield one.number, np.where(marked.trained, marked.ids, ~marked.ids)
 
     def _fitted(
@@ -225,7 +210,7 @@ class SampleMaker:
     ) -> list[list[MarkedTokens]]:
         """The samples, none longer than a row and each with trained tokens, made of one."""
         long = max(len(one.ids) for one in sample) > self._length
-        self._counts["too_long"] += long
+        self._report.too_long += long
         pieces = [sample]
         if long and self._source.too_long == "drop":
             return []
@@ -238,12 +223,12 @@ class SampleMaker:
             pieces = [[whole.between(start, start + self._length)] for start in starts]
         kept = [piece for piece in pieces if _has_trained(piece)]
         if long and kept and _equal_when_cut(sample, kept[0]):
-            self._count_first("equal_when_cut", rendered.place)
-        self._counts["samples"] += len(kept)
-        self._counts["untrained"] += not kept
+            self._report.count("equal_when_cut", rendered.place)
+        self._report.samples += len(kept)
+        self._report.untrained += not kept
         cut_off = not kept and _has_trained(sample)
-        self._counts["cut_off"] += cut_off
-        self._counts["weightless"] += not kept and not cut_off and rendered.muted
+        self._report.cut_off += cut_off
+        self._report.weightless += not kept and not cut_off and rendered.muted
         return kept
 
 

@@ -11,7 +11,7 @@ from toolkit.recipe.schema import ChatSource, PreferenceSource
 _LISTS = ("unread_columns", "unread_keys")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatReport:
     """Counts, the first row of some of them, and what nothing reads."""
 
@@ -52,6 +52,12 @@ class ChatReport:
         stated = json.loads(file.read_text())
         lists = {name: tuple(names) for name, names in stated.items() if name in _LISTS}
         return cls(**stated | lists)
+
+    def count(self, what: str, place: object) -> None:
+        """Add one to a number, and note the first place of it."""
+        first = f"first_{what}"
+        setattr(self, what, getattr(self, what) + 1)
+        setattr(self, first, getattr(self, first) or str(place))
 
     def __add__(self, other: "ChatReport") -> "ChatReport":
         """Of the rows of both, the other's after these."""

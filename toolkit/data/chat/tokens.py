@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from toolkit.data.chat.conversations import check_columns, check_dropped, check_mapped
+from toolkit.data.chat.conversations import check_columns, check_mapped
 from toolkit.data.chat.maker import Batch, SampleMaker
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.workers import made_in_order
@@ -102,8 +102,6 @@ def prepare_chats(
         maker = SampleMaker(source, tokenizer, sequence_length, parse_special=parse)
         report, row_numbers = ChatReport(), array("i")
         for made in made_in_order(maker, _batches(track(records, "tokenising", None), source)):
-            for said in made.malformed:
-                check_dropped(source, said)
             report += made.report
             row_numbers.extend(made.row_numbers)
             yield from made.stored
