@@ -27,8 +27,6 @@ class Hub:
         self.commits: dict[str, dict[str, bytes]] = {}
         self.failures: deque[str] = deque()
         """`error` (500) or `cut` (half of the bytes): of the next ranges of files."""
-        self.ranges: list[tuple[str, str]] = []
-        """Path and range of each request for part of a file."""
 
     def commit(self) -> str:
         """The commit of the branch."""
@@ -144,7 +142,6 @@ class _Handler(Handler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
         asked, status, failure = self.headers.get("Range"), 200, ""
         if asked is not None:
-            self.hub.ranges.append((name, asked))
             failure = self.hub.failures.popleft() if self.hub.failures else ""
             start, stop = asked.removeprefix("bytes=").split("-")
             last = min(int(stop), len(content) - 1)

@@ -23,15 +23,8 @@ class Store:
         self.failures: deque[str] = deque()
         """`error` (500), `slow` (a time-out) or `cut` (half of the bytes): of the next GETs."""
         self.slow_s = 1.0
-        self.delay_s = 0.0
-        """Of every answer."""
-        self.most_at_once = 0
-        """Requests that were answered at the same time."""
-        self._answering = 0
         self.asked: list[tuple[str, str, str]] = []
         """Method, path and range of each request."""
-        self.sent = 0
-        """Bytes of all bodies."""
         self._app = DomainDispatcherApplication(create_backend_app)
 
     @property
@@ -47,10 +40,6 @@ class Store:
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, place = environ["REQUEST_METHOD"], environ.get("HTTP_RANGE", "")
         self.asked.append((method, environ["PATH_INFO"], place))
-        self._answering += 1
-        self.most_at_once = max(self.most_at_once, self._answering)
-        time.sleep(self.delay_s)
-        self._answering -= 1
         failure = None
         if method == "GET" and self.failures:
             failure = self.failures.popleft()
@@ -60,7 +49,6 @@ class Store:
             start_response("500 Internal Server Error", [("Content-Length", str(len(ERROR)))])
             return [ERROR]
         body = b"".join(self._app(environ, start_response))
-        self.sent += len(body)
         return [body[: len(body) // 2] if failure == "cut" else body]
 
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,11 +95,3 @@ def test_held_out_documents_and_fingerprint(tmp_path: Path) -> None:
     assert not (seen & trained) - {0, EOS}
     plain = build(tmp_path, texts, packing="none")
     assert plain.fingerprint != build(tmp_path, texts).fingerprint
-
-
-def test_less_is_cut_and_little_is_padding(tmp_path: Path) -> None:
-    chance = np.random.default_rng(0)
-    texts = ["x" * int(size) for size in chance.integers(1, LENGTH, 300)]
-    data = build(tmp_path, texts)
-    tokens = sum(len(text) + 1 for text in texts)
-    assert tokens / (len(data.train) * LENGTH) > 0.95

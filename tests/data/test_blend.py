@@ -15,7 +15,6 @@ from toolkit.batch import IGNORE_INDEX
 from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.build import TrainingData
 from toolkit.data.interleave import Interleaving
-from toolkit.errors import DataError
 
 BYTES = {"a": 400, "b": 200, "c": 100}
 """Characters of each source's only document."""
@@ -158,16 +157,6 @@ def test_conversations_and_preferences(tmp_path: Path, kind: str) -> None:
         trained = rows_found[0].labels[rows_found[0].labels != IGNORE_INDEX]
         found.update({"y": int(ord("y") in trained), "z": int(ord("z") in trained)})
     assert found == {"y": 12, "z": 4}
-
-
-def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("ab")
-    sources = [
-        {"kind": "text", "files": ["a.txt"], "weight": 1},
-        {"kind": "text", "files": ["short.txt"], "weight": 1},
-    ]
-    with pytest.raises(DataError, match=r"of `short.txt` has 3 tokens"):
-        build(tmp_path, train=sources)
 
 
 def test_joined_samples(tmp_path: Path) -> None:

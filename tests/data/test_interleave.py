@@ -5,20 +5,12 @@ import sys
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.data.interleave import MAX_PERIOD, Interleaving, whole_parts
 
 WEIGHTS = st.lists(st.integers(0, 9000), min_size=1, max_size=40).filter(any)
-BLENDS = {
-    "two": [0.9, 0.1],
-    "tiny share": [0.9, 0.099, 0.001],
-    "uneven": [0.37, 0.21, 0.2, 0.13, 0.09],
-    "equal": [1.0] * 7,
-    "forty": [0.9, *[(1 + n % 9) / 1000 for n in range(39)]],
-}
 
 
 def exact(weights: list[float]) -> list[Fraction]:
@@ -33,13 +25,6 @@ def largest_deviation(weights: list[Fraction], sources: np.ndarray) -> float:
         float(np.abs(np.cumsum(sources == number) - n * share).max())
         for number, share in enumerate(shares)
     )
-
-
-@pytest.mark.parametrize("weights", BLENDS.values(), ids=BLENDS.keys())
-def test_every_prefix_holds_each_share_to_within_one_sample(weights: list[float]) -> None:
-    mixed = Interleaving(exact(weights))
-    sources, _ = mixed.sources(0, 3 * mixed.period + 5)
-    assert largest_deviation(exact(weights), sources) < 1
 
 
 @given(WEIGHTS)

@@ -9,11 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import read_indexed, write_indexed
-from toolkit.data.packing import RowParts, StreamSamples, TokenStream, packed_rows
-from toolkit.data.rows import Row
-from toolkit.data.split import held_out_documents
+from toolkit.data.order import held_out_documents
+from toolkit.data.packing import RowParts, StreamSamples, TokenStream, pack, packed_rows
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
@@ -43,18 +41,6 @@ def all_samples(stream: TokenStream, length: int) -> list[tuple[list[int], list[
     return [(row.input_ids.tolist(), row.labels.tolist()) for row in rows]
 
 
-def test_boundaries_are_masked(tokenized: Tokenized) -> None:
-    dataset = StreamSamples(TokenStream.whole(tokenized([[1, 2, 0], [3, 0], [4, 5, 6, 0]])), 4)
-    assert len(dataset) == 2
-    (first,) = dataset.rows(0)
-    assert first.input_ids.tolist() == [1, 2, 0, 3]
-    assert first.labels.tolist() == [2, 0, IGNORE_INDEX, 0]
-    (second,) = dataset.rows(1)
-    assert second.input_ids.tolist() == [0, 4, 5, 6]
-    assert second.labels.tolist() == [IGNORE_INDEX, 5, 6, 0]
-    assert second.input_ids.dtype == second.labels.dtype == np.int64
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(documents=DOCUMENTS, length=st.integers(1, 12))
 def test_any_documents_are_isolated(
@@ -70,26 +56,6 @@ def test_any_documents_are_isolated(
         assert row.segments.tolist() == [sorted(set(here)).index(owner) for owner in here]
         starts = [here.index(owner) for owner in here]
         assert row.positions.tolist() == [place - start for place, start in enumerate(starts)]
-
-
-def test_isolated_documents_count_from_zero(tokenized: Tokenized) -> None:
-    stream = TokenStream.whole(tokenized([[1, 2, 0], [0], [4, 5, 6, 7, 0]]))
-    dataset = StreamSamples(stream, 4, isolates=True)
-    (first,), (second,) = dataset.rows(0), dataset.rows(1)
-    assert first.segments is not None and first.positions is not None
-    assert first.input_ids.tolist() == [1, 2, 0, 0]
-    assert first.segments.tolist() == [0, 0, 0, 1]
-    assert first.positions.tolist() == [0, 1, 2, 0]
-    assert first.segments.dtype == np.int32 and first.positions.dtype == np.int64
-    assert second.input_ids.tolist() == [4, 5, 6, 7]
-    assert second.segments is not None and second.positions is not None
-    assert second.segments.tolist() == [0] * 4
-    assert second.positions.tolist() == [0, 1, 2, 3]
-    (plain,) = StreamSamples(stream, 4).rows(0)
-    assert plain.segments is None and plain.positions is None
-    assert plain.labels.tolist() == first.labels.tolist()
-    padding = Row.padding(first)
-    assert padding.segments is first.segments and padding.positions is first.positions
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

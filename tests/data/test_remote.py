@@ -21,19 +21,6 @@ def store() -> Iterator[Any]:
     system.store.clear()
 
 
-def test_files_of_a_glob(store: Any) -> None:
-    for name in ("a/2.txt", "a/10.txt", "a/1.md", "a/deep/3.txt"):
-        store.pipe(f"/{name}", name.encode())
-    found = list_files("memory://a/*.txt")
-    assert [(file.url, file.size) for file in found] == [
-        ("memory:///a/10.txt", 8),
-        ("memory:///a/2.txt", 7),
-    ]
-    assert len(list_files("memory://a/**/*.txt")) == 3
-    assert [file.url for file in list_files("memory://a/1.md")] == ["memory:///a/1.md"]
-    assert list_files("memory://a/*.json") == list_files("memory://none/x") == []
-
-
 def test_the_identity_is_the_contents(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("one")

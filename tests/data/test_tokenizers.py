@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
-from tests.data.building import train_bpe
 from tests.models.small import filled, section
 from tests.recipe.good import GOOD
 from toolkit.data.chat.template import ChatTemplate
@@ -41,7 +40,6 @@ from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe, TextSour
 
 BYTES = byte_tokenizer()
 _UNREACHABLE = {"NO_PROXY": "*", "no_proxy": "*", "HF_ENDPOINT": "http://127.0.0.1:9"}
-TEXTS = ["the cat sat on the mat; the cat ate", "def f(x):\n    return x\n"] * 20
 
 
 @given(st.text())
@@ -68,18 +66,6 @@ def test_shipped_tokenizer_loads_back(tmp_path: Path) -> None:
     assert loaded.decode(loaded(text)["input_ids"]) == text
     assert (loaded.eos_token_id, len(loaded)) == (256, 257)
     assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(BYTES)
-
-
-def test_trained_bpe_loads_back_and_compresses(tmp_path: Path) -> None:
-    trained = train_bpe(TEXTS, 280, tmp_path / "bpe")
-    loaded = load_tokenizer("bpe", base=tmp_path)
-    assert len(loaded) == len(trained) == 280
-    assert loaded.eos_token == "<|endoftext|>"
-    for text in (TEXTS[0], "Grüße, 世界 🎉"):  # also of bytes that were never seen
-        ids = loaded(text)["input_ids"]
-        assert loaded.decode(ids) == text
-    assert len(loaded(TEXTS[0])["input_ids"]) < len(TEXTS[0]) / 2
-    assert tokenizer_fingerprint(loaded) != tokenizer_fingerprint(BYTES)
 
 
 def test_encoder_does_not_truncate(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.product import events
-from toolkit.data.split import held_out_documents
+from toolkit.data.order import held_out_documents
 
 
 def assert_export_reproduces_validation(data: Path, run_dir: Path) -> None:

@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
-from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import read_indexed, write_indexed
-from toolkit.data.packing import RowParts, StreamSamples, TokenStream, packed_rows
+from toolkit.data.packing import RowParts, StreamSamples, TokenStream, pack, packed_rows
 from toolkit.data.tokenized import TokenizedData
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks

@@ -16,7 +16,7 @@ from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.formats.indexed import write_indexed
 from toolkit.data.interleave import Interleaving
-from toolkit.data.order import EpochOrder, Order
+from toolkit.data.order import EpochOrder, Order, held_out_conversations, held_out_documents
 from toolkit.data.packing import (
     RowParts,
     StreamSamples,
@@ -26,7 +26,6 @@ from toolkit.data.packing import (
 )
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Samples
-from toolkit.data.split import held_out_conversations, held_out_documents
 from toolkit.data.tokenized import TokenizedData, cached_tokens, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,

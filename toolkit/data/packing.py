@@ -1,6 +1,6 @@
 """Samples of equal length, whose rows are made of parts of a token stream."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.fit import pack
 from toolkit.data.formats.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents, occurrences
 from toolkit.data.tokenized import TokenizedData
@@ -320,3 +319,35 @@ def _packed(starts: Int64Array, sizes: Int64Array, length: int) -> Iterator[Int6
     parts = np.stack([starts, sizes], axis=1)
     for row in pack(sizes, length):
         yield parts[row].reshape(-1)
+
+
+def pack(lengths: Int64Array, capacity: int) -> list[list[int]]:
+    """Rows of whole items, at most `capacity` tokens each: numbers of items, ascending.
+
+    `lengths` are the tokens of each item, from 1 to `capacity`. Best fit decreasing: from the
+    longest to the shortest, each item is put into the fullest row that has room for it. The
+    result depends on the lengths alone; rows are in the order of their first items.
+    """
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    """Rows by the number of tokens that are left in them."""
+    rooms: list[int] = []
+    """The numbers of tokens that are left in some row, ascending."""
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            room, row = capacity, len(rows)
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[at]
+        rows[row].append(item)
+        left = room - length
+        if left:
+            if not with_room[left]:
+                insort(rooms, left)
+            with_room[left].append(row)
+    return sorted(sorted(row) for row in rows)

@@ -147,6 +147,7 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     It encodes any text and decodes it back without loss.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
@@ -154,12 +155,6 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     # Without merges there is nothing to gain from first splitting the text into words.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _with_end_of_text(backend)
-
-
-def _with_end_of_text(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_OF_TEXT,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data.fit import pack
+from toolkit.data.packing import pack
 
 
 @given(
