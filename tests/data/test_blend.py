@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.data.building import built
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
+from toolkit.data.blend import BlendOrder, Stage, exact
 from toolkit.data.build import TrainingData
 from toolkit.data.interleave import Interleaving
 
@@ -157,14 +157,3 @@ def test_conversations_and_preferences(tmp_path: Path, kind: str) -> None:
         trained = rows_found[0].labels[rows_found[0].labels != IGNORE_INDEX]
         found.update({"y": int(ord("y") in trained), "z": int(ord("z") in trained)})
     assert found == {"y": 12, "z": 4}
-
-
-def test_joined_samples(tmp_path: Path) -> None:
-    parts = [source.train for source in build(tmp_path).sources]
-    joined = JoinedSamples(parts)
-    assert len(joined) == 175
-    for index, (part, inner) in {0: (0, 0), 99: (0, 99), 100: (1, 0), 174: (2, 24)}.items():
-        ours, theirs = joined.rows(index)[0], parts[part].rows(inner)[0]
-        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
-    with pytest.raises(IndexError):
-        joined.rows(175)

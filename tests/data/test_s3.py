@@ -104,17 +104,6 @@ def test_tokens_are_those_of_the_local_pair(tmp_path: Path, pair: Path) -> None:
         assert sequence(build(tmp_path / "cache", there, **settings)) == sequence(local)
 
 
-@pytest.mark.slow
-def test_failures_are_tried_again(tmp_path: Path, pair: Path, store: Store) -> None:
-    """By the store's library; of the bytes that came, none are lost or doubled."""
-    local = build(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
-    store.failures.extend(["error", "cut", "", "slow", "cut", "error"])
-    there = {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"}
-    found = sequence(build(tmp_path / "cache", there))
-    assert not [kind for kind in store.failures if kind]
-    assert found == sequence(local)
-
-
 DOCUMENTS = [f"document {number}: " + "grüße, " * (number % 50) for number in range(300)]
 
 

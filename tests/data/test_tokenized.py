@@ -334,13 +334,6 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list((tmp_path / "cache" / "tokens").glob("*.bin*"))
 
 
-def test_megatron_source(corpus: Path, tmp_path: Path) -> None:
-    text = prepare_text(corpus, tmp_path / "cache")
-    source = MegatronSource(kind="megatron", prefix=os.path.relpath(text.name, corpus))
-    read = prepare(source, byte_tokenizer(), base=corpus, cache=tmp_path / "cache")
-    assert documents_of(read) == EXPECTED
-
-
 def test_a_large_megatron_source_is_not_read_whole(tmp_path: Path) -> None:
     def fingerprint(n_documents: int) -> str:
         """Of 2 GiB of zeros each, which take no space."""

@@ -1,6 +1,6 @@
 """`dmt data`: tokenise ahead of a run, look at samples."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -50,11 +50,6 @@ class _Side:
             samples += len(part)
             fed += len(part) * part.rows_per_sample * part.sequence_length
         return cls(documents, tokens, samples, tokens_per_epoch=fed)
-
-    @classmethod
-    def joined(cls, sides: "Iterable[_Side]") -> Self:
-        """All of them together."""
-        return cls(*map(sum, zip(*map(astuple, sides), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -114,11 +109,10 @@ def _prepare(recipe: Recipe) -> _Summary:
     from toolkit.data.files import cache_folder
 
     data = _build(recipe)
-    sides = [_Side.of([source.train]) for source in data.sources]
     return _Summary(
-        train=_Side.joined(sides),
+        train=_Side.of(source.train for source in data.sources),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
-        sources=tuple(_sources(recipe, data, sides)),
+        sources=tuple(_sources(recipe, data)),
         sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
@@ -127,9 +121,7 @@ def _prepare(recipe: Recipe) -> _Summary:
     )
 
 
-def _sources(
-    recipe: Recipe, data: "TrainingData", sides: "Iterable[_Side]"
-) -> "Iterator[_Source]":
+def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
     from toolkit.data.blend import BlendOrder
     from toolkit.intake.checks import steps_with
 
@@ -137,7 +129,8 @@ def _sources(
         return
     steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
     seen = data.counts(steps)
-    for source, side, count in zip(data.sources, sides, seen, strict=True):
+    for source, count in zip(data.sources, seen, strict=True):
+        side = _Side.of([source.train])
         yield _Source(source.title, side, count / sum(seen), count / side.samples)
 
 

@@ -189,15 +189,6 @@ FAMILIES = (
         end="<|endoftext|>",
     ),
     Family(
-        "zephyr",
-        ("</s>", "<s>"),
-        user="<|user|>\n{}</s>\n",
-        opening="<|assistant|>\n",
-        closing="</s>",
-        between="\n",
-        system="<|system|>\n{}</s>\n",
-    ),
-    Family(
         "deepseek",
         ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
         user="<｜User｜>{}",
@@ -218,27 +209,6 @@ FAMILIES = (
         end="<|endoftext|>",
     ),
     Family(
-        "granite",
-        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
-        user="<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n",
-        opening="<|start_of_role|>assistant<|end_of_role|>",
-        closing="<|end_of_text|>",
-        between="\n",
-        system="<|start_of_role|>system<|end_of_role|>{}<|end_of_text|>\n",
-    ),
-    Family(
-        "command_r",
-        (
-            *("<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>"),
-            *("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-        ),
-        user="<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
-        opening="<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        closing="<|END_OF_TURN_TOKEN|>",
-        begin="<BOS_TOKEN>",
-        system="<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
-    ),
-    Family(
         "chatml_generation",
         ("<|im_end|>", "<|im_start|>"),
         user="<|im_start|>user\n{}<|im_end|>\n",
@@ -248,5 +218,5 @@ FAMILIES = (
         system="<|im_start|>system\n{}<|im_end|>\n",
     ),
 )
-"""Eleven families without Qwen3 (which rewrites history, and is tested by itself), and ChatML
+"""Eight families without Qwen3 (which rewrites history, and is tested by itself), and ChatML
 once more with generation blocks."""

@@ -1,6 +1,5 @@
 """Megatron's indexed format, against megatron-core's own reader and writer."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from toolkit.data.formats.indexed import (
     read_indexed,
     token_dtype,
 )
-from toolkit.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 65535], [7] * 1000]
 
@@ -74,60 +72,3 @@ def test_without_commit_nothing_is_left(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.append([1])
     assert list(tmp_path.iterdir()) == []
-
-
-def truncate_bin(prefix: Path) -> None:
-    bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-1])
-
-
-def truncate_idx(prefix: Path) -> None:
-    # One byte more than the seal, which is read only when the files were changed.
-    idx_path(prefix).write_bytes(idx_path(prefix).read_bytes()[:-25])
-
-
-def empty_idx(prefix: Path) -> None:
-    idx_path(prefix).write_bytes(b"")
-
-
-def other_file(prefix: Path) -> None:
-    idx_path(prefix).write_bytes(b"{}" * 100)
-
-
-def other_version(prefix: Path) -> None:
-    content = bytearray(idx_path(prefix).read_bytes())
-    content[9] = 2
-    idx_path(prefix).write_bytes(content)
-
-
-def gap(prefix: Path) -> None:
-    content = bytearray(idx_path(prefix).read_bytes())
-    content[34 + 4 * 4 + 8] += 2  # offset of the second sequence
-    idx_path(prefix).write_bytes(content)
-
-
-def mark_outside(prefix: Path) -> None:
-    content = bytearray(idx_path(prefix).read_bytes())
-    content[-24 - 8] = 99  # in front of the seal
-    idx_path(prefix).write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda prefix: bin_path(prefix).unlink(), "there is no file .*data.bin"),
-        (lambda prefix: idx_path(prefix).unlink(), "there is no file .*data.idx"),
-        (truncate_bin, "2,013 bytes; its index says 1,007 tokens of 2 bytes"),
-        (truncate_idx, "cut short"),
-        (empty_idx, "no MMIDIDX header"),
-        (other_file, "no MMIDIDX header"),
-        (other_version, "found version 2"),
-        (gap, "do not lie end to end"),
-        (mark_outside, "document marks lie outside"),
-    ],
-)
-def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
-    write(tmp_path / "data")
-    damage(tmp_path / "data")
-    with pytest.raises(DataError, match=says) as raised:
-        read_indexed(tmp_path / "data")
-    assert raised.value.fix
