@@ -59,7 +59,7 @@ Batch: TypeAlias = list[tuple[int, object, object]]
 
 
 @dataclass(frozen=True)
-class Made:
+class SampleBatch:
     """The samples of a batch."""
 
     stored: list[Int64Array]
@@ -93,11 +93,11 @@ class SampleMaker:
         self._stuck: object = None
         """The same at the last look."""
 
-    def __call__(self, batch: Batch) -> Made:
+    def __call__(self, batch: Batch) -> SampleBatch:
         """The samples of a batch. Raises DataError for a malformed row, unless such are
         dropped."""
         report = self._report = ChatReport(rows=len(batch))
-        columns, keys, rendered = dict[str, None](), dict[str, None](), list[_Rendered]()
+        columns, keys, rendered = dict[str, None](), dict[str, None](), list[_SampleTexts]()
         for number, place, row in batch:
             self._rendered = place
             examples: tuple[Example, ...] = ()
@@ -109,7 +109,7 @@ class SampleMaker:
                 report.count("malformed", f"{place}: {error}")
             else:
                 muted = any(map(_mutes, examples))
-                rendered += [_Rendered(number, place, muted, texts) for texts in samples]
+                rendered += [_SampleTexts(number, place, muted, texts) for texts in samples]
                 columns |= dict.fromkeys(self._unread(row))
                 keys |= {key: None for one in examples for key in template_keys(one)}
             self._note_reading(row, examples)
@@ -117,7 +117,9 @@ class SampleMaker:
         stored = list(self._stored(rendered))
         report.unread_columns = tuple(columns)
         report.unread_keys = tuple(key for key in keys if not self._template.reads(key))
-        return Made([tokens for _, tokens in stored], [number for number, _ in stored], report)
+        return SampleBatch(
+            [tokens for _, tokens in stored], [number for number, _ in stored], report
+        )
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -204,7 +206,7 @@ class SampleMaker:
                 differs |= not examples or self._parsed(before) != examples
         self._report.newly_read += differs
 
-    def _stored(self, rendered: list["_Rendered"]) -> Iterator[tuple[int, Int64Array]]:
+    def _stored(self, rendered: list["_SampleTexts"]) -> Iterator[tuple[int, Int64Array]]:
         """Stored samples, each with the number of its row."""
         tokens = iter(self._template.encode([text for one in rendered for text in one.texts]))
         for one in rendered:
@@ -216,7 +218,7 @@ class SampleMaker:
                     yield one.number, np.where(marked.trained, marked.ids, ~marked.ids)
 
     def _fitted(
-        self, rendered: "_Rendered", sample: list[MarkedTokens]
+        self, rendered: "_SampleTexts", sample: list[MarkedTokens]
     ) -> list[list[MarkedTokens]]:
         """The samples, none longer than a row and each with trained tokens, made of one."""
         long = max(len(one.ids) for one in sample) > self._length
@@ -242,7 +244,7 @@ class SampleMaker:
         return kept
 
 
-class _Rendered(NamedTuple):
+class _SampleTexts(NamedTuple):
     """A sample before it is tokenised."""
 
     number: int

@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from toolkit.data.chat.maker import Batch, Made, SampleMaker
+from toolkit.data.chat.maker import Batch, SampleBatch, SampleMaker
 from toolkit.errors import DataError
 
 ALONE = 4
@@ -22,7 +22,7 @@ _AHEAD = 2
 """Batches per process that are read ahead."""
 
 
-def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Made]:
+def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[SampleBatch]:
     """What `make` makes of each batch, in their order: the first ones here, the others by one
     process per core. Raises the DataError of the first batch that has one."""
     count = len(os.sched_getaffinity(0))
@@ -34,15 +34,15 @@ def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Made]
 
 def _made_by_processes(
     make: SampleMaker, batches: Iterator[Batch], count: int
-) -> Iterator[Made]:
+) -> Iterator[SampleBatch]:
     idle = SimpleQueue[Connection]()
 
-    def made(batch: Batch) -> Made:
+    def made(batch: Batch) -> SampleBatch:
         connection = idle.get()
         try:
             with _connected():
                 connection.send(batch)
-                answer: Made | DataError = connection.recv()
+                answer: SampleBatch | DataError = connection.recv()
         finally:
             idle.put(connection)
         if isinstance(answer, DataError):
@@ -58,7 +58,7 @@ def _made_by_processes(
                 with _connected():
                     connection.send(make)
                 idle.put(connection)
-            ahead = deque[Future[Made]]()
+            ahead = deque[Future[SampleBatch]]()
             for batch in batches:
                 ahead.append(threads.submit(made, batch))
                 if len(ahead) > _AHEAD * count:
