@@ -1,6 +1,6 @@
 """What the site changes in the pages, which are written for reading in the repository, too.
 
-- A mermaid diagram becomes the picture that `python benchmarks/pictures.py diagrams` drew of
+- A mermaid diagram becomes the picture that `python docs/pictures.py diagrams` drew of
   it, so that the site needs no script of another server. One without a picture is a warning.
 - The Markdown of each page stays next to it: llms.txt names it, for agents.
 - A link to a file outside of docs/ becomes that file's name: the site does not have it.
@@ -29,9 +29,7 @@ def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
     def picture(found: re.Match[str]) -> str:
         name = f"pictures/{picture_of(found[1])}"
         if files.get_file_from_path(name) is None:
-            LOG.warning(
-                "%s: no %s; python benchmarks/pictures.py diagrams", page.file.src_uri, name
-            )
+            LOG.warning("%s: no %s; python docs/pictures.py diagrams", page.file.src_uri, name)
         up = "../" * page.file.src_uri.count("/")
         labels = ", ".join(re.sub("<br>", " ", one) for one in LABEL.findall(found[1]))
         return f"![Diagram of {labels}]({up}{name})"

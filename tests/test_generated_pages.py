@@ -1,9 +1,7 @@
-"""docs/support.md and docs/sizes.md show what rules and planner say now."""
+"""docs/support.md shows what rules and planner say now."""
 
 import re
 
-import pytest
-import sizes
 import support
 
 from tests.engines.pairs import FEATURES, LAYOUTS
@@ -11,7 +9,6 @@ from tests.processes import ROOT
 from toolkit.plan.dimensions import DIMENSIONS
 
 SUPPORT = (ROOT / "docs/support.md").read_text(encoding="utf-8")
-SIZES = (ROOT / "docs/sizes.md").read_text(encoding="utf-8")
 
 
 def test_support_is_current() -> None:
@@ -45,18 +42,3 @@ def keys(settings: support.Settings, before: str = "") -> set[str]:
         inside = keys(value, f"{before}{key}.") if isinstance(value, dict) else set()
         found |= inside or {f"{before}{key}"}
     return found
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu"),
-    [
-        ("llama/llama-3.1-8b-lora", "h100-80gb"),
-        ("qwen/qwen3-4b-dpo", "rtx4090"),
-        ("mistral/mixtral-8x7b-pretrain", "a100-80gb"),
-    ],
-)
-def test_sizes_are_current(model: str, gpu: str) -> None:
-    (row,) = re.findall(rf"^\| `{model.partition('/')[2]}`.*? \| (.*) \|$", SIZES, re.MULTILINE)
-    cell = row.split(" | ")[sizes.GPUS.index(gpu)]
-    command = "python benchmarks/sizes.py --write docs/sizes.md"
-    assert cell == str(sizes.smallest(model, gpu) or "–"), f"run {command}"

@@ -12,8 +12,8 @@ from tests.processes import ROOT
 from toolkit.backend import BACKENDS
 
 
-def benchmark(*arguments: str, file: str = "gpu.py") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, f"benchmarks/{file}", *arguments]
+def benchmark(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "benchmarks/gpu.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -41,22 +41,3 @@ def test_large_shapes_are_for_gpus() -> None:
     ended = benchmark("--shape", "1b")
     assert ended.returncode == 2
     assert "--shape 1b: found cpu; tiny is for processors" in ended.stderr
-
-
-@pytest.mark.soak
-@pytest.mark.needs(*COMPILER)
-def test_the_half_hour_on_a_gpu_is_tried(tmp_path: Path) -> None:
-    """Each program of it ends well; what only a GPU can fill is an empty cell."""
-    out = tmp_path / "out"
-    ended = benchmark("run", str(out), file="first_gpu.py")
-    assert ended.returncode == 0, ended.stdout + (out / "log.txt").read_text()[-5000:]
-    tables = benchmark("table", str(out), file="first_gpu.py").stdout.split("\n\n")
-    by_columns = {
-        table.split("\n")[0]: table.split("\n")[2:] for table in map(str.strip, tables)
-    }
-    kernels = by_columns["| kernel | ms | tflops | gb_per_s | peak_gib | error |"]
-    assert len(kernels) > 25 and all(row.endswith("|  |  |  |  |  |") for row in kernels)
-    steps = by_columns["| name | gpu | exit | loss | step_s | mfu | predicted | measured |"]
-    assert len(steps) == 9 and all(row.endswith("|  |  |  |  |") for row in steps)
-    compared = by_columns["| step | name | ranks | verdict | found |"]
-    assert len(compared) > 40 and all("| ok |" in row for row in compared)

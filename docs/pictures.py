@@ -1,8 +1,8 @@
 """The pictures of README and docs/, from the product itself.
 
-    python benchmarks/pictures.py diagrams mermaid.min.js    # of every mermaid block in docs/
-    python benchmarks/pictures.py terminal NAME WORDS …      # what `dmt WORDS` prints, as SVG
-    python benchmarks/pictures.py page NAME FILE.html        # an HTML page in Chromium, as PNG
+    python docs/pictures.py diagrams mermaid.min.js    # of every mermaid block in docs/
+    python docs/pictures.py terminal NAME WORDS …      # what `dmt WORDS` prints, as SVG
+    python docs/pictures.py page NAME FILE.html        # an HTML page in Chromium, as PNG
 
 They are written to docs/pictures/. mermaid.min.js is in the package `mermaid` of the npm
 registry (`npm pack mermaid`); the committed pictures are version 11.16's. Diagrams and pages
@@ -23,15 +23,13 @@ from shutil import which
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[1]
-PICTURES = ROOT / "docs" / "pictures"
-sys.path.insert(0, str(ROOT / "docs"))
-
-from hooks import DIAGRAM, picture_of  # noqa: E402
+from hooks import DIAGRAM, picture_of
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
 COLUMNS = 96
 """Of the terminal."""
 PAGE = (1200, 860)
