@@ -16,10 +16,8 @@ the median. Imports and loading the tokenizer are not counted.
   encoded, written in Megatron's format and synced.
 - `documents`: the approach of Megatron-LM's preprocess_data.py: a pool of processes parses a
   line and calls the tokenizer of `transformers` on it, the parent adds one document at a time.
-- `documents, no transformers`: the same with `Tokenizer.encode`, which Megatron-LM does not do.
 
-Peak memory is anonymous memory; pages of mapped files, which the kernel takes back at will,
-are not counted. The loader's speed is that of `GlobalBatches` alone; the recipe's is what
+The loader's speed is that of `GlobalBatches` alone; the recipe's is what
 `metrics.jsonl` of a run says.
 """
 
@@ -34,7 +32,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -53,7 +50,7 @@ WORKER = (sys.executable, __file__, "--worker")
 ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 TINY = Path("recipes/tiny/llama-bytes.yaml")
 TINY_STEPS = 60
-WAYS = ("bare", "jsonl", "documents", "documents, no transformers")
+WAYS = ("bare", "jsonl", "documents")
 
 
 def make_corpus(folder: Path, megabytes: float) -> None:
@@ -119,38 +116,31 @@ _tokenizer: Any = None
 """Of a process of the pool."""
 
 
-def _load(folder: Path, name: str, transformers: bool) -> None:
+def _load(folder: Path, name: str) -> None:
     from toolkit.data.tokenizers import load_tokenizer
 
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = load_tokenizer(name, base=folder) if transformers else backend_of(folder, name)
+    _tokenizer = load_tokenizer(name, base=folder)
 
 
 def _encode_line(line: str) -> list[int]:
     return list(_tokenizer(json.loads(line)["text"])["input_ids"])
 
 
-def _encode_line_bare(line: str) -> list[int]:
-    return list(_tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids)
-
-
-def documents(folder: Path, name: str, *, transformers: bool) -> Callable[[], object]:
+def documents(folder: Path, name: str) -> Callable[[], object]:
     """One document after the other, in a pool of processes."""
     from toolkit.data.formats.indexed import IndexedWriter
     from toolkit.data.tokenizers import load_tokenizer
 
     end = load_tokenizer(name, base=folder).eos_token_id
-    pool = multiprocessing.get_context("spawn").Pool(
-        os.cpu_count(), _load, (folder, name, transformers)
-    )
+    pool = multiprocessing.get_context("spawn").Pool(os.cpu_count(), _load, (folder, name))
     pool.map(len, ["started"] * 100, chunksize=1)
-    encode = _encode_line if transformers else _encode_line_bare
 
     def run() -> None:
         prefix = Path(tempfile.mkdtemp(dir=folder)) / "tokens"
         with (folder / "corpus.jsonl").open() as file, IndexedWriter(prefix, np.uint16) as out:
-            for ids in pool.imap(encode, file, 32):
+            for ids in pool.imap(_encode_line, file, 32):
                 out.append([*ids, end])
                 out.end_document()
             out.commit()
@@ -159,46 +149,13 @@ def documents(folder: Path, name: str, *, transformers: bool) -> Callable[[], ob
 
 
 def measure(way: str, folder: Path, name: str) -> dict[str, float]:
-    """Worker: processor time of one way, and its anonymous memory at first and at most."""
-    run = {
-        "bare": lambda: bare(folder, name),
-        "jsonl": lambda: dmt(folder, name),
-        "documents": lambda: documents(folder, name, transformers=True),
-        "documents, no transformers": lambda: documents(folder, name, transformers=False),
-    }[way]()
+    """Worker: processor time of one way, where it has no processes besides this one."""
+    run = {"bare": bare, "jsonl": dmt, "documents": documents}[way](folder, name)
     print("ready", flush=True)
     sys.stdin.readline()
-    memory, cpu_started = Memory(), time.process_time()
+    started = time.process_time()
     run()
-    result: dict[str, float] = {}
-    if not way.startswith("documents"):  # whose processes are not this one
-        result["processor_s"] = time.process_time() - cpu_started
-    return result | {"peak_mb": memory.peak_mb(), "start_mb": memory.start_mb}
-
-
-class Memory:
-    """Anonymous memory of this process, looked at by a thread."""
-
-    def __init__(self) -> None:
-        self.start_mb = self._peak_mb = self._now_mb()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.01):
-            self._peak_mb = max(self._peak_mb, self._now_mb())
-
-    @staticmethod
-    def _now_mb() -> float:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
-
-    def peak_mb(self) -> float:
-        """The largest since it was made."""
-        self._ended.set()
-        self._thread.join()
-        return max(self._peak_mb, self._now_mb())
+    return {} if way == "documents" else {"processor_s": time.process_time() - started}
 
 
 class Run:
@@ -265,7 +222,6 @@ def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
         "speed_ratios": {
             "jsonl to bare": ratios("jsonl", "bare"),
             "jsonl to documents": ratios("jsonl", "documents"),
-            "jsonl to documents, no transformers": ratios("jsonl", WAYS[-1]),
         },
         "processor_time_ratio_bare_to_jsonl": ratios("jsonl", "bare", "processor_s"),
         "medians": {way: {what: median(way, what) for what in taken[0][way]} for way in WAYS},

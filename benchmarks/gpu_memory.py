@@ -1,10 +1,12 @@
 """The planner's memory beside the dress rehearsal's, over many layouts.
 
-    python benchmarks/gpu_memory.py --out FILE [--only PATTERN] [--again]
+    python benchmarks/gpu_memory.py --out FILE [--only PATTERN] [--again] [--add CASE]
 
 FILE keeps what was rehearsed, so that the planner can be compared with it again in seconds;
-only what is missing in it is rehearsed (`--again`: everything). Ranks of the first and the last
-pipeline stage run one after the other, forked from one process that has imported all.
+only what is missing in it is rehearsed (`--again`: everything). The cases are those of the
+figures stored in results/, and CASE: RECIPE NODES MICRO_BATCH ENGINE [KEY=VALUE …]. Ranks of
+the first and the last pipeline stage run one after the other, forked from one process that has
+imported all.
 """
 
 import argparse
@@ -22,13 +24,8 @@ from typing import Any
 from toolkit.rehearse.gpu import guard
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-LLAMA_1B, LLAMA_3B = "llama/llama-3.2-1b-pretrain", "llama/llama-3.2-3b-pretrain"
-LLAMA_8B, LLAMA_70B = "llama/llama-3.1-8b-pretrain", "llama/llama-3.1-70b-pretrain"
-QWEN_8B, QWEN_32B = "qwen/qwen3-8b-pretrain", "qwen/qwen3-32b-pretrain"
-QWEN_MOE, MIXTRAL = "qwen/qwen3-30b-a3b-pretrain", "mistral/mixtral-8x7b-pretrain"
-PYTHIA, GPT2 = "pythia/pythia-1.4b-pretrain", "gpt2/gpt2-124m-pretrain"
-MISTRAL, OLMO = "mistral/mistral-7b-pretrain", "olmo/olmo-3-7b-pretrain"
-GPT_OSS, GEMMA_2 = "gpt-oss/gpt-oss-20b-pretrain", "gemma-2-2b"
+STORED = Path(__file__).parent / "results" / "gpu-memory-fake-2026-11-28.json"
+LLAMA_1B, GEMMA_2 = "llama/llama-3.2-1b-pretrain", "gemma-2-2b"
 SHAPES: dict[str, tuple[str, str]] = {
     # google/gemma-2-2b's config.json; what it leaves out is the family's default.
     GEMMA_2: (
@@ -38,138 +35,16 @@ SHAPES: dict[str, tuple[str, str]] = {
     ),
 }
 """Models without a recipe: another model's recipe, and their config."""
-OFFLOADED, ON_HOST = "zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"
-LENGTHS = {"mistral/mixtral-8x7b-pretrain": 8192, GPT_OSS: 4096, GEMMA_2: 4096}
+LENGTHS = {
+    "mistral/mixtral-8x7b-pretrain": 8192,
+    "gpt-oss/gpt-oss-20b-pretrain": 4096,
+    GEMMA_2: 4096,
+}
 """Tokens of a sequence where it is not the recipe's."""
 
 Case = tuple[str, int, int, str]
 """Recipe, nodes of eight H100 (or `gpus`), size of a micro batch, settings of `parallel`, and
 the rank of an `adapter` and tokens of a sequence (`length`)."""
-ALONE = (
-    f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1",
-    f"deepspeed zero.stage=3 {OFFLOADED} gpus=1",
-    f"deepspeed zero.stage=2 {OFFLOADED} gpus=1",
-    f"deepspeed zero.stage=1 {OFFLOADED} gpus=1",
-    "deepspeed zero.stage=1 gpus=1",
-    "deepspeed zero.stage=2 gpus=1",
-    "deepspeed zero.stage=3 gpus=1",
-)
-"""Layouts of one data-parallel rank under DeepSpeed."""
-CASES: list[Case] = [
-    (LLAMA_1B, 1, 1, "fsdp zero.stage=3"),
-    (LLAMA_1B, 1, 2, "fsdp zero.stage=2"),
-    (LLAMA_1B, 1, 2, "fsdp zero.stage=3 recompute=full"),
-    (LLAMA_3B, 1, 1, "fsdp zero.stage=3"),
-    (LLAMA_3B, 2, 2, "fsdp zero.stage=3 recompute=full"),
-    (LLAMA_8B, 1, 1, "fsdp zero.stage=3 recompute=full"),
-    (LLAMA_8B, 2, 1, "fsdp zero.stage=3"),
-    (LLAMA_8B, 2, 2, "fsdp zero.stage=2 recompute=full"),
-    (QWEN_8B, 1, 1, "fsdp zero.stage=3 recompute=full"),
-    (MISTRAL, 1, 2, "fsdp zero.stage=3 recompute=full"),
-    (LLAMA_70B, 8, 1, "fsdp zero.stage=3 recompute=full"),
-    (PYTHIA, 1, 4, "fsdp zero.stage=3"),
-    (LLAMA_1B, 1, 1, "ddp"),
-    (LLAMA_1B, 1, 2, "ddp recompute=full"),
-    (PYTHIA, 1, 2, "ddp"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=1"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=2"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3"),
-    (LLAMA_3B, 1, 1, "deepspeed zero.stage=3"),
-    (LLAMA_3B, 1, 2, "deepspeed zero.stage=2 recompute=full"),
-    (LLAMA_8B, 1, 1, "deepspeed zero.stage=2 recompute=full"),
-    (LLAMA_8B, 1, 2, "deepspeed zero.stage=3 recompute=full"),
-    (LLAMA_8B, 2, 1, "deepspeed zero.stage=1 recompute=full"),
-    (QWEN_8B, 1, 1, "deepspeed zero.stage=3 recompute=full"),
-    (PYTHIA, 1, 4, "deepspeed zero.stage=2"),
-    (LLAMA_70B, 8, 1, "deepspeed zero.stage=3 recompute=full"),
-    (LLAMA_8B, 1, 1, "deepspeed model=megatron tensor=2 zero.stage=2"),
-    (LLAMA_8B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=3"),
-    (LLAMA_8B, 1, 2, "deepspeed model=megatron tensor=2 zero.stage=1 recompute=full"),
-    (PYTHIA, 1, 4, "deepspeed model=megatron tensor=2 zero.stage=1"),
-    (LLAMA_1B, 1, 1, "megatron zero.stage=1"),
-    (LLAMA_1B, 1, 4, "megatron tensor=2 zero.stage=1"),
-    (LLAMA_1B, 1, 1, "megatron tensor=2 sequence=false zero.stage=0"),
-    (LLAMA_3B, 1, 1, "megatron tensor=2 pipeline=2 zero.stage=1"),
-    (LLAMA_3B, 1, 1, "megatron pipeline=4 zero.stage=1"),
-    (LLAMA_8B, 1, 1, "megatron tensor=2 zero.stage=1"),
-    (LLAMA_8B, 1, 2, "megatron tensor=4 zero.stage=1"),
-    (LLAMA_8B, 1, 2, "megatron tensor=4 sequence=false zero.stage=1"),
-    (LLAMA_8B, 1, 2, "megatron tensor=2 zero.stage=1 recompute=full"),
-    (LLAMA_8B, 2, 1, "megatron tensor=2 pipeline=2 virtual_pipeline=4 zero.stage=1"),
-    (LLAMA_8B, 2, 1, "megatron tensor=2 pipeline=4 zero.stage=1"),
-    (LLAMA_8B, 2, 1, "megatron pipeline=4 virtual_pipeline=2 zero.stage=1 recompute=full"),
-    (LLAMA_8B, 2, 1, "megatron tensor=4 pipeline=2 zero.stage=0 recompute=selective"),
-    (QWEN_8B, 2, 1, "megatron tensor=2 pipeline=2 zero.stage=1"),
-    (MISTRAL, 1, 1, "megatron tensor=2 pipeline=2 virtual_pipeline=2 zero.stage=1"),
-    (OLMO, 2, 1, "megatron tensor=2 pipeline=2 zero.stage=1"),
-    (PYTHIA, 1, 4, "megatron tensor=2 zero.stage=1"),
-    (PYTHIA, 1, 4, "megatron pipeline=2 virtual_pipeline=2 zero.stage=1"),
-    (GPT2, 1, 16, "megatron pipeline=2 zero.stage=1"),
-    (QWEN_32B, 4, 1, "megatron tensor=8 pipeline=2 zero.stage=1"),
-    (
-        QWEN_32B,
-        4,
-        1,
-        "megatron tensor=4 pipeline=4 virtual_pipeline=4 zero.stage=1 recompute=full",
-    ),
-    (LLAMA_70B, 8, 1, "megatron tensor=8 pipeline=4 zero.stage=1"),
-    (LLAMA_70B, 8, 1, "megatron tensor=8 pipeline=2 virtual_pipeline=5 zero.stage=1"),
-    (
-        LLAMA_70B,
-        8,
-        1,
-        "megatron tensor=4 pipeline=8 virtual_pipeline=2 zero.stage=1 recompute=full",
-    ),
-    (LLAMA_70B, 8, 1, "megatron tensor=8 pipeline=8 zero.stage=0"),
-    (MIXTRAL, 4, 1, "megatron tensor=2 pipeline=2 expert=8 zero.stage=1"),
-    (MIXTRAL, 4, 1, "megatron pipeline=4 expert=8 zero.stage=1 recompute=full"),
-    (MIXTRAL, 4, 1, "fsdp zero.stage=3 recompute=full"),
-    (QWEN_MOE, 2, 1, "megatron pipeline=2 expert=8 zero.stage=1"),
-    (QWEN_MOE, 4, 1, "megatron tensor=2 expert=8 zero.stage=1 recompute=full"),
-    (QWEN_MOE, 4, 1, "deepspeed zero.stage=3 recompute=full"),
-    # Attention by plain products: soft-capped, with sinks.
-    (GEMMA_2, 1, 1, "fsdp zero.stage=3"),
-    (GEMMA_2, 1, 1, "deepspeed zero.stage=3 recompute=full"),
-    (GEMMA_2, 1, 1, "megatron tensor=2 zero.stage=1"),
-    (GEMMA_2, 1, 1, "megatron tensor=2 zero.stage=1 recompute=full"),
-    (GPT_OSS, 2, 1, "fsdp zero.stage=3"),
-    (GPT_OSS, 1, 1, "fsdp zero.stage=3 recompute=full"),
-    (GPT_OSS, 2, 1, "deepspeed zero.stage=3 recompute=full"),
-    (GPT_OSS, 2, 1, "megatron pipeline=2 expert=8 zero.stage=1"),
-    (GPT_OSS, 1, 1, "megatron expert=8 zero.stage=1 recompute=full"),
-    # One data-parallel rank.
-    *((LLAMA_1B, 1, 1, words) for words in ALONE),
-    (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=1 gpus=4"),
-    (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=2 gpus=4"),
-    (LLAMA_3B, 1, 1, "deepspeed model=megatron tensor=4 zero.stage=3 gpus=4"),
-    (LLAMA_1B, 1, 1, f"fsdp zero.stage=3 {OFFLOADED} {ON_HOST} gpus=1"),
-    (LLAMA_1B, 1, 1, "megatron zero.stage=1 gpus=1"),
-    # There with so few tokens that the backward pass, not the loss, is the peak.
-    *((LLAMA_1B, 1, 1, f"{words} length=256") for words in ALONE),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} length=256"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED} length=256"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=1 {OFFLOADED} length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=1 length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=2 length=256"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3 length=256"),
-    # Offloaded on several.
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=1 {OFFLOADED}"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED}"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED}"),
-    (LLAMA_8B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} recompute=full"),
-    (LLAMA_8B, 1, 1, f"deepspeed zero.stage=2 {OFFLOADED} recompute=full"),
-    (LLAMA_8B, 1, 1, f"fsdp zero.stage=3 {OFFLOADED} {ON_HOST} recompute=full"),
-    # Adapters.
-    (LLAMA_1B, 1, 1, "ddp adapter=16"),
-    (LLAMA_1B, 1, 1, "fsdp zero.stage=3 adapter=16"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=2 adapter=16"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3 adapter=16 gpus=1"),
-    (LLAMA_1B, 1, 1, f"deepspeed zero.stage=3 {OFFLOADED} {ON_HOST} adapter=16 gpus=1"),
-    # Context.
-    (LLAMA_1B, 1, 1, "fsdp zero.stage=3 context=2"),
-    (LLAMA_1B, 1, 1, "deepspeed zero.stage=3 context=2"),
-    (LLAMA_1B, 1, 1, "megatron context=2 zero.stage=1"),
-]
 _DEFAULTS = {
     "model": "hf",
     "tensor": "1",
@@ -210,6 +85,16 @@ def settings(case: Case) -> list[str]:
 def name(case: Case) -> str:
     """What a case is called in FILE."""
     return " ".join(map(str, case))
+
+
+def case_of(text: str) -> Case:
+    """The case of a name."""
+    recipe, nodes, micro_batch, words = text.split(" ", 3)
+    return recipe, int(nodes), int(micro_batch), words
+
+
+CASES = [case_of(text) for text in json.loads(STORED.read_text(encoding="utf-8"))]
+"""Those of the stored figures."""
 
 
 def rehearse(case: Case, mode: Any) -> dict[str, Any]:
@@ -283,10 +168,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--add", type=case_of, action="append", default=[])
     parser.add_argument("--compare", action="store_true", help="rehearse nothing")
     options = parser.parse_args()
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
-    cases = [case for case in CASES if re.search(options.only, name(case))]
+    cases = [case for case in [*CASES, *options.add] if re.search(options.only, name(case))]
     missing = [case for case in cases if options.again or name(case) not in known]
     if missing and not options.compare:
         guard.load()
