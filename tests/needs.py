@@ -30,8 +30,6 @@ PACKAGES = {
     "iproute2": "ip",
     "openmpi-bin": "mpirun.openmpi",
     "mpich": "mpirun.mpich",
-    "chromium": "chromium",
-    "chromium-driver": "chromedriver",
 }
 """Debian package → a program, or a header, that it installs."""
 COMPILER = ("g++", "python3-dev")

@@ -63,6 +63,7 @@ COMMANDS: dict[str, str] = {
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",
+    "watch": "`watch -n5 dmt report RUN` while the run trains, or a tracker (`logging`)",
     "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "
     "checkpoint export` writes whole tensors",
     "checkpoint inspect": "`dmt checkpoint list` shows step and layout, manifest.json and "

@@ -28,7 +28,6 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["checkpoint", "import", "run.yaml", "folder"], "dmt checkpoint import"),
         (["doctor", "--selftest"], "dmt doctor --selftest"),
-        (["watch"], "dmt watch"),
     ],
 )
 def test_what_is_missing_is_one_error(
@@ -47,4 +46,4 @@ def test_what_is_missing_is_one_error(
 def test_everything_else_works(dmt: Dmt) -> None:
     for verb in ("plan", "check"):
         dmt(verb, TINY)
-    assert "watch" in dmt("--help").out
+    assert "tune" in dmt("--help").out

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +210,13 @@ def test_damaged_files_are_listed(
         arguments = [verb, str(run), *([str(run)] if verb == "compare" else []), *more]
         shown = dmt(*arguments).out
         if "--html" in more:
-            shown = Path(page).read_text()
+            shown = unescape(Path(page).read_text())
         assert warning in shown, arguments
     assert name not in ("events.jsonl",) or warning in dmt("runs", tmp_path).out
 
 
-@pytest.mark.parametrize("verb", ["report", "runs", "compare", "watch"])
+@pytest.mark.parametrize("verb", ["report", "runs", "compare"])
 def test_a_name_that_is_too_long(verb: str, dmt: Dmt) -> None:
-    if verb == "watch":
-        pytest.importorskip("toolkit.extras.page")
     name = "x" * 300
     said = dmt(*[verb, name, name][: 3 if verb == "compare" else 2], code=2).err
     assert name in said and ("File name too long" in said or "no run in" in said)

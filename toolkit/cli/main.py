@@ -48,7 +48,6 @@ VERBS: dict[str, Verb] = {
         "List, verify, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),
     "report": Verb("Show what a run did and where its time went."),
-    "watch": Verb("Show a run live in the browser.", "toolkit.extras.page.watch:watch"),
     "runs": Verb("List runs: state, step, loss, age."),
     "compare": Verb("Show what differs between runs."),
     "doctor": Verb("Check this machine, or measure its speed."),

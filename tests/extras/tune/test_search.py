@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import browser
 from tests.processes import ROOT
 from toolkit.errors import PlanError, RunFailed
+from toolkit.extras.tune.outcome import outcome_of
 from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
 from toolkit.extras.tune.search_command import SearchOptions, request_of
-from toolkit.extras.tune.search_page import outcome_of, write_outcome_page
 from toolkit.extras.tune.space import Choices, Range, SearchSpace
 from toolkit.extras.tune.sweep import _distribution
 from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
@@ -94,7 +93,7 @@ def test_what_a_kill_left_is_continued(tmp_path: Path) -> None:
         HyperparameterSearch(other, second)
 
 
-def test_a_page_and_an_answer(tmp_path: Path) -> None:
+def test_an_answer(tmp_path: Path) -> None:
     """Hopeless trials end early; the best is near 0.01, on which the importance depends."""
     search = HyperparameterSearch(request(tmp_path, 16), Runner())
     assert search.run()
@@ -105,15 +104,6 @@ def test_a_page_and_an_answer(tmp_path: Path) -> None:
     assert {one.ending for one in found.points} == {"done", "stopped"}
     assert {one.steps for one in found.points if one.ending == "stopped"} <= {60, 120}
     assert found.importance["optimizer.learning_rate"] > 0.5
-    page = tmp_path / "search.html"
-    write_outcome_page(found, page)
-    with browser() as tab:
-        tab.open(page.as_uri())
-        lines = tab.run(
-            "[...document.querySelectorAll('polyline title')].map((t) => t.textContent)"
-        )
-        assert len(lines) == 16 and lines[-1].startswith(f"trial {found.best.number}: ")
-        assert not tab.inaccessible() and not tab.errors()
 
 
 def test_trials_without_a_result(tmp_path: Path) -> None:

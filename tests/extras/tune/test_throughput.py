@@ -115,8 +115,6 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     shown = dmt(*words).out
     assert "measured" in shown and "hung: " in shown and "failed: rank 1" in shown
     assert len(starts.commands) == 2
-    page = (tmp_path / "runs" / "e2e-tune" / "tune.html").read_text()
-    assert "dmt tune --throughput" in page and "rank 1 failed with exit code 1" in page
 
     written = Path(found["cluster"])
     speeds = written.read_text()

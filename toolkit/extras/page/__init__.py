@@ -1,12 +1,10 @@
 """One page per report: everything of one or several runs, in a file that needs nothing else.
 
-Python says what there is (`page_data`, plain JSON); `page.js` draws it, with uPlot (MIT
-licence, `uPlot.LICENSE`), and takes every text for text. Nothing is fetched: the page's own
-policy forbids it.
+`page.html.j2` (Jinja) writes every text, bar and table, a short script draws the curves with
+uPlot (MIT licence, `uPlot.LICENSE`). Nothing is fetched: the page's own policy forbids it.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
-from toolkit.extras.page.charts import MOST_MARKS, charts, marks
+from toolkit.extras.page.charts import charts, happened, marks
 from toolkit.extras.page.sections import Section, sections, tiles
 from toolkit.extras.page.thinning import Curves
 from toolkit.report.compare import (
@@ -37,20 +35,30 @@ _BEGINS = b"<!doctype html>"
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page of `page_data` or of a tuning; where the data has a version, the page asks its
-    server for news."""
-    parts = {
-        "CONNECT": "'self'" if "version" in data else "'none'",
-        "STYLE": _file("uPlot.min.css") + _file("page.css"),
-        "LICENSE": _file("uPlot.LICENSE"),
-        "DATA": embedded(data),
-        "CHARTS": _file("uPlot.iife.min.js"),
-        "SCRIPT": _file("page.js"),
-        "MADE": data.get("made", "dmt report"),
-        "FROM": "" if "made" in data else " from the run directory alone",
+    """The page of `page_data`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    pages = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    runs = data["runs"]
+    drawn = {
+        "charts": data["charts"],
+        "names": [run["name"] for run in runs],
+        "marks": [mark for run in runs for mark in run["marks"]],
     }
-    # At once: nothing that was put in is looked into.
-    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], _file("page.html"))
+    groups = [(run["name"], run["sections"]) for run in runs]
+    if data["comparison"] is not None:
+        groups.insert(0, ("Comparison", [data["comparison"]]))
+    return pages.get_template("page.html.j2").render(
+        **data,
+        groups=groups,
+        data=embedded(drawn),
+        uplot=_file("uPlot.iife.min.js"),
+        uplot_css=_file("uPlot.min.css"),
+        license=_file("uPlot.LICENSE"),
+    )
 
 
 def _file(name: str) -> str:
@@ -67,42 +75,24 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     names = names_of(records)
     curves = [Curves.of(record.metrics) for record in records]
     runs = []
-    for name, record, one in zip(names, records, curves, strict=True):
+    drawn = charts(records, curves)
+    for name, record in zip(names, records, strict=True):
         state, why = record.state
-        found = marks(record, one)
+        found = marks(record)
         runs.append(
             {
                 "name": name,
                 "state": state,
                 "why": why,
                 "tiles": tiles(record),
-                "marks": found[-MOST_MARKS:],
-                "more_marks": max(0, len(found) - MOST_MARKS),
-                "sections": sections(record),
+                "marks": [{"step": one["step"], "tone": one["tone"]} for one in found],
+                "sections": [*sections(record), *happened(found)],
                 "missing": record.missing,
-                "lines": len(record.metrics),
             }
         )
-    data = {
-        "runs": runs,
-        "charts": charts(records, curves),
-        "comparison": _comparison(records, names),
-    }
+    data = {"runs": runs, "charts": drawn, "comparison": _comparison(records, names)}
     # Without characters that would reorder or hide what stands next to them.
     return jsonl.plain(data, partial(printable, lines=True))  # type: ignore[no-any-return]
-
-
-def page_of_one(
-    name: str,
-    state: str,
-    why: str,
-    tiles: Sequence[Sequence[str]],
-    sections: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The data of a page on something else than runs: without curves and marks."""
-    run = {"name": name, "state": state, "why": why, "tiles": tiles, "sections": sections}
-    empty = {"marks": [], "more_marks": 0, "missing": [], "lines": 0}
-    return {"runs": [run | empty], "charts": [], "comparison": None}
 
 
 def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
@@ -122,23 +112,11 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
 
 def write_page(records: Sequence[RunRecord], path: Path) -> None:
     """Write the page. Raises DataError when `path` is another file or cannot be written."""
-    write(page_data(records), path)
-
-
-def write(data: Mapping[str, Any], path: Path) -> None:
-    """Write the page of this data. Raises DataError as `write_page`."""
-    text = page(data)
-    require_page(path)
-    with _writing(path):
-        write_atomically(path, text)
-
-
-def require_page(path: Path) -> None:
-    """Raises DataError when `path` is another file, or in no folder."""
+    text = page(page_data(records))
     with _writing(path):
         if path.exists() and not read_bytes(path).startswith(_BEGINS):
             raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")
-        path.absolute().parent.stat()
+        write_atomically(path, text)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
-from toolkit.extras.page.thinning import AXES, Curves, short
+from toolkit.extras.page.sections import Section
+from toolkit.extras.page.thinning import Curves, short
 from toolkit.report.attempts import Event, amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
@@ -14,8 +15,8 @@ from toolkit.run.events import VALIDATION
 
 BUCKETS = 400
 """Of a curve with more points than twice as many; a chart is about as many pixels wide."""
-MOST_MARKS = 1000
-"""Of a run; the page says how many more there are."""
+MOST_MARKS = 200
+"""Of a run: the last ones."""
 MOST_CHARTS = 40
 """Of all runs; the page says which metrics have none."""
 _MOST_DRAWN = 8
@@ -30,20 +31,19 @@ _KNOWN = {
     "memory_gib": ("Device memory", "GiB, peak of the fullest rank"),
 }
 """Metrics of every run: title and unit."""
-_LOGARITHMIC = ("loss", "grad_norm")
-"""What can be shown on a logarithmic scale."""
 _IN_OTHERS = ("step", "tokens", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s")
 """Not charts of their own."""
-_MARKS = {
-    "skip": "skipped",
-    "restart": "restarted",
-    "resume": "resumed",
-    "hang": "hung",
-    "change": "setting changed",
-    "signal": "signal",
-    "end": "ended",
+MARKS = {
+    "skip": ("skipped", "#d97706"),
+    "restart": ("restarted", "#d1242f"),
+    "resume": ("resumed", "#1a9a78"),
+    "hang": ("hung", "#d1242f"),
+    "change": ("setting changed", "#8a6fd8"),
+    "signal": ("signal", "#8a6fd8"),
+    "end": ("ended", "#d1242f"),
+    "stage": ("data stage", "#2f81d4"),
 }
-"""Events that are marked, and the word for each."""
+"""Events that are marked: the word for each, and its colour."""
 
 
 def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[
     )
     known = [chart for name in _KNOWN if (chart := _chart(name, records, curves, buckets))]
     own = [chart for name in others if (chart := _chart(name, records, curves, buckets))]
-    known[1:1] = _sources(records, curves)
+    known[1:1] = _sources(records)
     ranks = [*_ranks(records, curves, buckets)]
     room = MOST_CHARTS - len(known) - len(ranks)
     left_out = [chart["id"] for chart in own[room:]]
@@ -76,40 +76,40 @@ def _chart(
     lines = [
         {"run": run, "label": "", **points}
         for run, one in enumerate(curves)
-        if (points := _points(name, one, buckets)) is not None
+        if (points := one.points(name, buckets)) is not None
     ]
     for run, (record, one) in enumerate(zip(records, curves, strict=True)):
         lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
     if not lines:
         return None
-    log = name in _LOGARITHMIC
-    return {"id": name, "title": title, "unit": unit, "lines": lines, "log": log}
+    return _of(name, title, unit, lines)
 
 
-def _points(name: str, one: Curves, buckets: int) -> dict[str, Any] | None:
-    """A curve, and whether it is thinned; None where no line has a finite value."""
-    points = one.points(name, buckets)
-    return None if points is None else points | _is_thinned(points, one)
-
-
-def _is_thinned(points: Mapping[str, Any], one: Curves) -> dict[str, bool]:
-    return {"thinned": True} if len(points["y"]) < len(one.metrics) else {}
+def _of(name: str, title: str, unit: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A chart, and what it shows in words."""
+    drawn = [value for value in lines[0]["y"] if value is not None]
+    said = "no finite value"
+    if drawn:
+        said = (
+            f"from {drawn[0]:g} to {drawn[-1]:g}, lowest {min(drawn):g}, highest {max(drawn):g}"
+        )
+    return {"id": name, "title": title, "unit": unit, "lines": lines, "said": said}
 
 
 def _beside(
     name: str, record: RunRecord, one: Curves, buckets: int
 ) -> Iterator[Mapping[str, Any]]:
     """What a metric is shown with: validation, a part of it, or what the plan predicted."""
-    if name == "loss" and (points := _evaluated("loss", record, one)):
+    if name == "loss" and (points := _evaluated("loss", record)):
         yield {"label": "validation", "kind": "points", **points}
-    if name == "step_time_s" and (points_ := _points("data_wait_s", one, buckets)):
+    if name == "step_time_s" and (points_ := one.points("data_wait_s", buckets)):
         yield {"label": "waiting for data", "kind": "part", **points_}
     promised = _promised(name, record.plan)
     if promised is not None and one.metrics and one.points(name, 1) is not None:
-        ends = {axis: [short(one.x[axis][at]) for at in (0, -1)] for axis in AXES}
         basis = (record.plan.get("predicted") or {}).get("basis")
         label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
-        yield {"label": label, "kind": "predicted", **ends, "y": [short(promised)] * 2}
+        ends = [one.steps[0], one.steps[-1]]
+        yield {"label": label, "kind": "predicted", "step": ends, "y": [short(promised)] * 2}
 
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
@@ -127,7 +127,7 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     return each * ranks[0] * ranks[1] * ranks[2] * ranks[3]
 
 
-def _evaluated(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any]] | None:
+def _evaluated(name: str, record: RunRecord) -> dict[str, list[Any]] | None:
     """A column of the validations; of a step that was evaluated twice, the last."""
     found = {
         step: value
@@ -137,9 +137,7 @@ def _evaluated(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any]
     }
     if not found:
         return None
-    places = [one.place(step) for step in sorted(found)]
-    columns: dict[str, list[Any]] = {axis: [place[axis] for place in places] for axis in AXES}
-    return {**columns, "y": [short(found[step]) for step in sorted(found)]}
+    return {"step": sorted(found), "y": [short(found[step]) for step in sorted(found)]}
 
 
 def _ranks(
@@ -151,13 +149,12 @@ def _ranks(
         waits = {rank: _waits_by_step(found) for rank, found in record.ranks.items()}
         longest = sorted(waits, key=lambda rank: -sum(waits[rank].values()))
         for rank in sorted(longest[: max(1, _MOST_DRAWN // len(records))]):
-            values = [waits[rank].get(int(step), math.nan) for step in one.x["step"]]
+            values = [waits[rank].get(int(step), math.nan) for step in one.steps]
             if (points := one.thinned(values, buckets)) is not None:
-                line = {"run": run, "label": f"rank {rank}", **points}
-                lines.append(line | _is_thinned(points, one))
+                lines.append({"run": run, "label": f"rank {rank}", **points})
     if lines:
         title, unit = "Waits of each rank", "seconds per step, for data or for a core"
-        yield {"id": "ranks", "title": title, "unit": unit, "lines": lines, "log": False}
+        yield _of("ranks", title, unit, lines)
 
 
 def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
@@ -169,33 +166,30 @@ def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
     }
 
 
-def _sources(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
+def _sources(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """One chart with the validation losses of the sources; none without several sources."""
     lines = []
-    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+    for run, record in enumerate(records):
         found = [event for event in record.events if event.get("kind") == "evaluation"]
         names = dict.fromkeys(
             name for event in found for name in event if name.startswith(VALIDATION)
         )
         for name in names:
-            if points := _evaluated(name, record, one):
+            if points := _evaluated(name, record):
                 label = name.removeprefix(VALIDATION)
                 lines.append({"run": run, "label": label, "kind": "points", **points})
     title, unit = "Validation loss by source", "mean over the tokens of each"
-    chart = {"id": "sources", "title": title, "unit": unit, "lines": lines, "log": False}
-    return [chart] if lines else []
+    return [_of("sources", title, unit, lines)] if lines else []
 
 
-def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
+def marks(record: RunRecord) -> list[dict[str, Any]]:
     """Where something happened to a run, in the order of its events; of steps that were done
     again, both times."""
     found = []
     for stage in _stages(record.recipe):
         if (step := amount(stage, "from_step")) is not None:
             what = f"data.stages: weights {stage.get('weights')}"
-            found.append(
-                {"kind": "stage", "word": "stage", **one.place(step), "time": "", "what": what}
-            )
+            found.append({**_mark("stage"), "step": step, "time": "", "what": what})
     for event in record.events:
         kind = str(event.get("kind"))
         if kind == "restart" and "attempt" not in event:
@@ -203,17 +197,27 @@ def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
         if kind == "end" and number(event, "exit_code") == EXIT_DONE:
             continue  # as every run does
         step = amount(event, "step" if "step" in event else "from_step")
-        if kind in _MARKS and step is not None:
+        if kind in MARKS and step is not None:
             found.append(
                 {
-                    "kind": kind,
-                    "word": _MARKS[kind],
-                    **one.place(step),
+                    **_mark(kind),
+                    "step": step,
                     "time": str(event.get("time", ""))[:19].replace("T", " "),
                     "what": _what(event),
                 }
             )
-    return found
+    return found[-MOST_MARKS:]
+
+
+def _mark(kind: str) -> dict[str, str]:
+    word, tone = MARKS[kind]
+    return {"kind": kind, "word": word, "tone": tone}
+
+
+def happened(found: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
+    """The marks in words; nothing without any."""
+    if rows := [[f"{one['step']:g}", one["word"], one["time"], one["what"]] for one in found]:
+        yield {"title": "What happened", "table": [["step", "", "time (UTC)", "why"], *rows]}
 
 
 def _stages(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -13,7 +13,6 @@ from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
-from toolkit.run import jsonl
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
@@ -21,8 +20,6 @@ from toolkit.text.units import duration, seconds, size
 
 MOST_RANKS = 64
 """Rows of the table of ranks: the first one and those that are furthest behind."""
-LAST_SAMPLES = 3
-"""Steps whose samples are shown, of each rank."""
 _TAIL = 1 << 16
 _NOT_USED = (1, 0, None, "none", "")
 """Degrees and options of a layout that are not shown."""
@@ -42,7 +39,6 @@ def sections(record: RunRecord) -> list[Section]:
         _memory(record),
         _ranks(record),
         _data(record),
-        _samples(record),
         _recipe(record),
         _plan(record),
         _environment(record),
@@ -168,26 +164,6 @@ def _data(record: RunRecord) -> Section | None:
         shown = "" if loss is None else f"{loss:.4f}"
         table.append([label, str(source.get("weight", "")), *map(str, weights), shown])
     return {"title": "Data by source", "table": table}
-
-
-def _samples(record: RunRecord) -> Section | None:
-    """Which samples the last steps trained on; of runs with `logging.samples`."""
-    table = []
-    for path in sorted(record.run.samples.glob("rank-*.jsonl"))[:MOST_RANKS]:
-        try:
-            lines = jsonl.read(path, max(0, path.stat().st_size - _TAIL))
-        except OSError as error:
-            record.missing.append(f"samples/{path.name}: {error.strerror}")
-            continue
-        for line in lines[-LAST_SAMPLES:]:
-            samples = line.get("samples")
-            numbers = ", ".join(map(str, samples)) if isinstance(samples, list) else ""
-            row = [path.stem, str(line.get("data_rank")), str(line.get("step")), numbers]
-            table.append(row)
-    if not table:
-        return None
-    header = ["log", "data rank", "step", "samples (numbers in the training data)"]
-    return {"title": "Samples of the last steps", "table": [header, *table]}
 
 
 def _recipe(record: RunRecord) -> Section | None:

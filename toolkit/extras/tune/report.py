@@ -1,4 +1,4 @@
-"""What a tuning for throughput reports: a table, machine output and a page."""
+"""What a tuning for throughput reports: a table and machine output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +9,6 @@ from typing import Any
 from rich.text import Text
 
 from toolkit.cli.output import Line, Table, columns
-from toolkit.extras.page import page_of_one, write
 from toolkit.extras.tune.throughput import Measurement, Tuning, fastest
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.search import Candidate
@@ -37,10 +36,6 @@ class Tuned:
     """Predicted over measured seconds per step."""
     cluster: Path | None
     """The cluster file with the speeds that these measurements imply."""
-
-    @property
-    def page(self) -> Path:
-        return self.tuning.folder / "tune.html"
 
     @property
     def order(self) -> list[Measurement]:
@@ -73,7 +68,6 @@ class Tuned:
             "tuned": str(self.file),
             "predicted_over_measured": self.factor,
             "cluster": None if self.cluster is None else str(self.cluster),
-            "page": str(self.page),
             "trials": [
                 asdict(one) | {"tokens_per_s": self.tokens_per_s(one)} for one in self.order
             ],
@@ -152,42 +146,4 @@ def lines(tuned: Tuned) -> list[Line]:
         )
     if tuned.cluster is not None:
         found.append(f"wrote {tuned.cluster}: these speeds, for --cluster")
-    return [*found, f"wrote {tuned.page}; trials are in {tuned.tuning.folder}/trials"]
-
-
-def write_page(tuned: Tuned) -> None:
-    """The same as a page, `TUNE_DIR/tune.html`."""
-    best = fastest(tuned.results)
-    measured = [one for one in tuned.order if one.measured]
-    rows = [
-        [one.layout.replace(", ", "\n", 1), seconds(time), False, [time]]
-        for one in measured
-        if (time := one.step_time_s) is not None
-    ]
-    stacks = {"parts": ["measured"], "rows": rows, "limit": None}
-    bars = [{"title": "Seconds per step, measured", "stacks": stacks}] if rows else []
-    table = {
-        "title": "All trials",
-        "table": _table(tuned).cells(tuned.order),
-        "items": _reasons(tuned),
-    }
-    facts = [[key, str(value)] for key, value in (best.settings if best else {}).items()]
-    page = page_of_one(
-        f"{tuned.tuning.recipe.name} on {tuned.tuning.search.cluster.name}",
-        "tuned" if best else "failed",
-        best.layout if best else "no layout ran",
-        _tiles(tuned, best),
-        [*bars, table, {"title": "The fastest layout", "facts": facts}],
-    )
-    kind = {"kind": "tuning", "made": "dmt tune --throughput"}
-    write(page | kind, tuned.page)
-
-
-def _tiles(tuned: Tuned, best: Measurement | None) -> list[list[str]]:
-    tiles = [["layouts", str(len(tuned.results)), f"of {len(tuned.tuning.search.fitting)}"]]
-    if best is not None and best.step_time_s is not None:
-        tiles.append(["step", seconds(best.step_time_s), "measured"])
-        tiles.append(["tokens/s", f"{tuned.tokens_per_s(best):,.0f}", "all ranks"])
-    if tuned.factor is not None:
-        tiles.append(["predicted", f"{tuned.factor:.2f} ×", "the measured time, median"])
-    return tiles
+    return [*found, f"trials are in {tuned.tuning.folder}/trials"]

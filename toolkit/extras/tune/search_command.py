@@ -11,14 +11,13 @@ import typer
 
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
-from toolkit.extras.page import require_page
+from toolkit.extras.tune.outcome import outcome_lines, outcome_of
 from toolkit.extras.tune.search import (
     HyperparameterSearch,
     SearchRequest,
     TrialRunner,
     first_rung,
 )
-from toolkit.extras.tune.search_page import outcome_lines, outcome_of, write_outcome_page
 from toolkit.extras.tune.space import load_space
 from toolkit.extras.tune.sweep import run_agent_trial, write_sweep
 from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
@@ -30,8 +29,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_local_files
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
-
-PAGE = "search.html"
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,6 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
         _transfer(request, options, run, file)
         return
     search = HyperparameterSearch(request, run)
-    page = request.folder / PAGE
-    require_page(page)
     if request.prune and first_rung(search.recipe, request.space) is None:
         tell(
             "no trial is stopped early: that needs training.steps or tokens, and losses before "
@@ -78,8 +73,6 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
         )
     finished = search.run()
     outcome = outcome_of(search)
-    write_outcome_page(outcome, page)
-    tell(f"{page} written")
     if outcome.best is not None:
         chosen = request.space.overrides(outcome.best.settings)
         note = f"{outcome.loss_name} {outcome.best.loss:.4f}, trial {outcome.best.number}"

@@ -8,7 +8,7 @@ from toolkit.cli.bars import count_progress
 from toolkit.cli.output import output
 from toolkit.errors import RunFailed
 from toolkit.extras.tune.candidates import Candidates
-from toolkit.extras.tune.report import Tuned, lines, planned_lines, write_page
+from toolkit.extras.tune.report import Tuned, lines, planned_lines
 from toolkit.extras.tune.throughput import (
     Measurement,
     Tuning,
@@ -97,7 +97,7 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
 
 
 def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
-    """Measure, and write the recipe, the cluster file and the page."""
+    """Measure, and write the recipe, and the cluster file."""
     done = len(tuning.kept())
     if done:
         tell(f"{done} layouts were measured before, in {tuning.results}")
@@ -120,9 +120,7 @@ def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
         if not cluster.exists() or not cluster.samefile(speeds):  # else it was scaled before
             text = rescaled(speeds.read_text(encoding="utf-8"), factor, tuning.recipe.name)
             write_atomically(cluster, text)
-    tuned = Tuned(tuning, results, file, factor, cluster)
-    write_page(tuned)
-    return tuned
+    return Tuned(tuning, results, file, factor, cluster)
 
 
 def _line(result: Measurement) -> str:

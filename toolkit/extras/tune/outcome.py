@@ -1,19 +1,16 @@
-"""What a search found, as data, as lines for a terminal, and as a page."""
+"""What a search found, as data and as lines for a terminal."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from toolkit.cli.output import Table
-from toolkit.extras.page import page_of_one, write
-from toolkit.extras.tune.space import Choices, Parameter, Range, SearchSpace
+from toolkit.extras.tune.space import SearchSpace
 from toolkit.recipe.describe import plain_text
-from toolkit.run import jsonl
 
 _SHOWN = 10
 """Trials in the terminal's table, the best ones."""
@@ -152,88 +149,3 @@ def outcome_lines(outcome: SearchOutcome) -> Iterator[Text]:
     if outcome.importance:
         shares = ", ".join(f"{key} {share:.0%}" for key, share in outcome.importance.items())
         yield Text(f"  importance: {shares}")
-
-
-def write_outcome_page(outcome: SearchOutcome, path: Path) -> None:
-    """Write the page. Raises DataError as `extras.page.write`."""
-    write(jsonl.plain(page_of(outcome)), path)
-
-
-def page_of(outcome: SearchOutcome) -> dict[str, Any]:
-    """Everything on the page, as JSON knows it."""
-    best, ranked = outcome.best, outcome.ranked
-    sections: list[dict[str, Any]] = []
-    if best is not None:
-        facts = [[key, _value(value)] for key, value in best.settings.items()]
-        sections.append({"title": f"The best trial, {best.number}", "facts": facts})
-    if outcome.importance:
-        bar = [[key, share, f"{share:.0%}"] for key, share in outcome.importance.items()]
-        note = "Share of each setting in which trials are the better ones (PED-ANOVA)."
-        sections.append({"title": "Importance", "note": note, "bar": bar})
-    sections.append({"title": "Trials", "table": _table(outcome).cells(ranked)})
-    if failed := [one for one in outcome.points if one.reason]:
-        items = [f"trial {one.number}, {one.ending}: {one.reason}" for one in failed]
-        sections.append({"title": "Trials without a result", "items": items})
-    done = sum(one.ending == "done" for one in outcome.points)
-    steps = sum(one.steps for one in outcome.points)
-    tiles = [
-        [outcome.loss_name, _loss(best) if best else "-", "of the best trial"],
-        ["trials", str(len(outcome.points)), f"{done} to their end"],
-        ["steps", f"{steps:,}", "of all trials"],
-    ]
-    running = any(one.ending == "running" for one in outcome.points)
-    state = "running" if running else "done"
-    made = {"kind": "search", "made": "dmt tune --search"}
-    page = page_of_one(outcome.name, state, "", tiles, sections)
-    return page | made | {"coordinates": [coordinates(outcome)]}
-
-
-def coordinates(outcome: SearchOutcome) -> dict[str, Any]:
-    """Parallel coordinates: every trial with a loss as a line over its settings to its loss.
-
-    Axes are [name, [[place from 0 to 1, text]]], lines [places, rank from 0 (best) to 1, did
-    it come to its end, text].
-    """
-    names = _short_names(outcome.space.keys)
-    points = [one for one in outcome.ranked if one.loss is not None and math.isfinite(one.loss)]
-    losses = [one.loss for one in points if one.loss is not None]
-    low, high = min(losses, default=0.0), max(losses, default=1.0)
-    measure = Range(outcome.loss_name, low, high if high > low else low + 1.0)
-    axes = [[names[one.key], _ticks(one)] for one in outcome.space.parameters]
-    axes.append([outcome.loss_name, _ticks(measure)])
-    lines = []
-    for rank, point in enumerate(points):
-        places = [_place(one, point.settings.get(one.key)) for one in outcome.space.parameters]
-        settings = ", ".join(
-            f"{names[key]} {_value(value)}" for key, value in point.settings.items()
-        )
-        text = f"trial {point.number}: {outcome.loss_name} {_loss(point)}, {settings}"
-        share = rank / max(1, len(points) - 1)
-        lines.append(
-            [[*places, _place(measure, point.loss)], share, point.ending == "done", text]
-        )
-    note = "One line per trial, the best ones boldest; dashed: stopped before its end."
-    return {
-        "title": "Settings and loss of each trial",
-        "note": note,
-        "axes": axes,
-        "lines": lines,
-    }
-
-
-def _place(one: Parameter, value: Any) -> float | None:
-    """Where a value is on its axis, from 0 to 1."""
-    if value is None:
-        return None
-    if isinstance(one, Choices):
-        return one.values.index(value) / max(1, len(one.values) - 1)
-    scale = math.log if one.log else float
-    low, high = scale(one.low), scale(one.high)
-    return round((scale(value) - low) / (high - low), 4)
-
-
-def _ticks(one: Parameter) -> list[list[Any]]:
-    if isinstance(one, Choices):
-        return [[_place(one, value), value] for value in one.values]
-    middle = math.sqrt(one.low * one.high) if one.log else (one.low + one.high) / 2
-    return [[0.0, _value(one.low)], [0.5, _value(float(middle))], [1.0, _value(one.high)]]
