@@ -13,13 +13,13 @@ from typing import Any
 from toolkit.adapters.imported import PEFT_CONFIG, PeftWeights
 from toolkit.adapters.lora import Lora
 from toolkit.data.chat.conversations import (
+    Example,
     MalformedRow,
     check_columns,
     check_dropped,
     check_mapped,
-    conversation_of,
+    examples_of,
     needs_template,
-    preference_of,
     template_keys,
     unread_columns,
 )
@@ -211,7 +211,8 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 if all_seen:
                     check_mapped(source, columns)
                 setting, allowed = "path", "rows that are conversations (docs/chat.md)"
-                _check_rows(source, files)
+                for _ in _examples(source, files, _FIRST_ROWS):
+                    pass
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
@@ -222,15 +223,16 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 
-def _check_rows(source: ChatSource | PreferenceSource, files: Sequence[DataFile]) -> None:
-    """Raise DataError for a malformed row among the first ones, unless such are dropped.
+def _examples(
+    source: ChatSource | PreferenceSource, files: Sequence[DataFile], count: int
+) -> Iterator[Example]:
+    """What the first rows hold. Raises DataError for a malformed one, unless such are dropped.
 
     What a template omits or refuses is found when the data is built.
     """
-    parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
-    for place, row in islice(_rows(source, files), _FIRST_ROWS):
+    for place, row in islice(_rows(source, files), count):
         try:
-            parse(row, source)
+            yield from examples_of(row, source)
         except MalformedRow as error:
             check_dropped(source, f"{place}: {error}")
 
@@ -265,13 +267,9 @@ def _notes_of(
     if data.chat_template is not None and not needs_template(source, columns):
         yield template_unused("its rows")
     filled = [name for name, kind in columns.items() if kind != "null"]
-    parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
     keys, template = dict[str, None](), known_template(data, Path.cwd())
-    for _, row in islice(_rows(source, files), _NOTED_ROWS if template else 0):
-        with suppress(MalformedRow):  # dropped
-            parsed = parse(row, source)
-            for example in parsed if isinstance(parsed, tuple) else [parsed]:
-                keys |= dict.fromkeys(template_keys(example))
+    for example in _examples(source, files, _NOTED_ROWS if template else 0):
+        keys |= dict.fromkeys(template_keys(example))
     unread = (key for key in keys if not reads([template or ""], key))
     yield from not_read(tuple(unread_columns(source, filled)), tuple(unread))
 

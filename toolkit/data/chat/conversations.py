@@ -132,6 +132,13 @@ class _Context:
             raise MalformedRow(f"`{name}` needs lists of messages: texts have no template")
 
 
+def examples_of(value: object, source: ChatSource | PreferenceSource) -> tuple[Example, ...]:
+    """The conversation of a row, or the two of a preference. Raises MalformedRow."""
+    if isinstance(source, PreferenceSource):
+        return preference_of(value, source)
+    return (conversation_of(value, source),)
+
+
 def conversation_of(value: object, source: ChatSource) -> Example:
     """Parse one row. Raises MalformedRow unless it is a conversation of the source's format."""
     row = _columns_of(value)

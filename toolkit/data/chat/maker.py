@@ -20,9 +20,8 @@ from toolkit.data.chat.conversations import (
     MalformedRow,
     PlainText,
     check_dropped,
-    conversation_of,
+    examples_of,
     form_of,
-    preference_of,
     template_keys,
     texts_of,
     unread_columns,
@@ -146,11 +145,8 @@ class SampleMaker:
         self._stuck = self._rendered
 
     def _parsed(self, row: object) -> tuple[Example, ...]:
-        """The conversation of a row, or the two of a preference."""
-        if isinstance(self._source, PreferenceSource):
-            examples: tuple[Example, ...] = preference_of(row, self._source)
-        else:
-            examples = (conversation_of(row, self._source),)
+        """`examples_of` the row, which spell out no special token unless they may."""
+        examples = examples_of(row, self._source)
         if self._special is not None:
             for text in (text for example in examples for text in texts_of(example)):
                 if (found := self._special.search(text)) is not None:
