@@ -25,7 +25,7 @@ from toolkit.rehearse.batches import global_batches
 from toolkit.rehearse.comparison import Bounds, Comparison, Record, compare, tolerance
 from toolkit.rehearse.layouts import STANDARD
 from toolkit.rehearse.reference import plain_run
-from toolkit.rehearse.small_run import small_run
+from toolkit.rehearse.worker import small_run
 from toolkit.run.assignment import decide
 
 Settings = dict[str, Any]

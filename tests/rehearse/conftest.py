@@ -1,13 +1,14 @@
 """Rehearsals of small recipes, run as the command runs them."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 
 import psutil
 import pytest
 
 from tests.processes import ROOT
+from tests.rehearse.bugs import BUG
 from tests.warm import REGISTER, SUBPROCESS, registered
 from toolkit.intake.load import load_recipe
 from toolkit.rehearse.comparison import Record
@@ -31,18 +32,26 @@ def warm_ranks(
 
 
 @pytest.fixture
-def rehearse(tmp_path: Path, request: pytest.FixtureRequest) -> Rehearse:
-    """Rehearse layouts of a recipe; outcomes by name."""
+def rehearse(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Rehearse:
+    """Rehearse layouts of a recipe, perhaps with a bug; outcomes by name."""
     request.getfixturevalue("warm_ranks")
 
     def outcomes(
-        *names: str, recipe: Path = LLAMA, overrides: Sequence[str] = (), **options: object
+        *names: str,
+        recipe: Path = LLAMA,
+        overrides: Sequence[str] = (),
+        steps: int = 3,
+        bug: str = "",
     ) -> dict[str, LayoutResult]:
-        chosen = Options(**{"steps": 3, **options})  # type: ignore[arg-type]
+        chosen = Options(steps=steps)
+        if bug:
+            monkeypatch.setenv(BUG, bug)
+            chosen = replace(chosen, worker="tests.rehearse.bugs")
         rehearsal = prepare(load_recipe(recipe, overrides), chosen)
         chosen_layouts = select(rehearsal.layouts, names)
-        folder = Path(mkdtemp(dir=tmp_path))  # a test may rehearse twice
-        reference, *found = run(rehearsal, chosen_layouts, chosen, folder)
+        reference, *found = run(rehearsal, chosen_layouts, chosen, tmp_path)
         assert isinstance(reference, Record)
         assert len(reference.loss) == len(reference.grad_norm) == chosen.steps
         return {item.candidate.name: item for item in found if isinstance(item, LayoutResult)}

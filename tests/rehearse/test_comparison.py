@@ -30,15 +30,10 @@ def moved(quantity: str, step: int, factor: float) -> Record:
     })  # fmt: skip
 
 
-def test_same_bits_are_exact() -> None:
-    found = compare(REFERENCE, REFERENCE, TOLERANCE)
-    assert found.verdict == "exact"
-    assert (found.max_rel_loss, found.max_rel_grad_norm, found.first) == (0.0, 0.0, None)
-
-
 @pytest.mark.parametrize(
     ("factor", "verdict"),
     [
+        (1.0, "exact"),
         (1 + EXACT / 2, "exact"),
         (1 + 2 * EXACT, "within"),
         (1 + 0.9 * TOLERANCE.loss, "within"),
@@ -61,13 +56,7 @@ def test_first_divergence_is_the_earliest_step() -> None:
     assert found.max_rel_grad_norm == 2.0
 
 
-def test_loss_is_named_before_the_gradient_norm_of_the_same_step() -> None:
-    found = compare(Record((5.5,), (2.0,)), Record((5.0,), (1.0,)), TOLERANCE)
-    assert found.first is not None
-    assert (found.first.step, found.first.quantity) == (1, "loss")
-
-
-def test_bf16_states_has_its_own_tolerance() -> None:
+def test_offload_has_its_own_tolerance() -> None:
     assert tolerance(Layout(zero_stage=3)) == TOLERANCE
     assert tolerance(Layout(zero_stage=2, offload_optimizer="cpu")) == OFFLOAD_TOLERANCE
     assert tolerance(Layout(zero_stage=3, offload_parameters="cpu")) == OFFLOAD_TOLERANCE

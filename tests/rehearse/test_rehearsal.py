@@ -15,17 +15,15 @@ import pytest
 
 from tests.forked import ForkedRanks
 from tests.processes import HANG_S, ROOT, wait_until
+from tests.rehearse.bugs import BUG
 from tests.rehearse.conftest import LLAMA, Rehearse
-from tests.rehearse.recipes import INTERLEAVED
 from toolkit.cli.main import main
 from toolkit.rehearse import ranks, rehearsal
 from toolkit.rehearse.rehearsal import Options
-from toolkit.rehearse.table import verdict, why
 
 MIXTRAL = ROOT / "recipes/tiny/mixtral-bytes.yaml"
-GLM = ROOT / "recipes/glm/glm-4.5-air-pretrain.yaml"
 OFFLOADED = "zero3-offload"
-SOME = ("ddp", OFFLOADED, "fsdp3", "megatron-tp2-zero1", "megatron-pp2-vpp2", "megatron-ep2")
+SOME = (OFFLOADED, "fsdp3", "tp2-zero1", "megatron-ep2")
 """One of each kind: all of them, of the same steps, are in tests/engines/test_pairs.py."""
 
 
@@ -43,16 +41,16 @@ SOME = ("ddp", OFFLOADED, "fsdp3", "megatron-tp2-zero1", "megatron-pp2-vpp2", "m
 def test_every_layout_is_the_reference(
     rehearse: Rehearse, recipe: Path, layouts: Sequence[str]
 ) -> None:
-    """Acceptance of the issue: 10 steps, 1e-5 relative (offload 1e-4)."""
-    found = rehearse(*layouts, recipe=recipe, steps=10)
+    """Within 1e-5 relative (offload 1e-4)."""
+    found = rehearse(*layouts, recipe=recipe, steps=10 if layouts == ["*"] else 5)
     assert layouts == ["*"] or found.keys() == {*SOME}
     for name, outcome in found.items():
-        assert verdict(outcome) in ("exact", "within", "skipped"), f"{name}: {why(outcome)}"
+        assert outcome.verdict in ("exact", "within", "skipped"), f"{name}: {outcome.why}"
         if outcome.comparison is not None:
             limit = 1e-4 if name == OFFLOADED else 1e-5
             assert outcome.comparison.max_rel_loss <= limit
             assert outcome.comparison.max_rel_grad_norm <= limit
-    skipped = {name: why(outcome) for name, outcome in found.items() if outcome.skipped}
+    skipped = {name: outcome.why for name, outcome in found.items() if outcome.skipped}
     # A dense model has no experts; megatron-core needs sequence parallel for experts
     # under tensor parallel.
     expected = {
@@ -64,52 +62,6 @@ def test_every_layout_is_the_reference(
 
 
 @pytest.mark.slow
-def test_own_interleaved_pipeline_of_three_stages(rehearse: Rehearse) -> None:
-    """Its six micro batches are two groups of three; other layouts take the same batch."""
-    found = rehearse("recipe", "megatron-pp2-vpp2", overrides=INTERLEAVED)
-    assert list(found) == ["recipe", "megatron-pp2-vpp2"]
-    for outcome in found.values():
-        assert verdict(outcome) in ("exact", "within"), why(outcome)
-
-
-@pytest.mark.slow
-def test_overlap_leaves_the_table_as_it_is(rehearse: Rehearse) -> None:
-    """Interleaved messages, and gradients and weights of ZeRO 1 on their way, against none."""
-    four = [
-        *("parallel.engine=megatron", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
-        *("parallel.zero.stage=1", "cluster.gpus_per_node=4"),
-    ]
-    both = [
-        rehearse("recipe", overrides=[*four, f"parallel.overlap={word}"])["recipe"]
-        for word in ("auto", "none")
-    ]
-    assert all(verdict(outcome) in ("exact", "within") for outcome in both)
-    overlapped, plain = (outcome.record for outcome in both)
-    for word in ("loss", "grad_norm"):
-        expected = pytest.approx(getattr(plain, word), rel=1e-5)
-        assert getattr(overlapped, word) == expected
-
-
-@pytest.mark.slow
-def test_biases_of_experts_move_as_in_the_reference(rehearse: Rehearse) -> None:
-    """So far in a step that tokens choose other experts in the next."""
-    layouts = ("zero3", "megatron-ep2")  # the others: "bias" in tests/engines/pairs.py
-    found = rehearse(*layouts, recipe=GLM, overrides=["model.balance.bias_update=0.05"])
-    assert list(found) == list(layouts)
-    for outcome in found.values():
-        assert verdict(outcome) in ("exact", "within"), why(outcome)
-
-
-@pytest.mark.slow
-def test_isolated_documents(rehearse: Rehearse) -> None:
-    """Against a reference that runs each document by itself."""
-    found = rehearse("ddp", "megatron-tp2-sp", overrides=["data.isolate_documents=true"])
-    assert list(found) == ["ddp", "megatron-tp2-sp"]
-    for outcome in found.values():
-        assert verdict(outcome) in ("exact", "within"), why(outcome)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_nothing_compared_is_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--layouts", "megatron-ep2,*zero3", "--processes", "1", "--steps", "1"]
@@ -117,8 +69,6 @@ def test_nothing_compared_is_a_failure(capfd: pytest.CaptureFixture[str]) -> Non
     out, err = capfd.readouterr()
     assert {entry["verdict"] for entry in json.loads(out)["layouts"]} == {"skipped"}
     assert "no layout was compared: every chosen one was skipped" in err.splitlines()[-1]
-    assert main(["rehearse", str(LLAMA), *options]) == 4
-    assert "needs 4 processes" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -154,24 +104,25 @@ def test_failed_layout_is_told(
     capfd: pytest.CaptureFixture[str],
     warm_ranks: Callable[[], Collection[psutil.Process]],
 ) -> None:
-    monkeypatch.setattr(rehearsal, "Options", partial(Options, worker="tests.rehearse.failing"))
+    monkeypatch.setenv(BUG, "failing")
+    monkeypatch.setattr(rehearsal, "Options", partial(Options, worker="tests.rehearse.bugs"))
     assert main(["rehearse", str(LLAMA), "--layouts", "ddp"]) == 4  # rank 0 sleeps for an hour
     out, err = capfd.readouterr()
     assert "diverged" in out
     assert "failed after step 1: RuntimeError: the disk is full" in out
     assert "Traceback" not in out
-    assert "failing.py" in err  # the end of the failed rank's log
+    assert "bugs.py" in err  # the end of the failed rank's log
     assert not warm_ranks()
 
 
 @pytest.mark.slow
 def test_hanging_layout_is_ended(tmp_path: Path) -> None:
     """On its own, with a limit that the reference of a rehearsal would have to keep, too."""
-    spec = ranks.launch_spec(tmp_path, 2, ["-m", "tests.rehearse.hanging"])
+    spec = ranks.launch_spec(tmp_path, 2, ["-c", "import time; time.sleep(3600)"])
     failure = ranks.run_ranks(spec, limit_s=0.5)
     assert failure is not None
     assert failure.why == "no end after 0.5 s"
-    assert not _ranks(os.getpid(), "tests.rehearse.hanging")
+    assert not _ranks(os.getpid(), "time.sleep(3600)")
 
 
 def interrupted(number: signal.Signals, where: str) -> int:
@@ -192,12 +143,7 @@ def interrupted(number: signal.Signals, where: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "where"),
-    [
-        (signal.SIGINT, "in a fork"),
-        (signal.SIGTERM, "in a fork"),
-        pytest.param(signal.SIGINT, "behind the last rank", marks=pytest.mark.soak),
-        (signal.SIGTERM, "behind the last rank"),
-    ],
+    [(signal.SIGINT, "in a fork"), (signal.SIGTERM, "behind the last rank")],
 )
 def test_a_signal_is_heard_wherever_it_comes(
     number: signal.Signals, where: str, tmp_path: Path
@@ -210,8 +156,7 @@ def test_a_signal_is_heard_wherever_it_comes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL],
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
 )
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "toolkit.cli.main", "rehearse", str(LLAMA)]

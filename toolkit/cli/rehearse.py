@@ -18,7 +18,7 @@ from toolkit.plan.ledger import summary
 from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.layouts import select
 from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal, rehearse_recipe
-from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
+from toolkit.rehearse.table import machine_output, reasons, shrunk, table
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 
@@ -91,7 +91,7 @@ def rehearse(
     for outcome in outcomes:
         if outcome.failure is not None:
             tell(f"--- the end of {outcome.candidate.name} ---\n{outcome.failure.log}")
-    verdicts = {verdict(outcome) for outcome in outcomes}
+    verdicts = {outcome.verdict for outcome in outcomes}
     if verdicts == {"skipped"}:
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:

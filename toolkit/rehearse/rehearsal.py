@@ -30,6 +30,7 @@ from toolkit.rehearse.comparison import (
     Bounds,
     Comparison,
     Record,
+    Verdict,
     compare,
     read_record,
     tolerance,
@@ -84,6 +85,24 @@ class LayoutResult:
     """Why it was not run."""
     failure: Failure | None = None
 
+    @property
+    def verdict(self) -> Verdict:
+        """A layout that failed has diverged."""
+        if self.skipped is not None:
+            return "skipped"
+        return self.comparison.verdict if self.comparison else "diverged"
+
+    @property
+    def why(self) -> str:
+        """The reason of the verdict, on one line; empty where everything is the same."""
+        if self.skipped is not None:
+            return self.skipped
+        if self.failure is not None:
+            done = len(self.record.loss)
+            return f"failed{f' after step {done}' if done else ''}: {self.failure.why}"
+        first = self.comparison.first if self.comparison else None
+        return str(first) if first else ""
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -111,10 +130,8 @@ class RehearsalResult:
     @property
     def equal(self) -> bool:
         """Whether at least one layout ran, and each that ran did as the reference."""
-        ran = [one for one in self.layouts if one.skipped is None]
-        return bool(ran) and all(
-            one.comparison is not None and one.comparison.verdict != "diverged" for one in ran
-        )
+        verdicts = {one.verdict for one in self.layouts} - {"skipped"}
+        return bool(verdicts) and "diverged" not in verdicts
 
 
 def rehearse_recipe(

@@ -1,6 +1,6 @@
 """The output of a rehearsal: a table for people, one JSON object for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.models.families import model_spec, settings_of
-from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal
 from toolkit.rehearse.shrink import without_noise
@@ -24,24 +23,6 @@ _SIZES = {
     "vocab_size": "vocabulary",
 }
 """Config keys that the first line shows where they were changed."""
-
-
-def verdict(outcome: LayoutResult) -> str:
-    """`exact`, `within`, `diverged` or `skipped`; a layout that failed has diverged."""
-    if outcome.skipped is not None:
-        return "skipped"
-    return outcome.comparison.verdict if outcome.comparison else "diverged"
-
-
-def why(outcome: LayoutResult) -> str:
-    """The reason of a verdict, on one line; empty where everything is the same."""
-    if outcome.skipped is not None:
-        return outcome.skipped
-    if outcome.failure is not None:
-        done = len(outcome.record.loss)
-        return f"failed{f' after step {done}' if done else ''}: {outcome.failure.why}"
-    first = outcome.comparison.first if outcome.comparison else None
-    return str(first) if first else ""
 
 
 def machine_output(reference: Record, outcomes: Sequence[LayoutResult]) -> dict[str, Any]:
@@ -64,8 +45,8 @@ def _entry(outcome: LayoutResult) -> dict[str, Any]:
         "grad_norm": outcome.record.grad_norm,
         "max_rel_loss": comparison.max_rel_loss if comparison else None,
         "max_rel_grad_norm": comparison.max_rel_grad_norm if comparison else None,
-        "verdict": verdict(outcome),
-        "why": why(outcome),
+        "verdict": outcome.verdict,
+        "why": outcome.why,
     }
 
 
@@ -77,14 +58,13 @@ def table(reference: Record, outcomes: Sequence[LayoutResult]) -> Table:
         found.add_column(name, justify=justify, no_wrap=True)
     found.add_row("reference", "1", *_last(reference), style="dim")
     for outcome in outcomes:
-        result = verdict(outcome)
         found.add_row(
             outcome.candidate.name,
             str(outcome.candidate.processes),
             *_last(outcome.record),
             *_differences(outcome),
-            Text(result, _COLOURS[result]),
-            style="dim" if result == "skipped" else "",
+            Text(outcome.verdict, _COLOURS[outcome.verdict]),
+            style="dim" if outcome.skipped else "",
         )
     return found
 
@@ -92,9 +72,9 @@ def table(reference: Record, outcomes: Sequence[LayoutResult]) -> Table:
 def reasons(outcomes: Sequence[LayoutResult]) -> Text:
     """Below the table, a line per layout: the first divergence, or why it was not run."""
     lines = [
-        Text.assemble((f"{outcome.candidate.name}  ", _COLOURS[verdict(outcome)]), why(outcome))
+        Text.assemble((f"{outcome.candidate.name}  ", _COLOURS[outcome.verdict]), outcome.why)
         for outcome in outcomes
-        if why(outcome)
+        if outcome.why
     ]
     return Text("\n").join(lines)
 
@@ -116,45 +96,25 @@ def _differences(outcome: LayoutResult) -> tuple[str, str]:
 
 def shrunk(rehearsal: Rehearsal) -> str:
     """One line: what was made smaller, from → to, and the precision."""
-    original, small = rehearsal.original, rehearsal.recipe
-    changes = [
-        *_size_changes(_config(original), _config(small)),
-        *_training_changes(original, small),
-    ]
-    before, after = (_parameters(_config(recipe)) for recipe in (original, small))
-    model = f"{before:,} → {after:,} parameters" if before != after else "model as it is"
-    return ", ".join([f"rehearsed: {model}", *changes])
-
-
-def _config(recipe: Recipe) -> Mapping[str, Any]:
-    assert recipe.model.config is not None, "looked up by `prepare`"
-    return recipe.model.config
-
-
-def _parameters(config: Mapping[str, Any]) -> int:
-    return model_spec(config).parameters.total
-
-
-def _size_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    recipes = rehearsal.original, rehearsal.recipe
+    before, after = (recipe.model.config for recipe in recipes)
+    assert before is not None and after is not None, "looked up by `prepare`"
     old, new = settings_of(before), settings_of(after)
-    return [
-        f"{label} {old[key]:,} → {new[key]:,}"
-        for key, label in _SIZES.items()
-        if old[key] != new[key]
-    ]
-
-
-def _training_changes(original: Recipe, small: Recipe) -> list[str]:
-    old, new = original.training, small.training
-    rates = (recipe.optimizer.learning_rate for recipe in (original, small))
+    sizes = {label: (old[key], new[key]) for key, label in _SIZES.items()}
+    large, small = (model_spec(config).parameters.total for config in (before, after))
+    model = f"{large:,} → {small:,} parameters" if large != small else "model as it is"
+    changes = [f"{label} {a:,} → {b:,}" for label, (a, b) in sizes.items() if a != b]
+    was, now = (recipe.training for recipe in recipes)
+    rates = (f"{recipe.optimizer.learning_rate:g}" for recipe in recipes)
     shown = {
-        "sequence": (old.sequence_length, new.sequence_length),
-        "batch": (old.global_batch_size, new.global_batch_size),
-        "precision": (old.precision, new.precision),
-        "learning rate": tuple(f"{rate:g}" for rate in rates),
+        "sequence": (was.sequence_length, now.sequence_length),
+        "batch": (was.global_batch_size, now.global_batch_size),
+        "precision": (was.precision, now.precision),
+        "learning rate": (*rates,),
     }
-    changes = [f"{key} {a} → {b}" if a != b else f"{key} {b}" for key, (a, b) in shown.items()]
-    if old.objective != new.objective:
-        changes.append(f"objective {old.objective} → {new.objective}")
-    noisy = without_noise(_config(original)) != _config(original)
-    return [*changes, "no dropout or jitter"] if noisy else changes
+    changes += [f"{key} {a} → {b}" if a != b else f"{key} {b}" for key, (a, b) in shown.items()]
+    if was.objective != now.objective:
+        changes.append(f"objective {was.objective} → {now.objective}")
+    if without_noise(before) != before:
+        changes.append("no dropout or jitter")
+    return ", ".join([f"rehearsed: {model}", *changes])

@@ -27,7 +27,6 @@ from toolkit.rehearse.rehearsal import (
     run_layout,
     run_reference,
 )
-from toolkit.rehearse.table import verdict, why
 
 WORKER = "toolkit.extras.doctor.selftest.rank"
 SEQUENCE = 128
@@ -94,8 +93,8 @@ class Losses:
         row = Check(
             self.title,
             result.candidate.name,
-            _VERDICTS.get(verdict(result), "ok"),
-            why(result),
+            _VERDICTS.get(result.verdict, "ok"),
+            result.why,
             f"loss {bounds.loss:g}, norm {bounds.grad_norm:g}",
         )
         if result.failure is not None:
