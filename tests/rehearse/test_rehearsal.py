@@ -23,7 +23,7 @@ from toolkit.rehearse.rehearsal import Options
 
 MIXTRAL = ROOT / "recipes/tiny/mixtral-bytes.yaml"
 OFFLOADED = "zero3-offload"
-SOME = (OFFLOADED, "fsdp3", "tp2-zero1", "megatron-ep2")
+SOME = (OFFLOADED, "fsdp3", "megatron-tp2-zero1", "megatron-ep2")
 """One of each kind: all of them, of the same steps, are in tests/engines/test_pairs.py."""
 
 

@@ -50,8 +50,6 @@ TOLERANCE = Bounds(1e-5, 1e-5)
 OFFLOAD_TOLERANCE = Bounds(1e-4, 1e-4)
 """DeepSpeed's C++ Adam on the CPU rounds differently from torch's."""
 
-_LABELS = {"loss": "loss", "grad_norm": "gradient norm"}
-
 
 @dataclass(frozen=True)
 class Divergence:
@@ -65,7 +63,7 @@ class Divergence:
     expected: float
 
     def __str__(self) -> str:
-        label = _LABELS[self.quantity]
+        label = "loss" if self.quantity == "loss" else "gradient norm"
         return f"step {self.step}: {label} {self.found:.7g}, reference {self.expected:.7g}"
 
 

@@ -51,8 +51,6 @@ LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four
 micro batches for a pipeline. More only where a pipeline asks for it."""
 MICRO_BATCH = 2
-WORKER = "toolkit.rehearse.worker"
-REFERENCE = "toolkit.rehearse.reference"
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Options:
     """Layouts that need more are skipped."""
     limit_s: float = 300.0
     """A layout that takes longer counts as hung."""
-    worker: str = WORKER
+    worker: str = "toolkit.rehearse.worker"
     """Module that every rank of a layout runs, with the run directory as its argument."""
     gpu: str = "cpu"
     """The layouts' device, by its name in the hardware catalogue; the reference runs on the
@@ -185,18 +183,11 @@ def rehearsed_batch(layouts: Sequence[RehearsedLayout]) -> int:
     """
     unit = 1
     for one in layouts:
-        tensor, stages, context = map(
-            _settled, (one.parallel.tensor, one.parallel.pipeline, one.parallel.context)
-        )
-        ranks = one.processes // (tensor * stages * context)
-        group = stages if one.parallel.virtual_pipeline != 1 else 1
+        section, stages = one.parallel, int(one.parallel.pipeline)
+        ranks = one.processes // (int(section.tensor) * stages * int(section.context))
+        group = stages if section.virtual_pipeline != 1 else 1
         unit = lcm(unit, MICRO_BATCH * ranks * group)
     return -(-LEAST_BATCH // unit) * unit
-
-
-def _settled(degree: int | str) -> int:
-    assert isinstance(degree, int), "a layout leaves nothing open"
-    return degree
 
 
 def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
@@ -281,7 +272,7 @@ def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Recor
     plain = next(name for name in BACKENDS.names if not BACKENDS[name].configured)
     section = ParallelSection(engine=plain, model="hf")
     write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])
-    spec = launch_spec(folder, 1, ["-m", REFERENCE, str(folder)])
+    spec = launch_spec(folder, 1, ["-m", "toolkit.rehearse.reference", str(folder)])
     failure = run_ranks(spec, options.limit_s)
     if failure is not None:
         raise RunFailed(f"the reference failed: {failure.why}\n{failure.log}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -54,8 +54,8 @@ def table(reference: Record, outcomes: Sequence[LayoutResult]) -> Table:
     """One row per layout, the reference first; fits into 80 columns."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("layout", "ranks", "loss", "grad norm", "Δ loss", "Δ norm", "verdict"):
-        justify: Literal["left", "right"] = "left" if name in ("layout", "verdict") else "right"
-        found.add_column(name, justify=justify, no_wrap=True)
+        left = name in ("layout", "verdict")
+        found.add_column(name, justify="left" if left else "right", no_wrap=True)
     found.add_row("reference", "1", *_last(reference), style="dim")
     for outcome in outcomes:
         found.add_row(

@@ -59,19 +59,11 @@ class DressRehearsal:
         if planned.recipe.cluster.gpu == "cpu":
             fix = "--set cluster.gpu=h100-80gb, or `dmt rehearse` without --gpu"
             raise RecipeError([Problem("cluster.gpu", "'cpu'", "a GPU, with --gpu", fix)])
-        problems = [
-            Problem(
-                f"parallel.zero.{key}",
-                "'nvme'",
-                "none or cpu, with --gpu: what is swapped is read from files, and fake tensors "
-                "have no elements to write there",
-                f"--set parallel.zero.{key}=cpu",
-            )
-            for key in ("offload_optimizer", "offload_parameters")
-            if getattr(layout, key) == "nvme"
-        ]
-        if problems:
-            raise RecipeError(problems)
+        for key in ("offload_optimizer", "offload_parameters"):
+            if getattr(layout, key) == "nvme":
+                allowed = "none or cpu, with --gpu: fake tensors have no elements to write"
+                setting = f"parallel.zero.{key}"
+                raise RecipeError([Problem(setting, "'nvme'", allowed, f"--set {setting}=cpu")])
         each = layout.world // layout.pp
         chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
