@@ -226,22 +226,18 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
 def _examples(
     source: ChatSource | PreferenceSource, files: Sequence[DataFile], count: int
 ) -> Iterator[Example]:
-    """What the first rows hold. Raises DataError for a malformed one, unless such are dropped.
+    """What the first rows of JSON files hold; others state their columns.
 
-    What a template omits or refuses is found when the data is built.
+    Raises DataError for a malformed one, unless such are dropped. What a template omits or
+    refuses is found when the data is built.
     """
-    for place, row in islice(_rows(source, files), count):
+    lines = (file for file in files if ending_of(file).startswith(".json"))
+    rows = (row for file in lines for row in read_rows(file, source))
+    for place, row in islice(rows, count):
         try:
             yield from examples_of(row, source)
         except MalformedRow as error:
             check_dropped(source, f"{place}: {error}")
-
-
-def _rows(source: RowsSource, files: Sequence[DataFile]) -> Iterator[tuple[str, object]]:
-    """The rows of JSON files, which do not state their columns."""
-    for file in files:
-        if ending_of(file).startswith(".json"):
-            yield from read_rows(file, source)
 
 
 def chat_notes(recipe: Recipe) -> Iterator[str]:
