@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes import ROOT
+from tests.rehearse.bugs import BUG
 from tests.warm import SUBPROCESS
 from toolkit.backend import BACKENDS
 from toolkit.cli.main import main
@@ -128,7 +129,8 @@ def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layouts fail in their second step; bandwidth is measured all the same."""
-    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.failing")
+    monkeypatch.setenv(BUG, "failing")
+    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.bugs")
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS[:2])
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
     only(monkeypatch, "losses fp32", "bandwidth")
@@ -143,7 +145,7 @@ def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     assert "log: runs/losses-fp32/ddp/logs" in out
     assert "all-reduce" in out  # the next step ran
     text = (folder / "report.md").read_text()
-    assert "failing.py" in text and "the disk is full" in text
+    assert "bugs.py" in text and "the disk is full" in text
     assert (folder / "runs/losses-fp32/ddp/logs").is_dir()
 
 
@@ -153,7 +155,8 @@ def test_the_bounds_of_bf16_find_a_reduction_that_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one step of five, on two ranks."""
-    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.dropped_reduction")
+    monkeypatch.setenv(BUG, "dropped_reduction")
+    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.bugs")
     layouts = tuple(one for one in plan.layouts_for(2) if one.name == "zero2")
     suite = losses.Losses("losses bf16", plan.DENSE, layouts, "bf16")
     (check,) = suite.checks(Workplace(Machine("cpu", 2), tmp_path / "runs"))
