@@ -63,6 +63,10 @@ COMMANDS: dict[str, str] = {
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",
+    "tune --throughput": "leave it out: `dmt tune RECIPE` measures layouts",
+    "tune --transfer": "search narrower models yourself, and carry the rate over",
+    "tune --sweep": "write a sweep of W&B whose program is `dmt launch` (docs/tuning.md)",
+    "tune --agent": "let the sweep's program be `dmt launch` (docs/tuning.md)",
     "watch": "`watch -n5 dmt report RUN` while the run trains, or a tracker (`logging`)",
     "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "
     "checkpoint export` writes whole tensors",

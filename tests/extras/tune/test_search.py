@@ -14,8 +14,6 @@ from toolkit.extras.tune.outcome import outcome_of
 from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
 from toolkit.extras.tune.search_command import SearchOptions, request_of
 from toolkit.extras.tune.space import Choices, Range, SearchSpace
-from toolkit.extras.tune.sweep import _distribution
-from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, Ending, Followed, TrialResult, device_slices
 from toolkit.intake.load import load_recipe
 
@@ -118,14 +116,6 @@ def test_trials_without_a_result(tmp_path: Path) -> None:
         HyperparameterSearch(refused, Runner()).run()
 
 
-def test_steps_of_a_sweep() -> None:
-    """W&B's own counts them from 0."""
-    assert _distribution(Range("x", 5, 25, step=10, whole=True)) == {"values": [5, 15, 25]}
-    assert _distribution(Range("x", 0.1, 0.3, step=0.1)) == {"values": [0.1, 0.2, 0.3]}
-    number = {"distribution": "int_uniform", "min": 5, "max": 25}
-    assert _distribution(Range("x", 5, 25, whole=True)) == number
-
-
 def test_rungs() -> None:
     """A quarter of the run, a step with a loss, and behind every trial's warm-up."""
     recipe = load_recipe(TINY, EVERY)
@@ -154,71 +144,9 @@ def test_a_launcher_that_does_not_wait(tmp_path: Path) -> None:
         0,
         True,
         300,
-        None,
-        None,
         False,
     )
     options.space.write_text("training.seed: [1, 2]\n")  # type: ignore[union-attr]
     with pytest.raises(PlanError, match="slurm hands its jobs over"):
         request_of(TINY, [*EVERY, "launch.launcher=slurm"], options)
     assert request_of(TINY, [*EVERY, "launch.launcher=ray"], options).devices
-
-
-class WidthRunner(Runner):
-    """The best learning rate is a power of the width."""
-
-    def __init__(self, exponent: float) -> None:
-        super().__init__()
-        self.exponent = exponent
-
-    def best(self, width: int) -> float:
-        return float(0.2 * width**self.exponent)
-
-    def __call__(
-        self,
-        overrides: Sequence[str],
-        folder: Path,
-        devices: DeviceSlice,
-        on_progress: Callable[[Followed], bool],
-        *,
-        interrupted: Callable[[], bool],
-    ) -> TrialResult:
-        del folder, devices, interrupted
-        recipe = load_recipe(TINY, overrides)
-        assert recipe.model.config is not None
-        best = self.best(recipe.model.config["hidden_size"])
-        loss = math.log(recipe.optimizer.learning_rate / best) ** 2
-        on_progress(Followed(events=[{"kind": "evaluation", "step": 200, "loss": loss}]))
-        return TrialResult("done", step=200)
-
-
-@pytest.mark.parametrize(("exponent", "exact"), [(-1.0, True), (-0.6, False)])
-def test_transfer(exponent: float, exact: bool, tmp_path: Path) -> None:
-    """From widths 32 and 64 to 128: exact where the law holds, else within its error."""
-    run = WidthRunner(exponent)
-    asked = replace(request(tmp_path, 3), prune=False)
-    proxies = proxy_models(asked)
-    assert [one.width for one in proxies] == [32, 64]
-    assert proxies[0].parameters < proxies[1].parameters < 10**6
-    found = Transfer(asked, "mup", proxies, run).run()
-    assert found is not None and found.width == 128
-    assert found.settings.keys() == {"optimizer.weight_decay"}
-    low, high = found.bounds
-    assert low < run.best(128) < high
-    if exact:
-        assert found.rate == pytest.approx(run.best(128), rel=1e-3) and high < 4 * low
-        folder, overrides = asked.folder / "width-32/search", proxies[0].overrides
-        narrow = HyperparameterSearch(replace(asked, overrides=overrides, folder=folder), run)
-        better = {RATE: run.best(32), "optimizer.weight_decay": "0.1"}
-        narrow.study.enqueue_trial(better)
-        more = Transfer(replace(asked, trials=4), "mup", proxies, run).run()
-        assert found.settings == {"optimizer.weight_decay": "1.0"}
-        assert more is not None and more.settings == {"optimizer.weight_decay": "0.1"}
-        empty = replace(asked, folder=tmp_path / "empty")
-        with pytest.raises(RunFailed, match="no trial of width 32 came to its end"):
-            Transfer(empty, "mup", proxies, Runner("out_of_memory")).run()
-    else:
-        assert high > 3 * low, "the law is off between the two widths"
-    assert f"an estimate: {found.rate:.3g}, between" in str(found)
-    with pytest.raises(PlanError, match=r"no range of optimizer.learning_rate"):
-        proxy_models(replace(asked, space=SearchSpace(SPACE.parameters[1:])))

@@ -3,12 +3,16 @@
 import json
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.product import curve, dmt, events, run, started, steps_logged
+from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
 from toolkit.recipe import yaml_nodes
 
@@ -83,35 +87,30 @@ def test_killed_twice_at_random(trials: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_wandb(tmp_path: Path) -> None:
-    """The command that W&B's agent makes of the sweep trains as the agent's own run."""
+def test_the_sweep_of_the_page(tmp_path: Path) -> None:
+    """What W&B's agent makes of docs/tuning.md trains as the agent's own run."""
     from wandb.sdk.launch.sweeps import utils
 
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    (tmp_path / "space.yaml").write_text(
-        f"{SPACE}optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]\n"
-    )
-    words = ["small.yaml", "--search", "space.yaml", "--sweep", "sweep.yaml"]
-    run(dmt("tune", *words, "--set", "training.steps=4"), tmp_path, code=0)
-    refused = run(dmt("tune", *words, "--hang-seconds", "9"), tmp_path, code=2).err
-    assert "--hang-seconds is no option of --sweep" in refused
-    node, problems = yaml_nodes.parse((tmp_path / "sweep.yaml").read_text(), "sweep.yaml")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    page = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(method: bayes.*?)```", page, re.DOTALL)
+    node, problems = yaml_nodes.parse(block, "sweep.yaml")
+    assert not problems
     sweep = yaml_nodes.to_data(node)
-    assert not problems and sweep["metric"]["name"] == "evaluation/loss"
-    rate = {"distribution": "log_uniform_values", "min": 1e-3, "max": 1e-1}
-    assert sweep["parameters"]["optimizer.learning_rate"] == rate
     args = {"optimizer.learning_rate": 0.02, "optimizer.betas": "[0.9, 0.99]"}
-    args["evaluation.batches"] = 2.0  # a q_log_uniform_values of W&B
     job = {"args": {key: {"value": value} for key, value in args.items()}}
     known = utils.create_sweep_command_args(job)
     command = utils.create_sweep_command(sweep["command"])
-    assert command[:2] == ["dmt", "tune"] and command[-1] == "${args_no_hyphens}"
-    words = [*command[2:-1], *known["args_no_hyphens"]]
-    run(dmt("tune", *words), tmp_path, {"WANDB_RUN_ID": "ab12cd34"}, code=0)
-    trial = tmp_path / "runs/small-search/trials/ab12cd34"
-    assert steps_logged(trial) == 4
+    words = [*command[:-1], *known["args_no_hyphens"]]
+    env = {
+        "WANDB_RUN_ID": "ab12cd34",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    trial = tmp_path / "runs/ab12cd34"
+    assert steps_logged(trial) == STEPS
     assert json.loads((trial / "wandb.json").read_text())["run_id"] == "ab12cd34"
-    trained = load_recipe(trial / "recipe.yaml")
-    assert trained.optimizer.learning_rate == 0.02 and trained.optimizer.betas == (0.9, 0.99)
-    assert trained.evaluation.batches == 2
-    assert trained.logging.wandb is not None and trained.logging.wandb.mode == "online"
+    assert load_recipe(trial / "recipe.yaml").optimizer.betas == (0.9, 0.99)

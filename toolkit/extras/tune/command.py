@@ -1,13 +1,13 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.errors import PlanError
-from toolkit.extras.tune.search_command import SearchOptions, run_agent, search_recipe
+from toolkit.extras.tune.search_command import SearchOptions, search_recipe
 from toolkit.extras.tune.throughput_command import (
     ThroughputRequest,
     list_layouts,
@@ -15,12 +15,6 @@ from toolkit.extras.tune.throughput_command import (
 )
 from toolkit.text.terminal import survive_lost_output
 
-Chosen = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", hidden=True, help="Of --agent.")
-]
-Throughput = Annotated[
-    bool, typer.Option("--throughput", help="Measure layouts, and keep the fastest.")
-]
 Space = Annotated[
     Path | None,
     typer.Option(
@@ -35,9 +29,7 @@ Trials = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=10_000, help="--throughput: measured steps of each, after 2 others (10)."
-    ),
+    typer.Option(min=1, max=10_000, help="Measured steps of each layout, after 2 others (10)."),
 ]
 HangSeconds = Annotated[
     float | None,
@@ -55,19 +47,6 @@ Prune = Annotated[
         help="--search: stop trials that are worse than others at the same step (ASHA).",
     ),
 ]
-Transfer = Annotated[
-    Literal["mup", "step-law"] | None,
-    typer.Option(
-        help="--search: search narrower models, and estimate the learning rate by this law."
-    ),
-]
-Sweep = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="--search: only write it as a sweep, for `wandb sweep FILE`."
-    ),
-]
-Agent = Annotated[bool, typer.Option("--agent", help="One trial of a W&B agent (see --sweep).")]
 TuneDir = Annotated[
     Path | None,
     typer.Option(
@@ -81,15 +60,13 @@ Out = Annotated[
 ]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="--throughput: list the layouts; write and start nothing."),
+    typer.Option("--dry-run", help="List the layouts; write and start nothing."),
 ]
 
 
 def tune(
     recipe: RecipePath,
-    chosen: Chosen = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
-    throughput: Throughput = False,
     search: Space = None,
     trials: Trials = None,
     steps: Steps = None,
@@ -97,9 +74,6 @@ def tune(
     parallel: Parallel = None,
     seed: Seed = None,
     prune: Prune = None,
-    transfer: Transfer = None,
-    sweep: Sweep = None,
-    agent: Agent = False,
     folder: TuneDir = None,
     out: Out = None,
     cluster: ClusterOption = None,
@@ -108,39 +82,36 @@ def tune(
 ) -> None:
     """Choose a recipe's settings by trials on this machine, and write RECIPE.tuned.yaml.
 
-    `--throughput` measures a few steps in the planner's best layouts. `--search` trains points
+    It measures a few steps in the planner's best layouts. `--search` trains points
     of a space of hyperparameters, and compares their losses. A trial that runs out of memory,
     fails or hangs is a result. The same command continues a tuning that was stopped or killed.
 
-    Example: dmt tune recipes/tiny/llama-bytes.yaml --set parallel.engine=auto --throughput
+    Example: dmt tune recipes/tiny/llama-bytes.yaml --set parallel.engine=auto
 
     Example: dmt tune recipes/tiny/llama-bytes.yaml --search space.yaml --trials 30
     """
     survive_lost_output()
-    mode = _mode(throughput, search, sweep, agent)
+    mode = "dmt tune" if search is None else "--search"
     stated = {
         "--trials": trials, "--steps": steps, "--cluster": cluster, "--out": out,
         "--dry-run": dry_run or None, "--parallel": parallel, "--seed": seed, "--prune": prune,
-        "--transfer": transfer, "KEY=VALUE": chosen or None, "--hang-seconds": hang_seconds,
-        "--json": as_json or None,
+        "--hang-seconds": hang_seconds, "--json": as_json or None,
     }  # fmt: skip
     for name, value in stated.items():
         if value is not None and name not in _OPTIONS[mode]:
             raise PlanError(f"{name} is no option of {mode}", fix="remove it: dmt tune --help")
     hang_s = hang_seconds or _HANG_S
-    if mode == "--throughput":
+    if search is None:
         of_layouts = ThroughputRequest(
             recipe, overrides, cluster, folder, trials or 12, steps or 10, hang_s
         )
         list_layouts(of_layouts, as_json) if dry_run else tune_throughput(
             of_layouts, out, as_json
         )
-    elif mode == "--agent":
-        run_agent(recipe, overrides, chosen or (), folder)
     else:
         options = SearchOptions(
             search, folder, out, trials or 30, parallel or 1, seed or 0, prune is not False,
-            hang_s, sweep, transfer, as_json,
+            hang_s, as_json,
         )  # fmt: skip
         search_recipe(recipe, overrides, options)
 
@@ -148,19 +119,7 @@ def tune(
 _HANG_S = 300.0
 _OF_TRIALS = ("--trials", "--out", "--hang-seconds", "--json")
 _OPTIONS = {
-    "--throughput": (*_OF_TRIALS, "--steps", "--cluster", "--dry-run"),
-    "--search": (*_OF_TRIALS, "--parallel", "--seed", "--prune", "--transfer"),
-    "--sweep": ("--trials", "--prune"),
-    "--agent": ("KEY=VALUE",),
+    "dmt tune": (*_OF_TRIALS, "--steps", "--cluster", "--dry-run"),
+    "--search": (*_OF_TRIALS, "--parallel", "--seed", "--prune"),
 }
 """Of each mode, those that not all have."""
-
-
-def _mode(throughput: bool, search: Path | None, sweep: Path | None, agent: bool) -> str:
-    """What is asked for. Raises PlanError unless it is one thing."""
-    if throughput + (search is not None) + agent != 1 or (sweep and search is None):
-        fix = "add --throughput, or --search SPACE.yaml (docs/tuning.md)"
-        raise PlanError("dmt tune: one of --throughput and --search is needed", fix=fix)
-    if sweep is not None:
-        return "--sweep"
-    return "--throughput" if throughput else "--agent" if agent else "--search"

@@ -34,8 +34,6 @@ class Tuned:
     """The recipe with the fastest layout."""
     factor: float | None
     """Predicted over measured seconds per step."""
-    cluster: Path | None
-    """The cluster file with the speeds that these measurements imply."""
 
     @property
     def order(self) -> list[Measurement]:
@@ -67,7 +65,6 @@ class Tuned:
             "planned": layout_text(*_planned(self.tuning)),
             "tuned": str(self.file),
             "predicted_over_measured": self.factor,
-            "cluster": None if self.cluster is None else str(self.cluster),
             "trials": [
                 asdict(one) | {"tokens_per_s": self.tokens_per_s(one)} for one in self.order
             ],
@@ -144,6 +141,4 @@ def lines(tuned: Tuned) -> list[Line]:
         found.append(
             f"predicted steps take {tuned.factor:.2f} × as long as measured ones (median)"
         )
-    if tuned.cluster is not None:
-        found.append(f"wrote {tuned.cluster}: these speeds, for --cluster")
     return [*found, f"trials are in {tuned.tuning.folder}/trials"]

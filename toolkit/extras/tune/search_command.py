@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
@@ -15,12 +13,9 @@ from toolkit.extras.tune.outcome import outcome_lines, outcome_of
 from toolkit.extras.tune.search import (
     HyperparameterSearch,
     SearchRequest,
-    TrialRunner,
     first_rung,
 )
 from toolkit.extras.tune.space import load_space
-from toolkit.extras.tune.sweep import run_agent_trial, write_sweep
-from toolkit.extras.tune.transfer import RATE, Transfer, proxy_models
 from toolkit.extras.tune.trial import DeviceSlice, check_waits, device_slices, run_trial
 from toolkit.extras.tune.tuned import check_tuned_path, tuned_path, write_searched
 from toolkit.intake.load import load_recipe
@@ -28,7 +23,6 @@ from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_local_files
 from toolkit.text.terminal import tell
-from toolkit.text.units import human, seconds
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,6 @@ class SearchOptions:
     seed: int
     prune: bool
     hang_s: float
-    sweep: Path | None
-    transfer: str | None
     as_json: bool
 
 
@@ -54,17 +46,10 @@ def search_recipe(recipe: Path, overrides: Sequence[str], options: SearchOptions
     Raises RecipeError for every mistake in the space, else as `HyperparameterSearch`.
     """
     request = request_of(recipe, overrides, options)
-    if options.sweep is not None:
-        write_sweep(request, options.sweep)
-        tell(f"{options.sweep} written: wandb sweep {options.sweep}")
-        return
     file = options.out or tuned_path(recipe)
-    check_tuned_path(file, "--search")
+    check_tuned_path(file, " --search")
     check_local_files(load_recipe(recipe, request.overrides), recipe, request.overrides)
     run = partial(run_trial, recipe, hang_s=options.hang_s)
-    if options.transfer is not None:
-        _transfer(request, options, run, file)
-        return
     search = HyperparameterSearch(request, run)
     if request.prune and first_rung(search.recipe, request.space) is None:
         tell(
@@ -93,41 +78,6 @@ def _finish(
     output(options.as_json, data, lines, exit_code=code)
 
 
-def _transfer(
-    request: SearchRequest, options: SearchOptions, run: TrialRunner, file: Path
-) -> None:
-    """Search narrow proxies of the model, and write the rate that follows for it."""
-    assert options.transfer is not None
-    proxies = proxy_models(request)
-    for one in proxies:
-        plan, whole = one.planned.plan, one.planned.run
-        time = "" if whole is None else f", {whole.duration} per trial"
-        tell(
-            f"width {one.width}: {human(one.parameters)} parameters, "
-            f"{seconds(plan.step_time_s or 0.0)} per step{time} as planned"
-        )
-    found = Transfer(request, options.transfer, proxies, run).run()
-    if found is None:
-        _finish(False, request.folder, options, {}, [])
-        return
-    settings = {**found.settings, RATE: float(f"{found.rate:.3g}")}
-    chosen = request.space.overrides(settings)
-    write_searched(request.recipe, [*request.overrides, *chosen], file, str(found))
-    tell(f"{file} written")
-    data = {"learning_rate": found, "bounds": found.bounds}
-    _finish(True, request.folder, options, data, [f"{RATE}: {found}"])
-
-
-def run_agent(
-    recipe: Path, overrides: Sequence[str], chosen: Sequence[str], folder: Path | None
-) -> None:
-    """One trial of a W&B agent."""
-    loaded = load_recipe(recipe, overrides)
-    check_waits(loaded)
-    folder = folder or default_folder(loaded)
-    raise typer.Exit(run_agent_trial(recipe, overrides, chosen, folder))
-
-
 def default_folder(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-search"
 
@@ -138,19 +88,16 @@ def request_of(recipe: Path, overrides: Sequence[str], options: SearchOptions) -
     overrides = [*overrides, *_under_ray()]
     loaded = load_recipe(recipe, overrides)
     check_waits(loaded)
-    request = SearchRequest(
+    return SearchRequest(
         recipe,
         tuple(overrides),
         load_space(options.space, recipe, overrides),
         options.folder or default_folder(loaded),
         options.trials,
-        [DeviceSlice(0)],
+        slices_of(loaded, options.parallel),
         options.seed,
         prune=options.prune,
     )
-    if options.sweep is not None:  # the agents' machines are others
-        return request
-    return replace(request, devices=slices_of(loaded, options.parallel))
 
 
 def _under_ray() -> list[str]:

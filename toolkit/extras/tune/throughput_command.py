@@ -1,4 +1,4 @@
-"""`dmt tune --throughput`: from the command line's words to the table."""
+"""`dmt tune`: from the command line's words to the table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,8 @@ from toolkit.extras.tune.throughput import (
     searched,
 )
 from toolkit.extras.tune.tuned import (
-    calibrated_cluster,
-    check_measured_size,
     check_tuned,
     check_tuned_path,
-    rescaled,
     tuned_path,
     tuned_recipe,
 )
@@ -66,13 +63,11 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
     loaded = load_recipe(request.recipe, request.overrides, request.cluster)
     folder = request.folder or Path("runs") / f"{loaded.name}-tune"
     file = out or tuned_path(request.recipe)
-    check_tuned_path(file, "--throughput")
+    check_tuned_path(file)
     check_local_files(loaded, request.recipe, request.overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with claimed(RunDirectory(folder)):
-        check_measured_size(folder, loaded)
-        speeds = calibrated_cluster(folder, loaded, request.cluster)
-        named = request.cluster if speeds is None else str(speeds)
+        named = request.cluster
         where = None if named is None else find_cluster(named)
         tuning = Tuning(
             request.recipe,
@@ -84,7 +79,7 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
             request.hang_s,
             [] if named is None else ["--cluster", named],
         )
-        tuned = _run(tuning, file, speeds)
+        tuned = _run(tuning, file)
     output(as_json, tuned.machine_output(), lines(tuned), wrap=False)
     best = fastest(tuned.results)
     if best is None:
@@ -96,8 +91,8 @@ def tune_throughput(request: ThroughputRequest, out: Path | None, as_json: bool)
     check_tuned(tuning, best, file, where)
 
 
-def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
-    """Measure, and write the recipe, and the cluster file."""
+def _run(tuning: Tuning, file: Path) -> Tuned:
+    """Measure, and write the recipe."""
     done = len(tuning.kept())
     if done:
         tell(f"{done} layouts were measured before, in {tuning.results}")
@@ -112,15 +107,10 @@ def _run(tuning: Tuning, file: Path, speeds: Path | None) -> Tuned:
             update(completed=done)
             tell(f"{done} of {total}: {_line(result)}")
     results = tuning.read()
-    best, factor, cluster = fastest(results), calibration(tuning, results), None
+    best = fastest(results)
     if best is not None:
         write_atomically(file, tuned_recipe(tuning, best, file))
-    if speeds is not None and factor is not None:
-        cluster = tuning.folder / "cluster.yaml"
-        if not cluster.exists() or not cluster.samefile(speeds):  # else it was scaled before
-            text = rescaled(speeds.read_text(encoding="utf-8"), factor, tuning.recipe.name)
-            write_atomically(cluster, text)
-    return Tuned(tuning, results, file, factor, cluster)
+    return Tuned(tuning, results, file, calibration(tuning, results))
 
 
 def _line(result: Measurement) -> str:
