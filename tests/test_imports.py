@@ -25,8 +25,8 @@ LIGHT = (
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
     "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
     "toolkit.extras.tune.trial", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
-    "toolkit.targets", "toolkit.extras.targets",
-    "toolkit.accelerate.__init__", "toolkit.targets.accelerate_file",
+    "toolkit.foreign",
+    "toolkit.accelerate.__init__", "toolkit.foreign.accelerate_file",
     "toolkit.accelerate.scripts",
 )  # fmt: skip
 
@@ -59,7 +59,7 @@ LAYERS = (
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.features",),
-    ("toolkit.targets",),
+    ("toolkit.foreign",),
     ("toolkit.run",),
     ("toolkit.track",),
     ("toolkit.launchers",),

@@ -21,7 +21,7 @@ from toolkit.features.base import FEATURES
 from toolkit.recipe.schema import Recipe
 assert sys.argv[2].split("/")[-1] not in FEATURES.names
 import toolkit.engines.deepspeed.backend, toolkit.rehearse.layouts
-import toolkit.targets.accelerate_file
+import toolkit.foreign.accelerate_file
 for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
     for verb in (["check"], ["plan", "--explain"], ["render"]):
         assert main([verb[0], name, *verb[1:]]) in (None, 0), (verb, name)

@@ -77,6 +77,20 @@ COMMANDS: dict[str, str] = {
     "checkpoint export --push-to-hub": "export, then `hf upload REPO FOLDER`",
     "checkpoint export --private": "export, then `hf upload REPO FOLDER --private`",
     "checkpoint export --compare-logits": "use --verify, which compares with transformers",
+    **{
+        f"render --to {tool}": "train with `dmt launch`: DMT no longer writes that tool's files"
+        for tool in [
+            "axolotl",
+            "gpt-neox",
+            "llama-factory",
+            "megatron-bridge",
+            "torchtitan",
+            "trainer",
+        ]
+    },
+    "render --to megatron-lm": "`dmt plan RECIPE --flags megatron-lm` prints the layout",
+    "render --to skypilot": "copy the template in docs/launchers.md",
+    "render --to dstack": "copy the template in docs/launchers.md",
     "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "
     "checkpoint import RECIPE DIR` starts a run with the weights of such a folder",
 }
@@ -103,10 +117,10 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:
     """The removed command or option in a command line (without `dmt`), and what to do instead;
     None if there is none."""
-    options = {one.partition("=")[0] for one in arguments if one.startswith("-")}
+    words = (one.replace("=", " ", 1) if one.startswith("-") else one for one in arguments)
+    text = f" {' '.join(words)} "
     for name, instead in COMMANDS.items():
-        *verb, last = name.split()
-        verb, option = (verb, last) if last.startswith("--") else ([*verb, last], "")
-        if [*arguments[: len(verb)]] == verb and (not option or option in options):
+        verb, dashes, option = name.partition(" --")
+        if text.startswith(f" {verb} ") and (not dashes or f" --{option} " in text):
             return name, instead
     return None

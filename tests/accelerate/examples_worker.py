@@ -20,9 +20,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import toolkit.accelerate
 from tests.accelerate.cpu_context import context_parallel_on_cpus
 from toolkit.errors import DmtError
+from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.targets import accelerate_file
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 ENGINES = {

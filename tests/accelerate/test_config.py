@@ -23,12 +23,12 @@ from toolkit.accelerate.scripts import accelerator, planned_for_launcher
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import DataError, PlanError
+from toolkit.foreign import against
+from toolkit.foreign.accelerate_file import COMMON, in_scripts, render, render_common
 from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.targets import against
-from toolkit.targets.accelerate_file import COMMON, in_scripts, render, render_common
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"

@@ -12,7 +12,7 @@ from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.conftest import Project
 from tests.e2e.product import Ended, curve, dmt, run, settings, tool
 from tests.processes import ROOT
-from toolkit.targets.accelerate_file import COMMON
+from toolkit.foreign.accelerate_file import COMMON
 
 pytestmark = pytest.mark.slow
 

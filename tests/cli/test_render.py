@@ -70,17 +70,10 @@ def test_engines_read_no_other_configuration() -> None:
     ddp = ("--set", "parallel.engine=ddp", "--set", "parallel.zero.stage=auto")
     with pytest.raises(PlanError, match="runs on the engine ddp, which reads no configuration"):
         run(*ddp)
-    for target, engine in (
-        ("deepspeed", "deepspeed"),
-        ("fsdp", "fsdp"),
-        ("megatron", "megatron"),
-        ("megatron-lm", "megatron"),
-    ):
-        with pytest.raises(PlanError, match=f"which reads no {target} configuration") as caught:
-            run("--to", target, *ddp)
+    for engine in ("deepspeed", "fsdp", "megatron"):
+        with pytest.raises(PlanError, match=f"which reads no {engine} configuration") as caught:
+            run("--to", engine, *ddp)
         assert caught.value.fix == f"--set parallel.engine={engine}"
-    with pytest.raises(PlanError, match="runs on the engine deepspeed"):
-        run("--to", "megatron-lm", "--set", "parallel.model=megatron")
 
 
 def in_own_process(*arguments: str) -> dict[str, Any]:
@@ -109,19 +102,3 @@ def test_a_megatron_model_under_deepspeed_has_both_configurations() -> None:
     assert list(config) == ["transformer", "gpt"]
     assert config["gpt"]["vocab_size"] == 320
     assert json.loads(run(*model))["zero_optimization"]["stage"] == 2
-
-
-def test_megatron_lm_arguments_and_what_they_leave_open(tmp_path: Path) -> None:
-    engine = ("--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto")
-    lines = run("--to", "megatron-lm", *engine).splitlines()
-    assert all(line.startswith("--") for line in lines)
-    assert "--global-batch-size 16" in lines and "--lr 0.003" in lines
-    app = typer.Typer()
-    app.command()(render)
-    out = tmp_path / "args.txt"
-    result = CliRunner().invoke(
-        app, [RECIPE, "--to", "megatron-lm", "--out", str(out), *engine]
-    )
-    assert result.stdout == "" and out.read_text().splitlines() == lines
-    assert all(line.startswith("# ") for line in result.stderr.splitlines())
-    assert "add --data-path PREFIX" in result.stderr

@@ -56,15 +56,6 @@ def test_render_doctor_and_rehearse_know_it(
     assert "objective toy → pretrain" in ended.out + ended.err
 
 
-def test_megatron_lm_is_not_given_another_objective(
-    project: Project, installed: dict[str, str]
-) -> None:
-    changes = {**TOY, "parallel.engine": "megatron"}
-    argv = dmt("render", project.recipe, "--to", "megatron-lm", *settings(changes))
-    ended = run(argv, project.folder, installed, code=2)
-    assert "training.objective" in ended.err and "pretrain_gpt.py" in ended.err
-
-
 @pytest.mark.slow
 def test_it_trains(own_project: Project, ddp_run: Path, installed: dict[str, str]) -> None:
     changes: dict[str, object] = {**TOY, "training.steps": 6}

@@ -13,11 +13,11 @@ from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
 from toolkit.errors import BackendUnavailable, RecipeError
+from toolkit.foreign import environment
 from toolkit.launchers.job import gpu_variables, job_of
 from toolkit.plan.planner import plan_recipe
 from toolkit.run.announce import ledger_of
 from toolkit.run.assignment import decide
-from toolkit.targets import environment
 
 GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 ASKED = {**GPU, "training__deterministic": True}

@@ -10,19 +10,17 @@ from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 
-PUBLISHED = ROOT / "tests/targets/published"
+PUBLISHED = ROOT / "tests/foreign/published"
 MODELS = {
     "axolotl": "llama-3.1-8b",
     "llama-factory": "llama-3.1-8b",
-    "torchtitan": "llama-3.1-8b",
     "trainer": "llama-3.1-8b",
     "accelerate": "llama-3.1-8b",
-    "qwen3_moe_30b_a3b_pretrain_override_example": "qwen3-30b-a3b",
 }
 """Shapes of the models of tools whose files name one on the hub; the other tools state it."""
 CLUSTER = "16x8xh100-80gb"
-ALONE = ("local_setup", "gpt_345m", "gpt_345m_tp2_pp2")
-"""A part of others, and batches that are too small for the cluster."""
+ALONE = ("gpt_345m", "gpt_345m_tp2_pp2")
+"""Batches that are too small for the cluster."""
 FILES = sorted(
     path
     for path in PUBLISHED.glob("*/*.*")
@@ -37,8 +35,6 @@ def test_a_published_file_becomes_a_recipe(path: Path, tmp_path: Path, dmt: Dmt)
     model = MODELS.get(path.stem, MODELS.get(path.parent.name))
     out = tmp_path / "recipe.yaml"
     words = ["init", *([model] if model else []), "--from", path, "--cluster", CLUSTER]
-    if path.stem == "llama-train_config":  # GPT-NeoX is given both
-        words += ["--from", path.with_name("llama-7B.yml")]
     printed = dmt(*words, "--out", out)
     text = out.read_text()
     plan_recipe(load_recipe(out), explained=False)
@@ -163,32 +159,24 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
 
 def test_yaml_as_pyyaml_reads_it(tmp_path: Path, dmt: Dmt) -> None:
     """A map's own keys win over merged ones, and the first of several maps over the others."""
-    given = tmp_path / "neox.yaml"
+    given = tmp_path / "axolotl.yaml"
     given.write_text("""
-one: &one {min_lr: 0.00001, num_layers: 2}
-two: &two {num_layers: 3, hidden_size: 256, min_lr: 0.00002}
-params: &params {lr: 0.5, betas: [0.9, 0.95]}
-num_layers: 4
+one: &one {seed: 1, weight_decay: 0.1}
+two: &two {seed: 2, adam_beta2: 0.95, weight_decay: 0.2}
+base_model: meta-llama/Llama-3.1-8B
+sequence_len: 2048
+micro_batch_size: 2
+learning_rate: 0.0003
+seed: 7
 <<: [*one, *two]
-optimizer: {type: Adam, params: {lr: 0.0003, <<: *params}}
-bf16: {enabled: on}
-train_micro_batch_size_per_gpu: 4
-train-iters: 100
-num_attention_heads: 4
-seq_length: 128
-max_position_embeddings: 128
-pos_emb: rotary
-data_path: some/data
+bf16: on
 """)
-    printed = dmt("init", "--from", given, "--cluster", "1x8xh100-80gb")
+    printed = dmt("init", "llama-3.1-8b", "--from", given, "--cluster", "1x8xh100-80gb")
     (tmp_path / "recipe.yaml").write_text(printed.out)
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    config, optimizer = recipe.model.config or {}, recipe.optimizer
-    assert (config["num_hidden_layers"], config["hidden_size"]) == (4, 256)
-    assert (optimizer.learning_rate, optimizer.betas) == (3e-4, (0.9, 0.95))
-    assert recipe.schedule.min_learning_rate == 1e-5 and f"{given}:2 min_lr" in printed.out
-    assert recipe.training.precision == "bf16"
-    assert "a linear decay goes to 0 and stops at min_lr" in printed.err
+    optimizer = recipe.optimizer
+    assert (recipe.training.seed, optimizer.weight_decay, optimizer.betas[1]) == (7, 0.1, 0.95)
+    assert recipe.training.precision == "bf16" and f"{given}:2 weight_decay" in printed.out
 
 
 def test_a_name_without_a_row(tmp_path: Path, dmt: Dmt) -> None:

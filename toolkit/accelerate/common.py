@@ -7,7 +7,7 @@ python -m toolkit.accelerate.common --check    exit 1 when one is not current
 import sys
 from pathlib import Path
 
-from toolkit.targets.accelerate_file import COMMON, render_common
+from toolkit.foreign.accelerate_file import COMMON, render_common
 from toolkit.text.generated import write_or_check
 
 FOLDER = Path(__file__).parents[2] / "launch" / "accelerate"

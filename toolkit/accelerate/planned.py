@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.engines.distributed import join
 from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.foreign.accelerate_file import MIXED_PRECISION, in_accelerate
+from toolkit.foreign.environment import accelerate_settings, mesh_variables
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
-from toolkit.targets.accelerate_file import MIXED_PRECISION, in_accelerate
-from toolkit.targets.environment import accelerate_settings, mesh_variables
 from toolkit.text.terminal import tell
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import PlanError
+from toolkit.foreign import preflight
+from toolkit.foreign.accelerate import ENGINES
+from toolkit.foreign.accelerate_file import in_accelerate, in_scripts, refuse_kernels
+from toolkit.foreign.environment import SWITCHES, mesh_variables
 from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import check_world
-from toolkit.targets import preflight
-from toolkit.targets.accelerate import ENGINES
-from toolkit.targets.accelerate_file import in_accelerate, in_scripts, refuse_kernels
-from toolkit.targets.environment import SWITCHES, mesh_variables
 from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from toolkit.accelerate.planned import prepare_process
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
+from toolkit.foreign.accelerate_file import in_accelerate
+from toolkit.foreign.base import written
+from toolkit.foreign.facts import values_of
+from toolkit.foreign.training_arguments import KEYS
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
-from toolkit.targets.accelerate_file import in_accelerate
-from toolkit.targets.base import written
-from toolkit.targets.facts import values_of
-from toolkit.targets.training_arguments import KEYS
 from toolkit.text.terminal import tell
 from toolkit.train.schedule import learning_rate
 

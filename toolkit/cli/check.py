@@ -23,6 +23,7 @@ from toolkit.cli.output import Line, output
 from toolkit.data.local import chat_notes, local_problems
 from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
+from toolkit.foreign import Report, against, places_in
 from toolkit.intake.load import Examined, examine, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
@@ -30,7 +31,6 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules.models import position_notes
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
-from toolkit.targets import Report, against, places_in
 from toolkit.text.terminal import printable
 from toolkit.text.units import human
 

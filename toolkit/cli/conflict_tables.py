@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.output import Line
-from toolkit.targets.base import NO_SETTING, SettingSource
-from toolkit.targets.compare import Report, SettingComparison
+from toolkit.foreign.base import NO_SETTING, SettingSource
+from toolkit.foreign.compare import Report, SettingComparison
 
 _MOST_NAMES = 30
 """Settings of the other place alone: more are only counted."""

@@ -1,9 +1,10 @@
 """`dmt plan`: a recipe's layout, its speed and the reasons; starts nothing."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -37,6 +38,7 @@ from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
 from toolkit.recipe.schema import ClusterSection, GroupSection
 from toolkit.run.announce import ledger_of
+from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
 
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
@@ -51,6 +53,11 @@ Clusters = Annotated[
     ),
 ]
 
+LayoutFlags = Annotated[
+    Literal["megatron-lm"] | None,
+    typer.Option(help="Print only the layout, as flags of this tool's own scripts."),
+]
+
 
 def plan(
     recipes: Annotated[
@@ -62,6 +69,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
+    flags: LayoutFlags = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
@@ -69,6 +77,9 @@ def plan(
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
+    if flags is not None:
+        _print_flags(recipes, overrides, places)
+        return
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
@@ -81,6 +92,17 @@ def plan(
     output(as_json, data, _lines(one, top, explain))
     if not one.search.fits:
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _print_flags(
+    recipes: Sequence[Path], overrides: Sequence[str], places: Sequence[Cluster | None]
+) -> None:
+    from toolkit.foreign.megatron_flags import layout_flags
+
+    if len(recipes) > 1 or len(places) > 1:
+        raise PlanError("--flags: one recipe on one cluster", fix="plan them one by one")
+    planned = _planned(recipes[0], overrides, places[0] if places else None)
+    tell(layout_flags(planned.recipe, planned.plan), sys.stdout)
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -12,6 +11,7 @@ from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import starter
@@ -20,20 +20,16 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
-from toolkit.targets.base import TARGETS
 from toolkit.text.terminal import tell
 
 _JOBS = tuple(each.name for each in LAUNCHERS.values() if each.renders)
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
-_FORMATS = sorted(
-    (name for name, target in TARGETS.items() if target.rendered),
-    key=lambda name: not TARGETS[name].engine,  # in the help, next to the engines
-)
+_ACCELERATE = "accelerate"
 
 if TYPE_CHECKING:
     Name: TypeAlias = str
 else:
-    Name = Literal[*_CONFIGURED, *_FORMATS, *_JOBS]
+    Name = Literal[*_CONFIGURED, _ACCELERATE, *_JOBS]
 
 
 def render(
@@ -53,39 +49,31 @@ def render(
 
     deepspeed: DeepSpeed's JSON. fsdp: the arguments of torch's fully_shard as JSON. megatron:
     the arguments of megatron-core's classes as JSON, every field checked against the installed
-    version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
-    be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what you have to add is printed as
-    comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
-    takes. llama-factory, axolotl: the YAML that they train from. trainer: TrainingArguments as
-    JSON. skypilot, dstack: a task of theirs that runs the recipe on a cloud. slurm, kubernetes:
-    the job that `dmt launch` with that launcher would submit.
+    version. accelerate: the YAML that `accelerate launch --config_file` takes. slurm,
+    kubernetes: the job that `dmt launch` with that launcher would submit.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
-
-    Example: dmt render recipes/llama/llama-3.1-405b-pretrain.yaml --to megatron-lm > args.txt
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
     loaded = with_embedding_rows(adopt_engine_config(load_recipe(recipe, overrides)))
-    format_ = TARGETS[to] if to in _FORMATS else None
-    if format_ is not None:
-        loaded = format_.adapt(loaded)
+    if to == _ACCELERATE:
+        loaded = accelerate_file.in_scripts(loaded)
     plan = plan_recipe(loaded, explained=False)
     name = to or _own_configuration(recipe, plan)
-    notes: Sequence[str] = ()
     if name in _JOBS:
         text = _job(loaded, name)
-    elif format_ is None:
+    elif name == _ACCELERATE:
+        text = accelerate_file.render(loaded, plan)
+    else:
         shown = BACKENDS[name].shown(loaded, plan)
         if shown is None:
-            raise _not_read_by(recipe, plan, name, name)
+            raise PlanError(
+                f"{recipe} runs on the engine {plan.engine}, which reads no {name} "
+                "configuration",
+                fix=f"--set parallel.engine={name}",
+            )
         text = json.dumps(shown, indent=2)
-    elif format_.engine in ("", plan.engine):
-        text, notes = format_.write(loaded, plan)
-    else:
-        raise _not_read_by(recipe, plan, name, format_.engine)
-    for note in notes:
-        tell(f"# {note}")
     text = text.rstrip("\n")
     if out is None:
         tell(text, sys.stdout)
@@ -99,13 +87,6 @@ def _own_configuration(recipe: Path, plan: Plan) -> Name:
     raise PlanError(
         f"{recipe} runs on the engine {plan.engine}, which reads no configuration",
         fix=" or ".join(f"--set parallel.engine={name}" for name in _CONFIGURED),
-    )
-
-
-def _not_read_by(recipe: Path, plan: Plan, name: Name, engine: str) -> PlanError:
-    return PlanError(
-        f"{recipe} runs on the engine {plan.engine}, which reads no {name} configuration",
-        fix=f"--set parallel.engine={engine}",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed, Stopped
 from toolkit.features.base import hooks
+from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
@@ -33,7 +34,6 @@ from toolkit.run.assignment import (
 )
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog
-from toolkit.targets import preflight
 from toolkit.text.terminal import lost_output, tell
 
 

@@ -9,10 +9,7 @@ ADAMW = OptimizerKind(
     aliases=("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadam"),
     elsewhere={
         "deepspeed.json": "AdamW",
-        "pretrain_gpt.py": "adam",
         "TrainingArguments": "adamw_torch",
-        "LLaMA-Factory": "adamw_torch",
-        "Axolotl": "adamw_torch_fused",
     },
 )
 """`optimizer.name: adamw`."""

@@ -126,10 +126,8 @@ class OptimizerKind:
     aliases: tuple[str, ...] = ()
     """Other tools' names of it, in lowercase letters: errors suggest it."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Its name in other tools' configurations (`deepspeed.json`, `pretrain_gpt.py`,
+    """Its name in other tools' configurations (`deepspeed.json`,
     `TrainingArguments`); one that is missing cannot state it."""
-    unlike: Mapping[str, str] = field(default_factory=dict)
-    """What is different in the optimizer of the same name of such a tool."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, and the module of each."""
     no_adapter: str = ""

@@ -54,10 +54,6 @@ MUON = OptimizerKind(
             "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
         ),
     ),
-    unlike={
-        "pretrain_gpt.py": "its own Muon keeps other matrices together and scales them "
-        "differently"
-    },
     no_adapter="what is trained is a product of two matrices, and to orthogonalise each factor "
     "is not to orthogonalise the update",
     # It rounds to bf16 before it orthogonalises: 1e-3 turned 1e-7 into 4e-5 in 20 steps.

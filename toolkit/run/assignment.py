@@ -21,6 +21,7 @@ from toolkit.errors import (
     RunFailed,
 )
 from toolkit.features.base import resolved
+from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe, placed
@@ -40,7 +41,6 @@ from toolkit.run.recorded import PLAN, checked
 from toolkit.system.atomic import write_atomically
 from toolkit.system.compilers import missing_for_torch_compile
 from toolkit.system.untrusted import read_json
-from toolkit.targets import preflight
 from toolkit.text.terminal import tell
 
 MEETING = "DMT_ELASTIC_MEETING"

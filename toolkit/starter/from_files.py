@@ -4,18 +4,15 @@
 a line of what is not carried. `imported.py` makes the recipe.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.config import same
-from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.recipe.schema import LENGTH_SETTINGS
-from toolkit.starter.shape import config_of_shape
-from toolkit.targets.base import (
+from toolkit.foreign.base import (
     ACCUMULATION,
     AUTO,
     COMPILED,
@@ -34,8 +31,10 @@ from toolkit.targets.base import (
     global_batch,
     shown,
 )
-from toolkit.targets.facts import DERIVED
-from toolkit.targets.files import recognised
+from toolkit.foreign.facts import DERIVED
+from toolkit.foreign.files import recognised
+from toolkit.recipe.schema import LENGTH_SETTINGS
+from toolkit.starter.shape import config_of_shape
 from toolkit.text.redact import redact
 from toolkit.text.terminal import printable
 from toolkit.text.units import shortened
@@ -99,7 +98,13 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
     """
     found = Statements()
     stated: list[Stated] = []
-    for target, file in joined(paths):
+    for path in paths:
+        if path.suffix == ".py":
+            raise PlanError(
+                f"--from: {path} is a script, and dmt runs and reads no foreign code",
+                fix=f"{PAGE} has a page for each tool: what of your script a recipe states",
+            )
+        target, file = recognised(path, "--from")
         source = target.read(file, None)
         found.targets += (target,)
         stated += source.stated
@@ -136,24 +141,6 @@ def _defaults(targets: Sequence[Target]) -> dict[str, Any]:
     if None not in betas:
         stated[_BETAS] = betas
     return stated
-
-
-def joined(paths: Sequence[Path]) -> Iterator[tuple[Target, JsonFile]]:
-    """The files, those that their tool reads together as one."""
-    groups: dict[str, tuple[Target, list[JsonFile]]] = {}
-    for path in paths:
-        if path.suffix == ".py":
-            raise PlanError(
-                f"--from: {path} is a script, and dmt runs and reads no foreign code",
-                fix=f"{PAGE} has a page for each tool: what of your script a recipe states",
-            )
-        target, file = recognised(path, "--from")
-        groups.setdefault(target.kind, (target, []))[1].append(file)
-    for target, files in groups.values():
-        if len(files) > 1 and type(target).join is not Target.join:
-            yield target, target.join(files)
-        else:
-            yield from ((target, file) for file in files)
 
 
 def _chosen(

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from toolkit.data.local import PLACEHOLDER
 from toolkit.errors import DmtError, PlanError
+from toolkit.foreign.base import CHANGES, PerReplica, ShareOfSteps
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.foreign import later_value
@@ -22,7 +23,6 @@ from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
 from toolkit.starter.from_files import Statements, Uncarried, read_files
-from toolkit.targets.base import CHANGES, PerReplica, ShareOfSteps
 from toolkit.text.dotted import nested
 from toolkit.text.redact import MASK, looks_secret, redact
 from toolkit.text.terminal import printable

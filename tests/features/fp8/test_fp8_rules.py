@@ -10,13 +10,13 @@ from tests.plan.making import RECIPES
 from toolkit.doctor.needs import needs_of
 from toolkit.errors import PlanError, RecipeError
 from toolkit.features.fp8 import Fp8Section, LayersInBf16
+from toolkit.foreign.accelerate_file import in_accelerate, refuse_kernels, render
 from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import able_pairs, problems
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
-from toolkit.targets.accelerate_file import in_accelerate, refuse_kernels, render
 
 LLAMA_8B = "llama/llama-3.1-8b-pretrain"
 TINY = "tiny/llama-bytes"

@@ -52,7 +52,6 @@ ADAMW_8BIT = OptimizerKind(
         ),
     ),
     aliases=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-    elsewhere={"Axolotl": "adamw_bnb_8bit", "LLaMA-Factory": "adamw_bnb_8bit"},
     packages={"bitsandbytes": "bitsandbytes"},
     no_adapter="the states of so few parameters are small, there is nothing to save",
     gives_up="AdamW's fp32 moments",
