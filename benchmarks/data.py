@@ -1,5 +1,4 @@
-"""Tokenising against the bare `tokenizers` library and against one document at a time, and the
-loader against what the tiny recipe consumes.
+"""Tokenising against the bare `tokenizers` library and against one document at a time.
 
     python benchmarks/data.py [--rounds 5] [--megabytes 20] [--out benchmarks/results/…json]
 
@@ -16,9 +15,6 @@ the median. Imports and loading the tokenizer are not counted.
   encoded, written in Megatron's format and synced.
 - `documents`: the approach of Megatron-LM's preprocess_data.py: a pool of processes parses a
   line and calls the tokenizer of `transformers` on it, the parent adds one document at a time.
-
-The loader's speed is that of `GlobalBatches` alone; the recipe's is what
-`metrics.jsonl` of a run says.
 """
 
 import argparse
@@ -48,8 +44,6 @@ VOCABULARY = 16_000
 TURN_S = 0.5
 WORKER = (sys.executable, __file__, "--worker")
 ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-TINY = Path("recipes/tiny/llama-bytes.yaml")
-TINY_STEPS = 60
 WAYS = ("bare", "jsonl", "documents")
 
 
@@ -228,33 +222,6 @@ def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def loader_tokens_per_s() -> float:
-    """Worker: what one process reads of the tiny recipe's data, in global batches."""
-    from toolkit.data.batches import GlobalBatches
-    from toolkit.data.build import build_data
-    from toolkit.intake.load import load_recipe
-
-    recipe = load_recipe(TINY, [])
-    size, length = recipe.training.global_batch_size, recipe.training.sequence_length
-    data = build_data(recipe.data, recipe.training, vocab_size=None, base=Path.cwd())
-    batches, count = GlobalBatches(data.train, data.order, data.batches), 1000
-    started = time.perf_counter()
-    for number in range(count):
-        batches.micro_batches(number * size, 0, [size])
-    return count * size * length / (time.perf_counter() - started)
-
-
-def recipe_tokens_per_s(folder: Path) -> float:
-    """What a run of the tiny recipe consumes."""
-    command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(TINY)]
-    command += ["--run-dir", str(folder / "run")]
-    for setting in (f"training.steps={TINY_STEPS}", "logging.wandb=null"):
-        command += ["--set", setting]
-    subprocess.run(command, check=True, capture_output=True)
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["tokens_per_s"] for line in lines[1:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -268,31 +235,18 @@ def main() -> None:
             "date": datetime.now(UTC).date().isoformat(),
             "processor": platform.machine(),
             "cores": os.cpu_count(),
-            "versions": {name: version(name) for name in ("tokenizers", "datasets", "torch")},
+            "versions": {name: version(name) for name in ("tokenizers", "datasets")},
             "megabytes": options.megabytes,
             "bpe": tokenising(folder, "./bpe", options.rounds),
             "bytes": tokenising(folder, "bytes", options.rounds),
         }
-        found = subprocess.run([*WORKER, "loader"], env=ENVIRONMENT, stdout=subprocess.PIPE)
-        loader, recipe = json.loads(found.stdout), recipe_tokens_per_s(folder)
-    result["loader"] = {
-        "tokens_per_s": round(loader),
-        "tiny_recipe_tokens_per_s": round(recipe),
-        "ratio": round(loader / recipe, 1),
-    }
     print(json.dumps(result, indent=2))
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def worker(way: str, folder: str = "", name: str = "") -> None:
-    """What a process of its own runs."""
-    found = loader_tokens_per_s() if way == "loader" else measure(way, Path(folder), name)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:])
+        print(json.dumps(measure(sys.argv[2], Path(sys.argv[3]), sys.argv[4])))
     else:
         main()
