@@ -34,6 +34,8 @@ SETTINGS: dict[str, str] = {
     },
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
+    "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "
+    "moves samples to faster ranks",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
@@ -42,6 +44,7 @@ SETTINGS: dict[str, str] = {
 """What to do instead of a removed setting, by its dotted path without indices."""
 
 DEFAULTS: dict[str, object] = {
+    "cluster.groups": [],
     "data.remote_cache_gib": 50.0,
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,

@@ -27,6 +27,7 @@ def test_the_short_form_names_nodes_accelerators_and_their_model() -> None:
     "text",
     [
         "",
+        "1x8xa100-80gb+1x8xh100-80gb",
         "h100-80gb",
         "0x8xh100-80gb",
         "4x0xh100-80gb",
@@ -85,27 +86,6 @@ def test_a_file_changes_what_it_states_and_nothing_else(tmp_path: Path) -> None:
     assert cluster.price_per_gpu_hour == 2.5
     assert (cluster.gpu, cluster.node_link) == (usual.gpu, usual.node_link)
     assert cluster.host_memory_gib == usual.host_memory_gib
-
-
-def test_a_file_of_groups(tmp_path: Path) -> None:
-    groups = (
-        "groups:\n- {nodes: 1, gpus_per_node: 8, gpu: h100-80gb, price_per_gpu_hour: 3}\n"
-        "- {nodes: 3, gpus_per_node: 8, gpu: {like: a100-80gb, memory_gib: 70}, speed: 0.9,"
-        " price_per_gpu_hour: 1}\n"
-    )
-    cluster = load_cluster(write(tmp_path, groups))
-    fast, slow = cluster.groups
-    assert (cluster.nodes, cluster.gpus, cluster.price_per_gpu_hour) == (4, 32, 1.5)
-    assert [cluster.kind_of(rank).nodes for rank in (0, 7, 8, 31)] == [1, 1, 3, 3]
-    assert (slow.gpu.memory_gib, slow.speed, fast.speed) == (70, 0.9, 1.0)
-    assert cluster.gpu == slow.gpu, "what all ranks can do"
-    assert {one.network.bytes_per_s for one in (cluster, fast, slow)} == {25e9}
-    assert cluster.peak_flops("bf16") == pytest.approx((989.5 + 3 * 312) / 4 * 1e12)
-    assert cluster.peak_flops("fp8") is None
-    with pytest.raises(RecipeError) as raised:
-        load_cluster(write(tmp_path, groups.replace("nodes: 3", "nods: 3") + "nodes: 4\n"))
-    keys = [one.key for one in raised.value.problems]
-    assert keys == ["nodes", "groups[1].nods", "groups[1].nodes"]
 
 
 def test_an_accelerator_of_ones_own(tmp_path: Path) -> None:

@@ -260,3 +260,16 @@ def test_several_mistakes_are_all_reported() -> None:
     assert [problem.key for problem in found] == [
         "parallel.expert", "parallel.tensor", "parallel.sequence", "parallel.pipeline",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stages": (1, 2), "pipeline": 2},
+        {"stages": (1, 1), "pipeline": 1, "virtual_pipeline": 1},
+        {"stages": (1, 1), "engine": "ddp"},
+    ],
+)
+def test_stages_that_do_not_suit_the_model(asked: dict[str, Any]) -> None:
+    two_layers = LLAMA | {"num_hidden_layers": 2}
+    assert only(job(two_layers, 2, **{"engine": "megatron", **asked})).key == "parallel.stages"

@@ -187,8 +187,7 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     size, length = training.global_batch_size, training.sequence_length
     parts.append(f"batch {start}{size}{rows} × {length}")
     parts.append(training.precision)
-    kinds = recipe.cluster.groups or (recipe.cluster,)
-    parts.append(" + ".join(f"{one.nodes * one.gpus_per_node} × {one.gpu}" for one in kinds))
+    parts.append(f"{recipe.cluster.world_size} × {recipe.cluster.gpu}")
     return ", ".join(parts)
 
 

@@ -36,7 +36,7 @@ from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import Candidate, Search
 from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
-from toolkit.recipe.schema import ClusterSection, GroupSection
+from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
@@ -195,9 +195,9 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     layout = plan.layout
     yield "engine", plan.engine
     yield "model", plan.model
-    groups = [_machines(one, str(one.gpu)) for one in cluster.groups]
-    machines = groups or [_machines(cluster, device.name)]
-    yield "ranks", f"{layout.world:,} = {' + '.join(machines)}"
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    machines = f"{nodes} × {cluster.gpus_per_node} {device.name}"
+    yield "ranks", f"{layout.world:,} = {machines}"
     yield "data parallel", f"{layout.dp:,}"
     yield from _dimension_rows(layout, kernels=False)
     title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
@@ -208,12 +208,6 @@ def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[t
     yield "global batch", batch_text(layout)
     yield "recompute", recompute_text(layout)
     yield from _dimension_rows(layout, kernels=True)
-
-
-def _machines(cluster: ClusterSection | GroupSection, name: str) -> str:
-    """`2 nodes × 8 h100-80gb`."""
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
-    return f"{nodes} × {cluster.gpus_per_node} {name}"
 
 
 def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str]]:

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from toolkit.errors import PlanError
-from toolkit.recipe.schema import ClusterSection, GpuSection
+from toolkit.recipe.schema import GpuSection
 from toolkit.text.suggest import closest
 
 GIGA = 1e9
@@ -172,19 +172,6 @@ def accelerator(stated: str | GpuSection) -> Gpu:
     if isinstance(stated, str):
         return gpu(stated)
     return described(gpu(stated.like), stated.model_dump(exclude_none=True))
-
-
-def oldest(cluster: ClusterSection) -> Gpu:
-    """The accelerator whose kernels and precisions all ranks have: of the oldest generation.
-
-    Raises PlanError for unknown names.
-    """
-    return min((accelerator(one.gpu) for one in cluster.groups or (cluster,)), key=age)
-
-
-def age(one: Gpu) -> tuple[int, float]:
-    """A key by which older accelerators come first."""
-    return get_args(Generation).index(one.generation), one.bf16 or 0.0
 
 
 def described(base: Gpu, stated: Mapping[str, Any]) -> Gpu:

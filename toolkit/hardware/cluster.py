@@ -1,13 +1,12 @@
-"""A cluster: nodes of accelerators, all equal or in groups, and the links between them."""
+"""A cluster: nodes of equal accelerators, and the links between them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GIGA, Gpu, accelerator, age, gpu
+from toolkit.hardware.catalogue import GIGA, Gpu, accelerator, gpu
 from toolkit.recipe.schema import ClusterSection, GpuSection
 
 LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared"]
@@ -62,29 +61,6 @@ class Cluster:
     memory_fraction: float = 1.0
     """Share of each accelerator's memory that layouts may need; `gpu.memory_gib` is this share
     of it."""
-    groups: tuple["Cluster", ...] = ()
-    """Where accelerators differ: groups of equal ones, in the order of their ranks. The rest
-    then says what all nodes have: the oldest accelerator, the slowest network."""
-    speed: float = 1.0
-    """Of the accelerators, relative to what is known of their kind."""
-
-    @property
-    def kinds(self) -> tuple["Cluster", ...]:
-        """Its groups, or the cluster itself where all accelerators are equal."""
-        return self.groups or (self,)
-
-    def kind_of(self, rank: int) -> "Cluster":
-        """The group of a rank."""
-        ends = accumulate(one.gpus for one in self.kinds)
-        return next(one for one, end in zip(self.kinds, ends, strict=True) if rank < end)
-
-    def peak_flops(self, precision: str) -> float | None:
-        """Mean peak FLOP/s of its accelerators; None where one has none."""
-        if not self.groups:
-            return self.gpu.peak_flops(precision)
-        peaks = [(one.gpu.peak_flops(precision), one.gpus) for one in self.groups]
-        known = [peak * count for peak, count in peaks if peak is not None]
-        return sum(known) / self.gpus if len(known) == len(peaks) else None
 
     def limited(self, memory_fraction: float) -> "Cluster":
         """The same cluster, with this share of each accelerator's memory."""
@@ -92,8 +68,7 @@ class Cluster:
         if memory_gib is None or memory_fraction == self.memory_fraction:
             return self
         gpu = replace(self.gpu, memory_gib=memory_gib * memory_fraction / self.memory_fraction)
-        groups = tuple(one.limited(memory_fraction) for one in self.groups)
-        return replace(self, gpu=gpu, groups=groups, memory_fraction=memory_fraction)
+        return replace(self, gpu=gpu, memory_fraction=memory_fraction)
 
     @property
     def gpus(self) -> int:
@@ -104,11 +79,7 @@ class Cluster:
     def section(self) -> dict[str, Any]:
         """What a recipe's `cluster` section says of it."""
         name = self.gpu.like or self.gpu.name
-        said = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "gpu": name}
-        if self.groups:
-            groups = [one.section | {"speed": one.speed} for one in self.groups]
-            return said | {"gpu": groups[0]["gpu"], "groups": groups}
-        return said
+        return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "gpu": name}
 
     @property
     def island(self) -> int:
@@ -231,61 +202,19 @@ def usual_cluster(where: ClusterSection) -> Cluster:
 
     Raises PlanError for an accelerator that the catalogue lacks.
     """
-    if not where.groups:
-        return default_cluster(where.nodes, where.gpus_per_node, where.gpu)
-    return mixed(
-        [
-            replace(default_cluster(one.nodes, one.gpus_per_node, one.gpu), speed=one.speed)
-            for one in where.groups
-        ]
-    )
-
-
-def mixed(groups: Sequence[Cluster]) -> Cluster:
-    """A cluster of groups of nodes; those of equal groups are just more nodes.
-
-    Raises PlanError if nodes have different numbers of accelerators.
-    """
-    counts = sorted({one.gpus_per_node for one in groups})
-    if len(counts) > 1:
-        raise PlanError(
-            f"cluster.groups: found nodes of {' and '.join(map(str, counts))} GPUs; a launcher "
-            "starts as many processes on every node",
-            fix="state one gpus_per_node in all groups",
-        )
-    name, nodes = "+".join(one.name for one in groups), sum(one.nodes for one in groups)
-    first = groups[0]
-    if all(replace(one, name=first.name, nodes=first.nodes) == first for one in groups):
-        return replace(first, nodes=nodes, name=name)
-    slow = min(
-        (one.network for one in groups),
-        key=lambda one: one.measured_bytes_per_s or one.bytes_per_s,
-    )
-    prices = [one.price_per_gpu_hour for one in groups]
-    price = None
-    if None not in prices:
-        price = sum((one.price_per_gpu_hour or 0.0) * one.nodes for one in groups) / nodes
-    return replace(
-        min(groups, key=lambda one: age(one.gpu)),
-        name=name,
-        nodes=nodes,
-        network=slow,
-        host_memory_gib=min(one.host_memory_gib for one in groups),
-        nvme_gib=min(one.nvme_gib for one in groups),
-        price_per_gpu_hour=price,
-        speed=1.0,
-        groups=tuple(replace(one, network=slow) for one in groups),
-    )
+    return default_cluster(where.nodes, where.gpus_per_node, where.gpu)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster of a short form: `4x8xh100-80gb` is 4 nodes of 8; `8xh200` one node of 8;
-    groups of nodes are joined by `+`.
+    """The cluster of a short form: `4x8xh100-80gb` is 4 nodes of 8; `8xh200` one node of 8.
 
     Raises PlanError naming what is wrong with the text.
     """
     if "+" in text:
-        return mixed([parse_cluster(one) for one in text.split("+")])
+        raise PlanError(
+            f"--cluster: found {text[:80]!r}; groups of different GPUs were removed",
+            fix="plan for machines of one kind, e.g. `--cluster 4x8xh100-80gb`",
+        )
     counted = r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})x([a-z].*)"
     match = re.fullmatch(counted, text.lower(), re.ASCII)
     if match is None:

@@ -7,8 +7,6 @@ gpu: h100-80gb        # of the catalogue; or {like: h100-80gb, memory_gib: 96, â
 network: {kind: roce, gigabits_per_s: 200}          # of one accelerator
 price_per_gpu_hour: 2.5
 ```
-
-Or `groups:`, a list of such maps, in the order of their ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,6 @@ from toolkit.hardware.cluster import (
     Link,
     default_cluster,
     link,
-    mixed,
     parse_cluster,
 )
 from toolkit.recipe import yaml_nodes
@@ -73,8 +70,6 @@ KEYS: Mapping[str, Any] = {
     "measured": _MEASURED,
 }
 """Every key of the file and what it takes; bandwidths are each way."""
-IN_GROUPS: Mapping[str, Any] = {**KEYS, "speed": NUMBER}
-"""Of a cluster of groups, every key of a group."""
 REQUIRED = ("nodes", "gpus_per_node", "gpu")
 
 
@@ -106,34 +101,10 @@ def load_cluster(path: Path) -> Cluster:
     if not isinstance(root, yaml_nodes.Mapping):
         allowed = f"a map of {', '.join(KEYS)}"
         raise RecipeError([Problem("(file)", "something else", allowed, "", str(path))])
-    groups = root.entries.get("groups")
-    if groups is None:
-        problems += [*_problems(root, KEYS, ""), *_missing(root, str(path))]
-    else:
-        problems += [*_problems(root, {"name": TEXT, "groups": None}, "")]
-        problems += [*_group_problems(groups.node, str(path))]
+    problems += [*_problems(root, KEYS, ""), *_missing(root, str(path))]
     if problems:
         raise RecipeError(problems)
-    data = yaml_nodes.to_data(root)
-    if groups is None:
-        return _cluster(data)
-    found = mixed([_cluster(one) for one in data["groups"]])
-    return replace(found, name=data.get("name", found.name))
-
-
-def _group_problems(node: yaml_nodes.Node, file: str) -> Iterator[Problem]:
-    """What is wrong with the groups of a cluster."""
-    items = node.items if isinstance(node, yaml_nodes.Sequence) else ()
-    if not items:
-        yield Problem("groups", "no list", "a list of groups", "write `- {nodes: 1, â€¦}`", file)
-    for number, item in enumerate(items):
-        above = f"groups[{number}]"
-        if not isinstance(item, yaml_nodes.Mapping):
-            allowed = f"a map of {', '.join(IN_GROUPS)}"
-            yield Problem(above, "something else", allowed, "", *item.place)
-            continue
-        yield from _problems(item, IN_GROUPS, f"{above}.")
-        yield from (replace(one, key=f"{above}.{one.key}") for one in _missing(item, file))
+    return _cluster(yaml_nodes.to_data(root))
 
 
 def _problems(
@@ -141,8 +112,6 @@ def _problems(
 ) -> Iterator[Problem]:
     for key, entry in node.entries.items():
         dotted, value = f"{above}{key}", entry.node
-        if keys.get(key, "") is None:
-            continue
         if key not in keys:
             fix = did_you_mean(key, keys, "remove it")
             found = "an unknown key"
@@ -179,11 +148,10 @@ def _wrong(key: str, node: yaml_nodes.Node, accepted: Any) -> Problem | None:
         TEXT: isinstance(value, str) and 0 < len(value) <= 100,
         KIND: value in LINK_KINDS,
     }
-    inner = key.rpartition("].")[2]
-    if inner == "gpu":
+    if key == "gpu":
         return _wrong_gpu(key, node)
     if not isinstance(accepted, Mapping) and right[accepted]:
-        if inner == "gpu.like":
+        if key == "gpu.like":
             return _wrong_gpu(key, node)
         return None
     found = node.text if isinstance(node, yaml_nodes.Scalar) else "a list or map"
@@ -223,7 +191,7 @@ def _cluster(data: Mapping[str, Any]) -> Cluster:
             data.get("network", {}), base.network, measured.get("network_gigabytes_per_s")
         ),
     }
-    plain = "name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain", "speed"
+    plain = "name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain"
     changes |= {key: data[key] for key in plain if key in data}
     for key in ("host_memory", "host_link", "nvme"):
         if f"{key}_gigabytes_per_s" in data:

@@ -9,12 +9,11 @@ are only called.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.features.base import FEATURES, Feature, excluding
-from toolkit.hardware.catalogue import Gpu, accelerator, oldest
+from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems
@@ -35,11 +34,9 @@ from toolkit.recipe.schema import (
     OBJECTIVE_SECTIONS,
     ChatRowsSource,
     DataSection,
-    GpuSection,
     Recipe,
     ScheduleSection,
     Source,
-    follows_from,
 )
 
 
@@ -334,59 +331,18 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
-    groups = recipe.cluster.groups
-    for number, one in enumerate(groups):
-        yield from _known(f"cluster.groups[{number}].gpu", one.gpu)
-    if not groups:
-        yield from _known("cluster.gpu", recipe.cluster.gpu)
-
-
-def _accelerator_of(stated: str | GpuSection) -> Gpu | None:
-    """None where the catalogue lacks it, which another rule reports."""
-    with suppress(PlanError):
-        return accelerator(stated)
-    return None
-
-
-def _known(above: str, stated: str | GpuSection) -> Iterator[Problem]:
     """An accelerator that the catalogue lacks."""
+    stated = recipe.cluster.gpu
     try:
         accelerator(stated)
     except PlanError as error:
         known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
         key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
-        yield Problem(f"{above}{key}", name, known, error.fix)
+        yield Problem(f"cluster.gpu{key}", name, known, error.fix)
     else:
         if not isinstance(stated, str) and stated.like.lower() == "cpu":
             fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
-            yield Problem(f"{above}.like", "cpu", "a GPU of the hardware catalogue", fix)
-
-
-def _groups(recipe: Recipe) -> Iterator[Problem]:
-    """Nodes with equally many processes, of accelerators that communicate with each other."""
-    cluster = recipe.cluster
-    if not (groups := cluster.groups):
-        return
-    follows = follows_from(groups)
-    if wrong := [key for key, value in follows.items() if getattr(cluster, key) != value]:
-        found = ", ".join(f"cluster.{key}: {getattr(cluster, key)}" for key in wrong)
-        allowed = ", ".join(f"{key}: {follows[key]}" for key in wrong)
-        fix = f"write {allowed} next to groups, or remove what states {listed(wrong)}"
-        yield Problem("cluster.groups", f"groups next to {found}", allowed, fix)
-    for number, one in enumerate(groups[1:], 1):
-        if one.gpus_per_node != groups[0].gpus_per_node:
-            yield Problem(
-                f"cluster.groups[{number}].gpus_per_node",
-                str(one.gpus_per_node),
-                f"{groups[0].gpus_per_node}, as in the first group: a launcher starts equally "
-                "many processes on every node",
-                f"set it to {groups[0].gpus_per_node}",
-            )
-    kinds = {gpu.generation for one in groups if (gpu := _accelerator_of(one.gpu))}
-    if kinds & {"cpu", "cdna3"} and len(kinds) > 1:
-        found = " and ".join(str(one.gpu) for one in groups)
-        allowed = "accelerators of one maker, which communicate with each other"
-        yield Problem("cluster.groups", found, allowed, "train on one of the groups")
+            yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
 
 
 def _moving(recipe: Recipe) -> Iterator[Problem]:
@@ -407,7 +363,7 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     try:
-        device = oldest(recipe.cluster)
+        device = accelerator(recipe.cluster.gpu)
     except PlanError:
         return  # reported by `_accelerator`
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
@@ -564,10 +520,6 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("launch.spares", found, "0, except in an elastic run", fix)
     if elastic is None:
         return
-    if recipe.cluster.groups:
-        allowed = "null with cluster.groups: it is not known which of them is lost"
-        fix = "remove launch.elastic, or train on equal machines"
-        yield Problem("launch.elastic", "settings", allowed, fix)
     if not able.elastic:
         names = listed([name for name, one in LAUNCHERS.items() if one.elastic])
         found, fix = f"settings with `launcher: {able.name}`", f"set launch.launcher to {names}"
@@ -663,12 +615,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallel.zero",), _nvme),
     Rule(_SPREAD, _batch),
     Rule((*_SPREAD, "data.stages"), ramp_problems),
-    Rule(("cluster.gpu", "cluster.groups"), _accelerator),
-    Rule(("cluster",), _groups),
+    Rule(("cluster.gpu",), _accelerator),
     Rule(
         (
             "cluster.gpu",
-            "cluster.groups",
             "training.precision",
             "parallel.engine",
             "parallel.model",

@@ -58,7 +58,7 @@ def estimate(setup: Setup) -> Estimate:
     workload, layout, cluster = setup.workload, setup.layout, setup.cluster
     return Estimate(
         setup=setup,
-        memory=device_memory(workload, layout, cluster)[0],
+        memory=device_memory(workload, layout, cluster),
         time=step_time(workload, layout, cluster),
         needed=demand(workload, layout, cluster),
     )
@@ -86,8 +86,7 @@ class Derivations:
 def derivations(found: Estimate) -> Derivations:
     """Of every part that is not zero."""
     workload, layout, cluster = found.setup.workload, found.setup.layout, found.setup.cluster
-    fullest = device_memory(workload, layout, cluster)[1].of(layout)
-    memory = memory_derivations(workload, fullest, found.memory)
+    memory = memory_derivations(workload, layout, found.memory)
     time = time_derivations(busiest_stage(workload, layout, cluster), found.time)
     return Derivations(
         {part: one for part, one in memory.items() if one.value},

@@ -92,17 +92,6 @@ def _choice(found: Search) -> Choice:
     return Choice(best.pair, best.layout, support, found.job.spec, limited, contexts)
 
 
-def groups(found: Search) -> Iterator[str]:
-    """What ranks of different accelerators have in common."""
-    if kinds := found.cluster.groups:
-        names = " + ".join(f"{one.gpus} × {one.gpu.name}" for one in kinds)
-        yield (
-            f"groups {names}: the step of the slowest ranks; precisions and kernels are what "
-            f"{found.cluster.gpu.name} has, and states are sharded evenly, whatever a GPU's "
-            "memory"
-        )
-
-
 def choice(found: Search) -> Iterator[str]:
     """How the layout was chosen, and how near its memory is to the limit."""
     best, cluster, capacity = found.best, found.cluster, found.best.capacity_gib
@@ -183,25 +172,8 @@ def decision(found: Search, dimension: Dimension) -> Decision:
     """The decision about one dimension of the layout."""
     chosen = getattr(found.best.layout, dimension.field)
     what, note = dimension.named(chosen), _note(found, dimension.field)
-    if isinstance(chosen, tuple) and dimension.of(found.job) == ():
-        why = f"{division_text(chosen)} by speed and memory of the groups"
-        return Decision(what, f"{why}{_evenly(found, dimension)}")
     auto = dimension.of(found.job) == "auto"
     return Decision(what, f"{_auto(found) if auto else 'asked for'}{note}")
-
-
-def _evenly(found: Search, dimension: Dimension) -> str:
-    """What even work costs where a layout has uneven work, if any layout has that and fits."""
-    layout = found.best.layout
-    even = (
-        one
-        for one in found.by_time()
-        if one.pair == found.best.pair
-        and getattr(one.layout, dimension.field) == ()
-        and (one.layout.pp, one.layout.tp) == (layout.pp, layout.tp)
-    )
-    fastest = next(even, None)
-    return "" if fastest is None else f"; evenly it {_slower(found, fastest)}"
 
 
 def _others(found: Search, dimension: Dimension) -> list[Any]:

@@ -15,7 +15,7 @@ from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
-from toolkit.plan.explain import choice, decisions, groups
+from toolkit.plan.explain import choice, decisions
 from toolkit.plan.plan import BatchCost, Plan
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.request import PlanRequest
@@ -23,7 +23,7 @@ from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Candidate, Search, search
 from toolkit.plan.workloads import workload_of
-from toolkit.recipe.schema import GroupSection, Recipe
+from toolkit.recipe.schema import Recipe
 
 _LOSS_SCALE = 2.0**16
 
@@ -61,10 +61,9 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
 
 def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
     """The recipe with a cluster's size and accelerators: workers are started from these."""
-    said = cluster.section
-    groups = tuple(GroupSection(**one) for one in said.pop("groups", ()))
-    values = {f"cluster.{key}": value for key, value in said.items()}
-    return recipe.with_values(values | {"cluster.groups": groups})
+    return recipe.with_values(
+        {f"cluster.{key}": value for key, value in cluster.section.items()}
+    )
 
 
 def settled(recipe: Recipe, plan: Plan) -> Recipe:
@@ -98,7 +97,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token(training.sequence_length, causal=True),
-        peak_flops_per_gpu=found.cluster.peak_flops(workload.precision),
+        peak_flops_per_gpu=found.cluster.gpu.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=tuple(_reasons(found, built)) if explained else (),
         memory_gib=best.memory_gib,
@@ -119,7 +118,6 @@ def _reasons(found: Search, built_gib: float) -> Iterator[str]:
     """A line per decision, and what to know before the run."""
     job, best = found.job, found.best
     yield from (one.reason for one in decisions(found))
-    yield from groups(found)
     yield from choice(found)
     yield _attention_reason(_with_context(job, best))
     yield _overlap_reason(job, best)

@@ -153,10 +153,7 @@ def _changed(job: PlanRequest, changes: Changes) -> PlanRequest:
 
 
 def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:
-    """The smallest larger cluster on which something fits; of groups, which one would grow is
-    open."""
-    if cluster.groups:
-        return
+    """The smallest larger cluster on which something fits."""
     for nodes, on_node in _sizes(cluster):
         larger = replace(cluster, nodes=nodes, gpus_per_node=on_node)
         where = job.cluster.model_copy(update={"nodes": nodes, "gpus_per_node": on_node})

@@ -1,16 +1,14 @@
 """What a plan is asked for: the parts of a recipe that rules, cost model and search read."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from toolkit.adapters import lora
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import Problem
 from toolkit.features.base import Settings
-from toolkit.hardware.catalogue import oldest
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
@@ -55,9 +53,6 @@ class PlanRequest:
         cls, recipe: Recipe, cluster: ClusterSection, config: Mapping[str, object]
     ) -> "PlanRequest":
         """What the rules read of `recipe` on this cluster, for the model of this `config`."""
-        with suppress(PlanError):  # an unknown accelerator is reported by another rule
-            if cluster.groups:  # what all ranks can do is what the oldest one can
-                cluster = cluster.model_copy(update={"gpu": oldest(cluster).name})
         return cls(
             recipe.parallel,
             cluster,

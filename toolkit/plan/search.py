@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile, tee
-from math import inf
 from typing import Literal, NamedTuple
 
 from toolkit.errors import PlanError
@@ -25,13 +24,10 @@ from toolkit.plan.cost.memory import (
     host_bytes,
     nvme_bytes,
     peak_memory,
-    stage_memory,
 )
-from toolkit.plan.cost.placement import StagePart, splits_groups, stage_parts
 from toolkit.plan.cost.time import least_step_s, step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSIONS
-from toolkit.plan.groups import spread
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import can_recompute_some
@@ -78,7 +74,7 @@ class Candidate(NamedTuple):
     step_s: float | None
     """None if it does not fit; then its speed was not computed."""
     capacity_gib: float | None
-    """Memory of the fullest device; None where it is not limited (a CPU)."""
+    """Memory of a device; None where it is not limited (a CPU)."""
 
     @property
     def degrees(self) -> tuple[Pair, int, int, int, int]:
@@ -166,7 +162,7 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
         if found is not None and found.fits:
             break
     if found is None:
-        raise _no_layout(job, cluster, tried)
+        raise _no_layout(job, tried)
     first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
     if on_cpu or not found.fits:  # a CPU would offload to its own memory
         return found
@@ -189,35 +185,21 @@ def evaluate(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
 
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     """Memory of one layout, without its speed."""
-    memory, fullest = device_memory(workload, layout, cluster)
+    memory = device_memory(workload, layout, cluster)
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
     if places != ("none", "none") or layout.offload_activations:
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
-    states, capacity = memory.model_states / GIB, fullest.cluster.gpu.memory_gib
+    states, capacity = memory.model_states / GIB, cluster.gpu.memory_gib
     return Candidate(workload.pair, layout, needed, states, host, disk, None, capacity)
 
 
-def device_memory(
-    workload: Workload, layout: Layout, cluster: Cluster
-) -> tuple[Memory, StagePart]:
-    """Memory of the device that is fullest for its size, and its part of a stage; a CPU has no
-    CUDA context."""
-    usual = StagePart(cluster, layout.micro_batch)
-    if cluster.gpu.memory_gib is None:
-        return replace(peak_memory(workload, layout), context=0.0), usual
-    if not cluster.groups:
-        return peak_memory(workload, layout), usual
-    return max(
-        (
-            (stage_memory(workload, part.of(layout), stage), part)
-            for stage, parts in enumerate(stage_parts(layout, cluster))
-            for part in parts
-        ),
-        key=lambda found: found[0].total / (found[1].cluster.gpu.memory_gib or inf),
-    )
+def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
+    """Memory of the fullest device; a CPU has no CUDA context."""
+    memory = peak_memory(workload, layout)
+    return replace(memory, context=0.0) if cluster.gpu.memory_gib is None else memory
 
 
 ON_DISKS = " on the disks"
@@ -280,8 +262,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     """The search with at most this fallback; None if there is no layout."""
     splits = tuple(
         Splits(partial, cluster)
-        for one in partial_layouts(job, fallback)
-        for partial in spread(one, cluster, job.training)
+        for partial in partial_layouts(job, fallback)
         if partial.micro_batches
     )
     return Search(job, cluster, fallback, splits) if splits else None
@@ -308,19 +289,11 @@ def by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
                 heappush(waiting, (_seconds(one), number, size, place, one))
 
 
-def _no_layout(job: PlanRequest, cluster: Cluster, tried: list[Fallback]) -> PlanError:
-    """Why there is no layout: the batch, groups of different GPUs, or the model's shape."""
+def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
+    """Why there is no layout: the batch, or the model's shape."""
     layouts = [one.layout for fallback in tried for one in partial_layouts(job, fallback)]
     if not layouts:
         return no_degrees(job)
-    first = layouts[0]
-    if cluster.groups and splits_groups(first, cluster):
-        block = first.tp * first.cp
-        return PlanError(
-            f"cluster.groups: groups of {block} ranks, tensor {first.tp} · "
-            f"context {first.cp}, would reach across different GPUs",
-            fix="leave parallel.tensor and parallel.context at auto, or state smaller ones",
-        )
     return uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
 
 

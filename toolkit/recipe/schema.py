@@ -6,7 +6,7 @@ two settings in `intake/checks.py`, file reading and error texts in `intake/load
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -14,10 +14,8 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
     create_model,
-    model_serializer,
     model_validator,
 )
 
@@ -739,8 +737,8 @@ class ParallelSection(Section):
     """Model chunks per pipeline stage (interleaved schedule)."""
     stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
     """Layers of each pipeline stage, in the order of the model, e.g. [20, 12] where the first
-    is faster; with virtual stages, of each chunk. Empty: evenly, and by speed and memory on
-    `cluster.groups` of different GPUs. The loss does not change."""
+    is faster; with virtual stages, of each chunk. Empty: evenly. The
+    loss does not change."""
     context: Degree | Auto = 1
     """Context-parallel degree: ranks over which the positions of every row are spread, for long
     sequences (docs/context.md). Twice the degree divides every sequence length."""
@@ -801,26 +799,6 @@ GpuChoice: TypeAlias = Annotated[
 ]
 
 
-class GroupSection(Section):
-    """Nodes of a cluster that are alike."""
-
-    nodes: Degree = 1
-    """Machines."""
-    gpus_per_node: Degree = 1
-    """Processes per machine; equal in all groups."""
-    gpu: GpuChoice = "cpu"
-    """As `cluster.gpu`."""
-    speed: PositiveFloat = 1.0
-    """Speed of these devices relative to what the planner assumes of their kind, e.g. 0.5 for
-    CPUs that are half as fast as those of another group."""
-
-
-def follows_from(groups: Sequence[GroupSection]) -> dict[str, Any]:
-    """What groups say of their whole cluster, by its keys. Raises IndexError without any."""
-    first, nodes = groups[0], sum(one.nodes for one in groups)
-    return {"nodes": nodes, "gpus_per_node": first.gpus_per_node, "gpu": first.gpu}
-
-
 class ClusterSection(Section):
     """The machines that the run is planned for."""
 
@@ -831,26 +809,9 @@ class ClusterSection(Section):
     gpu: GpuChoice = "cpu"
     """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
     `{like: h100-80gb, memory_gib: 94}`."""
-    groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
-    """Groups of nodes with different GPUs, in the order of their ranks; `nodes`,
-    `gpus_per_node` and `gpu` follow from them (docs/planner.md)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each GPU's memory that a plan may need, e.g. 0.9 if other programs use the GPU
     too (docs/planner.md)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_groups(cls, stated: Any) -> Any:
-        """What follows from `groups`; a rule reports where it is stated differently."""
-        try:
-            groups = [GroupSection.model_validate(one) for one in stated["groups"]]
-            return follows_from(groups) | stated
-        except (LookupError, TypeError, ValueError):  # none, or reported where they are read
-            return stated
-
-    @model_serializer(mode="wrap")
-    def _without_no_groups(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if key != "groups" or value}
 
     @property
     def world_size(self) -> int:

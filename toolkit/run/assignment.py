@@ -320,11 +320,6 @@ def decide_for_fewer(
 
 
 def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
-    if recipe.cluster.groups:
-        raise PlanError(
-            "cluster.groups: which nodes are missing is not known, so the rest is not planned",
-            fix="state the groups that are left, or train on equal GPUs",
-        )
     return recipe.with_values({"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node})
 
 

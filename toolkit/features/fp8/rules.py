@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.errors import PlanError, Problem
 from toolkit.features.fp8 import Fp8Section
-from toolkit.hardware.catalogue import oldest
+from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.workload import Workload
@@ -22,7 +22,7 @@ _BLOCK = 16
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """What the device, precision and lengths of the recipe do not suit."""
     try:
-        device = oldest(recipe.cluster)
+        device = accelerator(recipe.cluster.gpu)
     except PlanError:
         return  # reported by the rule about `cluster.gpu`
     precision = recipe.training.precision

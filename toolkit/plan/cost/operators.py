@@ -59,9 +59,9 @@ class Device:
 
 
 @lru_cache(maxsize=1024)
-def device(gpu: Gpu, workload: Workload, efficiency: Efficiency, speed: float = 1.0) -> Device:
+def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     """The rates of `gpu`: measured, or a share of its peaks; those of a nominal CPU for an
-    unknown one; all times `speed`.
+    unknown one.
 
     Raises PlanError for a precision that the accelerator lacks.
     """
@@ -78,16 +78,16 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency, speed: float = 
     kernel = efficiency[f"attention.{attention_kernel(gpu, workload)}"]
     of = ".cpu" if gpu.generation == "cpu" else ""
     return Device(
-        matmul=matmul * speed,
+        matmul=matmul,
         matmul_width=matmul_width,
-        plain_matmul=plain * speed,
+        plain_matmul=plain,
         width=width,
-        attention=plain / share * kernel * speed,
-        memory=(measured or memory * efficiency["memory"]) * speed,
+        attention=plain / share * kernel,
+        memory=measured or memory * efficiency["memory"],
         multiprocessors=gpu.multiprocessors,
         half_k=efficiency[f"matmul.half_k{of}"],
         half_sequence=efficiency[f"attention.half_sequence{of}"],
-        gap_s=efficiency[f"kernel.gap_s{of}"] / speed,
+        gap_s=efficiency[f"kernel.gap_s{of}"],
         efficiency=efficiency,
     )
 

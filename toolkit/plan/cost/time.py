@@ -24,7 +24,6 @@ from toolkit.plan.cost.operators import (
     ends_time,
     layer_time,
 )
-from toolkit.plan.cost.placement import stage_parts
 from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
@@ -199,36 +198,13 @@ class BusiestStage:
 def busiest_stage(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
 ) -> BusiestStage:
-    """The slowest pipeline stage of `workload` in `layout` on `cluster`, each as slow as the
-    slowest of its ranks.
+    """The slowest pipeline stage of `workload` in `layout` on `cluster`.
 
     Raises PlanError if an accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
-    if not cluster.groups:
-        return _everywhere(workload, layout, cluster, efficiency)
-    placed = stage_parts(layout, cluster)
-    kinds = {
-        part: _everywhere(workload, part.of(layout), part.cluster, efficiency)
-        for part in dict.fromkeys(part for parts in placed for part in parts)
-    }
-    slowest = [
-        max((kinds[part] for part in parts), key=lambda one: sum(one.passes[stage]))
-        for stage, parts in enumerate(placed)
-    ]
-    passes = [one.passes[stage] for stage, one in enumerate(slowest)]
-    times = [sum(pair) for pair in passes]
-    stage = times.index(max(times))
-    share = workload.share(layout.tp, layout.ep, *layout.division, stage)
-    return replace(slowest[stage], passes=passes, share=share)
-
-
-def _everywhere(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
-) -> BusiestStage:
-    """The same on a cluster of one kind of accelerators."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine = device(cluster.gpu, workload, efficiency, cluster.speed)
+    machine = device(cluster.gpu, workload, efficiency)
     parts = _parts(workload, layout, cluster, efficiency)
     passes = parts.passes(layers_of_stages(workload.spec.layers, *layout.division))
     times = [sum(pair) for pair in passes]
@@ -237,33 +213,12 @@ def _everywhere(
     return BusiestStage(place, machine, parts, passes, share)
 
 
-def stage_seconds(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
-) -> list[tuple[float, float]]:
-    """Seconds of both passes of a micro batch, on the slowest ranks of each pipeline stage: of
-    one layer, and of embedding and head."""
-    workload, none = workload.in_layout(layout), (0,) * layout.pp
-    found = []
-    for stage, parts in enumerate(stage_parts(layout, cluster)):
-        each = []
-        for part in parts:
-            one = _everywhere(workload, part.of(layout), part.cluster, efficiency).parts
-            ends_s = sum(one._replace(recomputed=none).passes(none)[stage])
-            layer = one.layer.forward.total + one.layer.backward.total
-            each.append((layer + one.traffic.forward + one.traffic.backward, ends_s))
-        found.append(max(each))
-    return found
-
-
 def least_step_s(
     workload: Workload, layout: Layout, cluster: Cluster, sizes: Sequence[int]
 ) -> Iterator[float]:
     """A lower bound of a step's seconds with each micro batch of `sizes`; `layout` has a micro
     batch of 1: the passes of all micro batches and the bubble, with stages that are as even as
-    possible. 0 where accelerators differ."""
-    if cluster.groups:
-        yield from (0.0 for _ in sizes)
-        return
+    possible."""
     workload, one, layers = workload.in_layout(layout), _of_layers(layout), workload.spec.layers
     most = max(layers_of_stages(layers, *layout.division))
     again = sum(recomputed_of_stages(layout.recompute, layers, *layout.division))
@@ -311,7 +266,7 @@ def step_time(
         message_s=message,
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
-        peak_flops=cluster.peak_flops(workload.precision),
+        peak_flops=cluster.gpu.peak_flops(workload.precision),
         workload=place.workload,
         layout=layout,
     )
@@ -350,7 +305,7 @@ def _layer_and_ends(
 ) -> StageParts:
     """The parts of stages whose layers are not counted yet."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine = device(cluster.gpu, workload, efficiency, cluster.speed)
+    machine = device(cluster.gpu, workload, efficiency)
     part = place.slice
     layer = layer_time(workload, part, layout.recompute, machine)
     traffic = layer_traffic(place, layer.forward.attention)
