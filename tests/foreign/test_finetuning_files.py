@@ -32,26 +32,22 @@ MODELS = (
     "NousResearch/Meta-Llama-3.1-8B",
     "NousResearch/Llama-3.2-1B",
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "mistralai/Mistral-7B-v0.1",
 )
 CHANGES_TRAINING = {
     "llama-factory/llama3_full_sft": "dataset max_samples template",
     "llama-factory/llama3_lora_dpo": "dataset max_samples template",
     "llama-factory/llama3_lora_pretrain": "max_samples",
     "llama-factory/llama3_lora_sft": "dataset max_samples template",
-    "llama-factory/llama3_qlora_sft": "dataset max_samples quantization_bit template",
     "axolotl/llama-3-fft-8b-liger-fsdp": "chat_template special_tokens",
     "axolotl/llama-3-instruct-dpo-lora-8b": "chat_template load_in_8bit special_tokens",
     "axolotl/llama-3-lora-1b": "datasets loss_watchdog_patience loss_watchdog_threshold "
     "special_tokens",
-    "axolotl/mistral-qlora-orpo": "load_in_4bit loss_watchdog_patience loss_watchdog_threshold",
     "axolotl/tiny-llama-pretrain": "",
 }
 """What has no counterpart and changes training, of each file."""
 SHAPES = {
     "NousResearch/Llama-3.2-1B": "llama-3.2-1b",
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "llama-3.2-1b",
-    "mistralai/Mistral-7B-v0.1": "mistral-7b",
 }
 """Shipped shapes of the models; 8B for the others."""
 

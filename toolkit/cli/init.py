@@ -88,17 +88,12 @@ def _import(
     out: Path | None,
 ) -> None:
     """`--from`: the recipe, and on standard error what is not carried."""
-    from toolkit.starter.imported import import_files
+    from toolkit.starter.imported import import_files, summary
 
     imported = import_files(files, model, cluster, task, data)
     _put(imported.text, out)
-    if imported.uncarried:
-        count = len(imported.uncarried)
-        tell(f"dmt: {count} setting{'s are' if count > 1 else ' is'} not carried:")
-        for reason in dict.fromkeys(one.reason for one in imported.uncarried):
-            names = (f"{one.name} ({one.place})" for one in imported.uncarried
-                     if one.reason == reason)  # fmt: skip
-            tell(f"  {reason}: {', '.join(names)}")
+    for line in summary(imported.uncarried):
+        tell(f"dmt: {line}")
     if imported.problem:
         tell(f"dmt: as it is, the recipe cannot be planned: {imported.problem}")
         raise typer.Exit(EXIT_USER_ERROR)

@@ -161,6 +161,10 @@ def _adapter_problems(
 
 def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:
     name = data.tokenizer
+    if name == NO_TOKENIZER:
+        found = f"{name}, which stands for a tokenizer that dmt init did not know"
+        yield Problem("data.tokenizer", found, "a hub id or a folder", "write its name")
+        return
     try:
         known = _count_tokens(name)
         if known is not None:
@@ -172,6 +176,9 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
 
 PLACEHOLDER = "REPLACE-ME.jsonl"
 """The path that `dmt init --from` writes where the files name no data."""
+
+NO_TOKENIZER = "REPLACE-ME"
+"""The tokenizer that `dmt init --from` writes where the files name none."""
 
 
 def _source_problems(key: str, source: Source) -> Iterator[Problem]:

@@ -85,6 +85,16 @@ class AxolotlTarget(FinetuningTarget):
         ("base_model", "datasets", "pretraining_dataset", "sequence_len", "sample_packing",
          "micro_batch_size", "num_epochs", "lora_r", "val_set_size", "rl")
     )  # fmt: skip
+    must_be: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "rl": (None, False, "", *RL),
+        "adapter": (None, False, "", "lora"),
+        "load_in_4bit": (None, False),
+        **dict.fromkeys(
+            ("gptq", "qat", "reward_model", "process_reward_model", "is_multimodal"),
+            (None, False),
+        ),
+        "processor_type": (None, ""),
+    }
     defaults: ClassVar[Mapping[str, object]] = {
         "model.init": "pretrained",
         "training.precision": "bf16",

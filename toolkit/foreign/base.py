@@ -85,6 +85,8 @@ class NotCarried:
 
     reason: str
     """Why, and what does the same here if anything does: without the setting's name."""
+    key: str = ""
+    """The recipe's setting whose value it is, where that value has no counterpart."""
 
 
 CHANGES = "changes training: "
@@ -143,6 +145,8 @@ class Leftover:
 
     at: ForeignSetting
     reason: str
+    key: str = ""
+    """See `NotCarried`."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,8 @@ class Target:
     defaults: ClassVar[Mapping[str, object]] = {}
     """What the tool does where its file is silent, by our keys, as `Stated` values: where the
     recipe's default differs, or the recipe requires a value. `dmt init --from` states them."""
+    must_be: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Values without which a file is for another objective or method, which is refused."""
     who: ClassVar[tuple[str, ...]]
     """See `SettingSource`."""
     names: ClassVar[frozenset[str]] = frozenset()
@@ -282,7 +288,7 @@ def read_settings(
             elif isinstance(result, Unknown):
                 found.unknown.append(result)
             else:
-                found.leftovers.append(Leftover(setting, result.reason))
+                found.leftovers.append(Leftover(setting, result.reason, result.key))
     return found
 
 

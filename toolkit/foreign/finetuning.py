@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.foreign import trainer
 from toolkit.foreign.base import (
+    CHANGES,
     ForeignSetting,
     Nearest,
     NotCarried,
@@ -66,7 +67,8 @@ def _optimizer(setting: ForeignSetting, settings: Settings) -> list[Result]:
     word = str(setting.value).lower()
     found = (name for name, kind in OPTIMIZERS.items() if word in (name, *kind.aliases))
     if (name := next(found, None)) is None:
-        return [changes(f"optimizers are {', '.join(OPTIMIZERS.names)}")]
+        reason = f"{CHANGES}optimizers are {', '.join(OPTIMIZERS.names)}"
+        return [NotCarried(reason, "optimizer.name")]
     kind = OPTIMIZERS[name]
     if not kind.no_adapter or not {"adapter", "lora_rank"} & settings.keys():
         return [Stated("optimizer.name", name, setting)]

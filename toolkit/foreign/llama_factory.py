@@ -90,6 +90,17 @@ class LlamaFactoryTarget(FinetuningTarget):
         ("stage", "finetuning_type", "template", "dataset", "cutoff_len", "lora_rank",
          "lora_target", "dataset_dir", "pref_loss", "flash_attn")
     )  # fmt: skip
+    must_be: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "stage": (None, *STAGES),
+        "finetuning_type": (None, "lora", "full"),
+        "do_train": (None, True),
+        "do_predict": (None, False),
+        "pref_loss": (None, "sigmoid", "ipo", "hinge", "orpo"),
+        "quantization_bit": (None,),
+        **dict.fromkeys(
+            ("image_max_pixels", "video_max_pixels", "audio_sampling_rate"), (None,)
+        ),
+    }
     defaults: ClassVar[Mapping[str, object]] = {
         "model.init": "pretrained",
         "training.sequence_length": 2048,

@@ -47,8 +47,6 @@ def tokenizer(setting: ForeignSetting, flags: Settings) -> list[Result]:
     """A kind of tokenizer, where no other flag names its files."""
     if "--tokenizer-model" in flags:
         return []
-    if setting.value == "NullTokenizer":
-        return [Stated("data.tokenizer", "bytes", setting)]
     if setting.value == "GPT2BPETokenizer":
         return [Stated("data.tokenizer", GPT2_TOKENIZER, setting)]
     return [NotCarried("name the tokenizer's folder or hub id in data.tokenizer")]

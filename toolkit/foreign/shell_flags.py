@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from toolkit.errors import Problem, RecipeError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*|\d+)(?::?[-=]([^}]*))?\})")
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", "(", ")", ">", ">>", "<", "2>&1"))
 
 
@@ -64,13 +64,29 @@ def _words(text: str, file: str) -> Iterator[tuple[str, int]]:
         except ValueError:  # a quotation that continues in the next line
             pending = pending[:-1] + "\n"
             continue
-        yield from ((word, first) for word in words)
+        for word in words:
+            yield from ((part, first) for part in _parts(word))
         pending = ""
     if pending:
         found = Problem("arguments", "a quotation that does not end", "one that does", "", file)
         raise RecipeError([found])
 
 
+def _parts(word: str) -> list[str]:
+    """The words that one in quotes becomes where the shell expands it without quotes: of an
+    array's element `"--split '99,1,0'"`, or of `ARGS="--lr 1 --bf16"`."""
+    name = "".join(re.findall(r"^[A-Za-z_]\w*\+?=(?=\s*--)", word))
+    inside = word.removeprefix(name).replace("\\\n", " ")
+    if not inside.lstrip().startswith("--") or not re.search(r"\s", inside.strip()):
+        return [word]
+    return [*filter(None, [name]), *shlex.split(inside)]
+
+
 def _resolve(value: str, variables: Mapping[str, str]) -> str:
-    """The value with the variables that the text itself sets."""
-    return _VARIABLE.sub(lambda m: variables.get(m[1] or m[2], m[0]), value)
+    """The value with the variables that the text itself sets, or their defaults in it."""
+
+    def meaning(found: re.Match[str]) -> str:
+        default = found[0] if found[3] is None else found[3].strip("\"'")
+        return variables.get(found[1] or found[2], default)
+
+    return _VARIABLE.sub(meaning, value)

@@ -96,7 +96,7 @@ class Chosen:
         if isinstance(setting.value, str | bool) and setting.value in self.words:
             return [Stated(self.ours, self.words[setting.value], setting)]
         reason = self.otherwise.reason.replace("{}", setting.written)
-        return unless_off(NotCarried(reason))(setting, settings) or ()
+        return unless_off(NotCarried(reason, self.ours))(setting, settings) or ()
 
 
 def value_in(settings: Settings, name: str, default: Any = None) -> Any:

@@ -38,6 +38,8 @@ _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _PYYAML_BOOLS = {"yes": True, "on": True, "no": False, "off": False}
+_UNDERSCORED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
+_OCTAL = re.compile(r"[-+]?0[0-7]+")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -134,6 +136,15 @@ def resolve_plain(text: str) -> Value:
     if not math.isfinite(number):
         raise NumberError("a finite number")
     return number
+
+
+def _in_pyyaml(text: str, value: Value) -> Value:
+    """An unquoted scalar by YAML 1.1, where that differs: `on`, `500_000`, `0777`."""
+    if _UNDERSCORED.fullmatch(text):
+        return resolve_plain(text.replace("_", ""))
+    if _OCTAL.fullmatch(text):
+        return int(text, 8)
+    return _PYYAML_BOOLS.get(text.lower(), value)
 
 
 def parse(
@@ -305,8 +316,8 @@ class _Builder:
             return Scalar(place, "", "", quoted)
         try:
             value: Value = text if quoted else resolve_plain(text)
-            if self.is_foreign and not quoted and text.lower() in _PYYAML_BOOLS:
-                value = _PYYAML_BOOLS[text.lower()]
+            if self.is_foreign and not quoted:
+                value = _in_pyyaml(text, value)
             return Scalar(place, self.cast(node, key, value, text), text, quoted)
         except NumberError as error:
             self.report(key or TOP, place, text, str(error), "write another number")

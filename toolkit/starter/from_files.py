@@ -11,10 +11,12 @@ from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.config import same
+from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.foreign.base import (
     ACCUMULATION,
     AUTO,
+    CHANGES,
     COMPILED,
     REPLICAS,
     WORLD,
@@ -25,6 +27,7 @@ from toolkit.foreign.base import (
     OneOf,
     OverContext,
     PerReplica,
+    SettingSource,
     ShareOfSteps,
     Stated,
     Target,
@@ -55,6 +58,8 @@ class Uncarried:
     written: str
     place: str
     reason: str
+    is_ignored: bool = False
+    """Whether nothing that is learned depends on it."""
 
     def __str__(self) -> str:
         value = f" {self.written}" if self.written else ""
@@ -75,10 +80,10 @@ class Statements:
     world: int | None = None
     """Ranks, where the files state them."""
 
-    def drop(self, at: ForeignSetting, reason: str) -> None:
+    def drop(self, at: ForeignSetting, reason: str, ignored: bool = False) -> None:
         """A setting that is not carried."""
         written = "" if at.value is None and at.text is None else _short(at.written)
-        self.uncarried.append(Uncarried(at.name, written, at.place, reason))
+        self.uncarried.append(Uncarried(at.name, written, at.place, reason, ignored))
 
     def put(self, key: str, value: object, origin: str) -> None:
         """A value, unless one is there."""
@@ -90,8 +95,9 @@ def _short(text: str) -> str:
     return shortened(printable(redact(text)), _LONGEST)
 
 
-def read_files(paths: Sequence[Path], world: int | None) -> Statements:
-    """What `paths` state together, on `world` ranks if the files do not say.
+def read_files(paths: Sequence[Path], world: int | None, has_model: bool = False) -> Statements:
+    """What `paths` state together, on `world` ranks if the files do not say. `has_model`: the
+    user names the model, whose shape the files do not decide.
 
     Raises RecipeError for a file that cannot be read, and where two files contradict each
     other; PlanError for a script.
@@ -106,10 +112,12 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
             )
         target, file = recognised(path, "--from")
         source = target.read(file, None)
+        _refuse_others(target, file, source)
         found.targets += (target,)
         stated += source.stated
         for leftover in source.leftovers:
-            found.drop(leftover.at, leftover.reason)
+            ignored = not leftover.reason.startswith(CHANGES)
+            found.drop(leftover.at, leftover.reason, ignored)
         for name in source.unknown:
             reason = name.hint
             if isinstance(name, Misspelt):
@@ -125,11 +133,48 @@ def read_files(paths: Sequence[Path], world: int | None) -> Statements:
     found.defaults = defaults
     _add_defaults(found, defaults)
     _add_choices(found, choices)
-    _add_shape(found, chosen)
+    if not has_model:
+        _add_shape(found, chosen)
     for one in stated:
         if one.value == AUTO and one.key not in found.values and one.key not in chosen:
             found.drop(one.at, f"no file states {one.key}: the recipe's value or the plan's")
     return found
+
+
+def _refuse_others(target: Target, file: JsonFile, source: SettingSource) -> None:
+    """Raise RecipeError for another objective, and for values that are not understood and for
+    which the tool's default, or DMT's, would be trained instead."""
+    problems = [
+        _problem_at(file.place(name), name, value, " or ".join(map(shown, words)), _OTHER_RUN)
+        for name, words in target.must_be.items()
+        if (value := file.values.get(name)) not in words
+    ]
+    problems += [
+        _problem_at(one.place, one.name, one.hint, "a value that DMT can read", _LEAVE_OUT)
+        for one in source.unknown
+        if not isinstance(one, Misspelt)
+    ]
+    problems += [
+        _problem_at(
+            one.at.place, one.at.name, one.at.value,
+            one.reason.removeprefix(CHANGES), f"{_LEAVE_OUT} ({one.key})",
+        )
+        for one in source.leftovers
+        if one.key in {*target.defaults, "optimizer.name", "schedule.name"}
+        and one.reason.startswith(CHANGES)
+    ]  # fmt: skip
+    if problems:
+        raise RecipeError(problems)
+
+
+_OTHER_RUN = "DMT trains this objective and method only: use the tool for this file"
+_LEAVE_OUT = "remove it from the file, and write it in the recipe"
+
+
+def _problem_at(place: str, name: str, value: object, allowed: str, fix: str) -> Problem:
+    file, _, line = place.rpartition(":")
+    number = int(line) if line.isdecimal() else 0
+    return Problem(name, _short(shown(value)), allowed, fix, file or place, number)
 
 
 def _defaults(targets: Sequence[Target]) -> dict[str, Any]:
@@ -333,9 +378,18 @@ def _add_shape(found: Statements, chosen: Mapping[str, Stated]) -> None:
     if not shape:
         return
     config, different = config_of_shape({name: one.value for name, one in shape.items()})
-    for name, one in shape.items():
-        if name in different:
-            found.drop(one.at, f"changes the model: it has {shown(different[name])}")
+    for name in ("attention_dropout", "hidden_dropout"):
+        if name in different and name in shape:
+            found.drop(shape[name].at, f"{CHANGES}the model has {shown(different.pop(name))}")
+    if other := [(one, different[name]) for name, one in shape.items() if name in different]:
+        raise RecipeError([
+            _problem_at(
+                one.at.place, one.at.name, one.value,
+                f"{shown(theirs)}, as in {config['model_type']}, the closest model",
+                "name the model, which is then taken instead: dmt init MODEL --from FILE",
+            )
+            for one, theirs in other
+        ])  # fmt: skip
     first = next(iter(shape.values()))
     for key, value in config.items():
         at = f"{first.at.place} and the other settings of the model"

@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.data.local import PLACEHOLDER
+from toolkit.data.local import NO_TOKENIZER, PLACEHOLDER
 from toolkit.errors import DmtError, PlanError
-from toolkit.foreign.base import CHANGES, PerReplica, ShareOfSteps
+from toolkit.foreign.base import CHANGES
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.intake.foreign import later_value
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.describe import settings
@@ -60,13 +59,13 @@ def import_files(
     where something is missing that only the user knows.
     """
     cluster = None if given_cluster is None else find_cluster(given_cluster)
-    found = read_files(paths, cluster.gpus if cluster else None)
+    found = read_files(paths, cluster.gpus if cluster else None, model is not None)
     _leave_credentials(found)
     cluster = cluster or _stated_cluster(found)
     task = _task(found, given_task)
     base = _base(found, model, cluster, task)
     _place(found, cluster, given_cluster)
-    _add_required(found, base, task, data)
+    _add_required(found, base, task, given_task is not None, data)
     _add_validation(found)
     _clean_name(found)
     recipe = _valid(found)
@@ -78,9 +77,19 @@ def import_files(
     ])  # fmt: skip
     problem = redact(_problem(body))
     uncarried = tuple(_masked(one) for one in found.uncarried)
-    after = [f"# not carried: {one}" for one in uncarried]
+    after = [f"# {line}" for line in summary(uncarried)]
     after += [f"# not planned: {' '.join(problem.split())}"] if problem else []
     return Imported(redact("\n".join([body, *after])), uncarried, problem)
+
+
+def summary(uncarried: Sequence[Uncarried]) -> Iterator[str]:
+    """What is not carried: first what changes what is learned, then the rest in one line."""
+    said = [one for one in uncarried if not one.is_ignored]
+    if said:
+        yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
+    yield from (f"  {one}" for one in sorted(said, key=lambda one: CHANGES not in one.reason))
+    if ignored := [one.name for one in uncarried if one.is_ignored]:
+        yield f"ignored ({len(ignored)}): {', '.join(ignored)}"
 
 
 def _leave_credentials(found: Statements) -> None:
@@ -159,9 +168,13 @@ def _base(found: Statements, model: str | None, cluster: Cluster, task: Task) ->
             reason = f"MODEL is {model}"
             found.uncarried.append(Uncarried("the model's shape", "", place, reason))
         found.values.pop("model.hub", None)
+        for key in ("data.tokenizer", "data.tokenizer_revision", "model.revision"):
+            if (other := found.values.pop(key, None)) is not None:
+                place, reason = found.origins.pop(key), f"MODEL is {model}, with its own"
+                found.uncarried.append(Uncarried(key, str(other), place, reason))
         return draft(model, cluster, task)
     if config:
-        tokenizer = str(found.values.get("data.tokenizer", "bytes"))
+        tokenizer = str(found.values.get("data.tokenizer", NO_TOKENIZER))
         origin = next(
             text for key, text in found.origins.items() if key.startswith("model.config.")
         )
@@ -189,14 +202,20 @@ def _place(found: Statements, cluster: Cluster, given: str | None) -> None:
         found.put(key, value, origin or (f"--cluster {given}" if given else DRAFTED))
 
 
-def _add_required(found: Statements, base: Recipe, task: Task, data: Path | None) -> None:
+def _add_required(
+    found: Statements, base: Recipe, task: Task, given: bool, data: Path | None
+) -> None:
     """What a recipe requires, or a model or task implies, and the files do not state."""
     shown, stated = base.model_dump(exclude_unset=True), {*found.values}
     for key, value in shown["model"].items():
         found.put(f"model.{key}", value, "the model")
     found.put("name", base.name, "")
     hub = found.values.get("model.hub") if "model.hub" in stated else None
-    found.put("data.tokenizer", hub or base.data.tokenizer, "the model's" if hub else DRAFTED)
+    tokenizer = hub or base.data.tokenizer
+    origin = "the model's" if hub else DRAFTED
+    if tokenizer == NO_TOKENIZER:
+        origin = "TO DO: the files name no tokenizer that DMT knows"
+    found.put("data.tokenizer", tokenizer, origin)
     if task != "pretrain":
         found.put("data.chat_template", base.data.chat_template, DRAFTED)
     objective = found.values.get("training.objective", base.training.objective)
@@ -208,7 +227,8 @@ def _add_required(found: Statements, base: Recipe, task: Task, data: Path | None
             for name, value in shown[key].items():
                 found.put(f"{key}.{name}", value, DRAFTED)
     training = shown["training"]
-    found.put("training.objective", base.training.objective, f"--task {task}")
+    origin = f"--task {task}" if given else DRAFTED
+    found.put("training.objective", base.training.objective, origin)
     if not {*LENGTH_SETTINGS} & found.values.keys():
         key = next(key for key in LENGTH_SETTINGS if key.partition(".")[2] in training)
         found.put(key, training[key.partition(".")[2]], DRAFTED)
@@ -286,27 +306,7 @@ def _valid(found: Statements) -> Recipe:
         if not key or setting is None or setting.info.is_required():
             as_recipe(_nested(found.values), found.origins.get(key, "--from"), _FIX)
             raise AssertionError("refused above")
-        value, origin = found.values.pop(key), found.origins.pop(key)
-        place, _, name = origin.partition(" ")
-        changes = CHANGES if key.partition(".")[0] in _CHANGING else ""
-        reason = f"{changes}{later_value(key, value) or f'{key} is {setting.allowed}'}"
-        found.uncarried.append(Uncarried(name or key, in_yaml(value), place, reason))
-        _put_default(found, key, value, name or key)
-
-
-def _put_default(found: Statements, key: str, refused: object, name: str) -> None:
-    """Instead of a value that no recipe has: what the tool does without it."""
-    for default_key, value in found.defaults.items():
-        if isinstance(value, ShareOfSteps):
-            default_key, value = "schedule.warmup_ratio", value.share
-        warm = key.startswith("schedule.warm") and default_key.startswith("schedule.warm")
-        if (
-            (warm or default_key == key)
-            and value != refused
-            and not isinstance(value, PerReplica)
-        ):
-            origin = f"the tool's default; `{name}` in the file is not possible here"
-            found.put(default_key, value, origin)
+        as_recipe(_nested(found.values), found.origins[key], _FIX)
 
 
 def _clean_name(found: Statements) -> None:

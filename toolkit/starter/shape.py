@@ -11,6 +11,9 @@ _NOT_OF_A_CONFIG = frozenset(
         "kv_channels",
         "max_sequence_length",
         "bias_activation_fusion",
+        # Of the loss, not of the model.
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
         "moe_token_dispatcher_type",
     )
 )
