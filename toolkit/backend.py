@@ -41,8 +41,8 @@ class Support:
     """What an engine can do with one model implementation; the defaults are a plain
     data-parallel engine."""
 
-    preference: int = 100
-    """Among equally fast pairs that a recipe leaves open, the lowest is chosen."""
+    auto: bool = False
+    """Whether `engine: auto` chooses it; others run when stated, or when no such pair can."""
     degrees: Mapping[str, int] = field(default_factory=dict)
     """Largest degrees, by the recipe's names: `tensor`, …; 1 where one is missing."""
     sequence: bool = False
@@ -59,8 +59,6 @@ class Support:
     """Whether optimizer states and parameters are always on the same device."""
     without_overlap: bool = False
     """Whether it supports communication without overlap (`parallel.overlap: none`)."""
-    only_when_asked: bool = False
-    """Whether `engine: auto` excludes it."""
     recompute: tuple[RecomputeWay, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
@@ -170,8 +168,6 @@ class Backend:
     """Whether it reads a configuration (`NAME.json` in the run directory)."""
     fixed: ClassVar[Mapping[str, object]] = {}
     """Settings of that configuration, by dotted name, whose value no recipe changes."""
-    stage_titles: ClassVar[Mapping[Stage, str]] = {}
-    """Its name of a ZeRO stage, if it has one."""
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
     accelerate: ClassVar[InAccelerate | None] = None

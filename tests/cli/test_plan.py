@@ -30,64 +30,44 @@ def changed(*settings: str) -> list[str]:
 def test_the_whole_answer(dmt: Dmt) -> None:
     fixed = ("parallel.engine=deepspeed", "parallel.model=hf", "training.micro_batch_size=1")
     out = shown(dmt, LLAMA_8B, *changed(*fixed, "kernels.compile=none"))
-    layout, memory, step, table, why, ledger = out.split("\n\n")
-    assert layout == (
-        """\
-llama-3.1-8b-pretrain  8.03B parameters
-  engine           deepspeed
-  model            hf
-  ranks            256 = 32 nodes × 8 h100-80gb
-  data parallel    256
-  ZeRO stage       2
-  offload          none
-  global batch     1 micro batch × 4 accumulation × 256 dp = 1,024 samples
-  recompute        none
-  loss             chunked"""
-    )
-    first, *parts = memory.splitlines()
-    total = re.fullmatch(r"  memory per GPU  (\d+\.\d) of 79.1 GiB: fits", first)
+    facts, parts, table, why = out.rstrip().split("\n\n")
+    title, *lines = facts.splitlines()
+    assert title == "llama-3.1-8b-pretrain  8.03B parameters; 32 nodes × 8 h100-80gb"
+    assert lines[:3] == [
+        "  layout   deepspeed dp256 zero2",
+        "  batch    1 micro batch × 4 accumulation × 256 dp = 1,024 samples",
+        "  kernels  recompute none, attention cudnn, chunked loss",
+    ]
+    step, run = lines[3:]
+    assert re.match(r"  step     \d\.\d\d s: [\d,]+ tokens/s per GPU, MFU \d+\.\d%, HFU ", step)
+    assert re.search(r"  run      [\d,]+ steps: \d+\.\d days, [\d,]+ GPU-hours$", run)
+    first, *rows = parts.splitlines()
+    total = re.match(r"  memory  (\d+\.\d) of 79.1 GiB, \d+% free +time of a step  ", first)
     assert total is not None
-    assert parts[0].startswith("    weights ")
     units = {"GiB": 1.0, "MiB": 1 / 1024}
-    sizes = [float(part[26:].split()[0]) * units[part[26:].split()[1]] for part in parts]
+    sizes = [
+        float(size) * units[unit]
+        for size, unit in re.findall(r"^  \D+? ([\d.]+) (GiB|MiB)", "\n".join(rows), re.M)
+    ]
     assert sum(sizes) == pytest.approx(float(total[1]), abs=0.1)
-    assert re.match(
-        r"  step  \d\.\d\d s: [\d,]+ tokens/s per GPU\n    MFU \d+\.\d%, HFU ", step
-    )
-    assert re.search(r"\n  run  [\d,]+ steps: \d+\.\d days, [\d,]+ GPU-hours$", step)
-    header, names, chosen, *_ = table.splitlines()
-    assert header == "  best of each engine and degrees"
+    names, chosen, *_ = table.splitlines()
     assert names.split()[:4] == ["engine/model", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed/hf"
-    assert "\n  - engine deepspeed with model hf: asked for\n" in why
-    assert "\n  - loss chunked: auto\n" in why
-    assert "\n  - recompute none: auto\n" in why, "the table compares, the text does not"
-    assert ledger.startswith("  compared with one process in fp32\n  exact             initial")
+    assert re.match(r"  why  the (fastest|simplest) layout that fits", why)
+    assert why.splitlines()[-1].startswith("  approximated  bf16, order of sums")
 
 
-def test_tables_fit_80_columns(dmt: Dmt) -> None:
-    *tables, _, _ = shown(dmt, LLAMA_405B).split("\n\n")
-    assert len(tables) == 4
-    assert max(len(line) for table in tables for line in table.splitlines()) <= 80
-
-
-def test_long_lines_are_wrapped_for_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, dmt: Dmt
+@pytest.mark.parametrize("recipe", [LLAMA_8B, LLAMA_70B, LLAMA_405B, TINY])
+def test_about_30_lines_on_80_columns(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    out = re.sub(r"\x1b\[[0-9;]*m", "", shown(dmt, LLAMA_405B))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", shown(dmt, recipe))
+    assert len(out.splitlines()) <= 34
     assert max(map(len, out.splitlines())) <= 80
     monkeypatch.delenv("FORCE_COLOR")
-    assert re.sub(r"\s+", " ", out) == re.sub(r"\s+", " ", shown(dmt, LLAMA_405B))
-
-
-def test_degrees_of_a_pipeline(dmt: Dmt) -> None:
-    out = shown(dmt, LLAMA_405B)
-    assert "\n  tensor           8\n  pipeline         16\n  virtual pipeline 4\n" in out
-    assert "\n  sequence         split inside the tensor group\n" in out
-    assert "\n  ZeRO stage       1 (distributed optimizer)\n" in out
-    assert "\n  - pipeline 16: asked for; 1 + 62 × 2 + 1 layers\n" in out
+    assert re.sub(r"\s+", " ", out) == re.sub(r"\s+", " ", shown(dmt, recipe))
 
 
 _UNITS = {
@@ -104,9 +84,9 @@ def _printed(text: str) -> tuple[str, float]:
 
 def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     whole = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--explain")
-    (degree,) = re.findall(r"- tensor (\d+): auto\n", whole)
-    others = re.findall(r"parallel\.tensor=(\d+)", whole)
-    assert set(others) == {str(int(degree) // 2), str(2 * int(degree))} & {"1", "2", "4", "8"}
+    assert "\n  - zero 3: auto\n" in whole
+    assert re.findall(r"parallel\.zero\.stage=(\d+) +(?:fits|does)", whole) == ["2"]
+    assert re.search(r"parallel\.engine=megatron +fits .* -\d\.\d%\n", whole)
     formulas = re.findall(r"\w (\S+ \S+) = (.+)\n +(\w.+)\n", whole)
     for shown_value, formula, symbols in formulas:
         values = dict(map(_printed, symbols.split(", ")))
@@ -116,15 +96,15 @@ def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
 
 
 def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:
-    out = shown(dmt, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=1"), "--explain")
-    assert re.search(r"parallel\.tensor is 1: a step would be \d+\.\d% shorter with", out)
+    out = shown(dmt, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=2"), "--explain")
+    assert re.search(r"\n  parallel\.tensor=auto +fits +\d+\.\d +\d+ s +[+-]", out)
 
 
 def test_top_is_how_many_are_shown(dmt: Dmt) -> None:
     for top in (1, 3):
         out = json.loads(shown(dmt, LLAMA_70B, *EIGHT_NODES, "--json", "--top", str(top)))
         assert len(out["plans"]) == top
-    table = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--top", "2").split("\n\n")[3]
+    table = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--top", "2").split("\n\n")[2]
     assert len([line for line in table.splitlines() if "/" in line]) == 3
 
 
@@ -189,21 +169,19 @@ def test_the_tiny_mixture_of_experts_by_engine(
     assert plan["layout"]["ep"] == (2 if pair[0] == "megatron" else 1)
 
 
-def test_launch_says_what_is_exact_before_it_starts(tmp_path: Path, dmt: Dmt) -> None:
+def test_launch_prints_the_layout_and_warnings_alone(tmp_path: Path, dmt: Dmt) -> None:
     told = dmt("launch", TINY, "--dry-run", "--run-dir", tmp_path / "run").err.splitlines()
-    exact, approximated, refused = told[-3:]
-    assert exact.startswith("exact: initial weights, data order, packed documents")
-    assert approximated == "approximated: order of sums"
-    assert refused.startswith("not possible here: ")
+    assert "layout deepspeed dp2 zero2, micro batch 8 × 1" in told
+    assert not [line for line in told if "auto" in line or line.startswith("exact")]
 
 
-def test_bf16_states_on_a_cpu(dmt: Dmt) -> None:
+def test_offload_on_a_cpu(dmt: Dmt) -> None:
     settings = ("parallel.zero.stage=3", "parallel.zero.offload_optimizer=cpu")
     out = shown(dmt, TINY, *changed(*settings))
-    assert "\n  offload          optimizer to cpu\n" in out
-    assert "\n  ranks            2 = 1 node × 2 cpu\n" in out
+    assert "\n  layout   deepspeed dp2 zero3 optimizer:cpu\n" in out
+    assert "1 node × 2 cpu\n" in out
     assert "\n  memory per process  " in out
-    assert "(nominal CPU speeds: `dmt doctor --calibrate`" in out
+    assert "(nominal): " in out
 
 
 def test_json_is_the_contract(dmt: Dmt) -> None:
@@ -212,7 +190,7 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
     assert captured.err == ""
     assert len(output["plans"]) == 5
     times = [plan["step_time_s"] for plan in output["plans"]]
-    assert times[1:] == sorted(times[1:]) and times[0] <= 1.01 * min(times)
+    assert times[1:] == sorted(times[1:]) and times[0] <= 1.1 * min(times)
     for plan in output["plans"]:
         assert plan["engine"] in ("deepspeed", "megatron")
         assert set(plan["layout"]) == {
@@ -231,7 +209,7 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
         speed = 1024 * 8192 / 256 / plan["step_time_s"]
         assert plan["tokens_per_s_per_gpu"] == pytest.approx(speed)
     ledger = output["plans"][0]["ledger"]
-    assert {entry["kind"] for entry in ledger} == {"exact", "approximated", "refused"}
+    assert {entry["kind"] for entry in ledger} == {"exact", "approximated"}
 
 
 def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
@@ -240,7 +218,7 @@ def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
     words = [word for one in sets for word in ("--set", f"parallel.{one}")]
     words += ["--set", "cluster.memory_fraction=0.5", "--set", "cluster.nodes=16"]
     shown = dmt("plan", LLAMA_70B, *words, code=2).out
-    assert "131.4 of 39.55 GiB: does not fit" in shown
+    assert "131.4 of 39.55 GiB, does not fit" in shown
     assert "131.4 GiB while the model is built" in shown
 
 
@@ -273,4 +251,4 @@ def test_another_cluster_is_checked_as_the_recipes_own(dmt: Dmt) -> None:
     fp16 = ["--set", "training.precision=fp16", "--set", "cluster.gpu=h100-80gb"]
     assert "found    fp16 on cpu" in dmt("plan", TINY, "--cluster", "2xcpu", *fp16, code=2).err
     tensor = ["--set", "parallel.engine=megatron", "--set", "parallel.tensor=4"]
-    assert "tensor 4" in " ".join(dmt("plan", TINY, "--cluster", "4xcpu", *tensor).out.split())
+    assert "megatron dp1 tp4 " in dmt("plan", TINY, "--cluster", "4xcpu", *tensor).out

@@ -106,7 +106,7 @@ def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel
             {"parallel__engine": "megatron", "parallel__overlap": "none"},
             "overlap none: asked for",
         ),
-        ({"parallel__engine": "megatron", "cluster__gpu": "cpu"}, "overlap auto: not counted"),
+        ({"parallel__engine": "megatron", "cluster__gpu": "cpu"}, "overlap auto: none assumed"),
     ],
 )
 def test_decisions_have_reasons(changes: dict[str, Any], reason: str) -> None:

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
-from toolkit.backend import Support, adopt_engine_config
+from toolkit.backend import adopt_engine_config
 from toolkit.engines.deepspeed.presets import PRESETS
-from toolkit.layout import Pair
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import ledger_of
 
@@ -169,57 +167,6 @@ def test_only_what_the_recipe_does_is_listed() -> None:
     assert "recompute" in names("exact", parallel__recompute="full")
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        (
-            {},
-            {
-                "tensor, pipeline, virtual pipeline, expert above 1",
-                "selective recompute",
-            },
-        ),
-        (
-            {"parallel__engine": "ddp"},
-            {
-                "tensor, pipeline, virtual pipeline, expert above 1",
-                "ZeRO 1, 2, 3",
-                "offload to cpu, nvme",
-                "selective recompute",
-            },
-        ),
-        (
-            {"parallel__engine": "fsdp"},
-            {
-                "tensor, pipeline, virtual pipeline, expert above 1",
-                "ZeRO 0",
-                "offload to nvme",
-                "selective recompute",
-            },
-        ),
-        (
-            {"parallel__engine": "megatron"},
-            {"ZeRO 2, 3", "offload to cpu, nvme"},
-        ),
-        (
-            {"parallel__engine": "deepspeed", **TP2},
-            {"pipeline, virtual pipeline, expert above 1", "offload to nvme"},
-        ),
-    ],
-)
-def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
-    assert names("refused", **changes) == refused
-
-
-def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("megatron", "megatron")
-    more = Support(degrees={"tensor": 2}, zero_stages=(0, 1, 2))
-    monkeypatch.setitem(legality.table(), pair, more)
-    asked = {"parallel__engine": "megatron"}
-    above = "pipeline, virtual pipeline, context, expert above 1"
-    assert {above, "ZeRO 3"} < names("refused", **asked)
-
-
 def test_the_balance_of_experts_is_exact() -> None:
     balance = {"kind": "sequence_loss", "coefficient": 0.01}
     wanted = {"model__config": MIXTRAL, "model__balance": balance}
@@ -227,10 +174,9 @@ def test_the_balance_of_experts_is_exact() -> None:
 
 
 def test_summary_has_a_line_per_kind() -> None:
-    exact, approximated, refused = summary(entries(**TP2))
+    exact, approximated = summary(entries(**TP2))
     assert exact.startswith("exact: initial weights, data order, packed documents")
     assert approximated == "approximated: order of sums, kernels"
-    assert refused.startswith("not possible here: ")
 
 
 def test_fp16_states_its_loss_scale_and_every_plan_its_attention() -> None:

@@ -9,6 +9,7 @@ from toolkit.intake.checks import broken_rules
 from toolkit.layout import Pair
 from toolkit.plan.dimensions import DEGREES
 from toolkit.plan.rules.legality import (
+    chosen_from,
     data_parallel,
     pairs,
     precisions,
@@ -53,16 +54,17 @@ def test_legal(settings: dict[str, Any]) -> None:
 MEGATRON, ZERO_MEGATRON = Pair("megatron", "megatron"), Pair("deepspeed", "megatron")
 
 
-def test_transformers_and_deepspeed_are_preferred_and_fsdp_is_asked_for() -> None:
-    assert pairs(intent()) == [
-        Pair("deepspeed", "hf"), Pair("ddp", "hf"), MEGATRON, ZERO_MEGATRON,
-    ]  # fmt: skip
+def test_auto_compares_deepspeed_and_megatron_core_where_these_can() -> None:
+    assert chosen_from(pairs(intent()), intent()) == [Pair("deepspeed", "hf"), MEGATRON]
+    assert chosen_from([ZERO_MEGATRON], intent()) == [ZERO_MEGATRON]
+    stated = intent(engine="deepspeed")
+    assert chosen_from(pairs(stated), stated) == [Pair("deepspeed", "hf"), ZERO_MEGATRON]
 
 
 @pytest.mark.parametrize(
     ("settings", "able"),
     [
-        ({"zero": {"stage": 2}}, [Pair("deepspeed", "hf"), ZERO_MEGATRON]),
+        ({"zero": {"stage": 2}}, [Pair("deepspeed", "hf"), Pair("fsdp", "hf"), ZERO_MEGATRON]),
         ({"tensor": 2}, [MEGATRON, ZERO_MEGATRON]),
         ({"engine": "deepspeed", "tensor": 2}, [ZERO_MEGATRON]),
         ({"tensor": 2, "zero": {"stage": 3}}, [ZERO_MEGATRON]),

@@ -19,7 +19,7 @@ from toolkit.recipe.schema import ClusterSection, TrainingSection
 MUON = optimizer_of("muon")
 
 ZERO_MEGATRON = Pair("deepspeed", "megatron")
-HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
+HF = [Pair("deepspeed", "hf")]
 
 
 def job(

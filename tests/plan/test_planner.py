@@ -26,17 +26,12 @@ PSI_8B = 8_030_261_248
 def test_every_decision_has_a_reason() -> None:
     plan = llama_8b(engine="deepspeed", model="hf")
     asked = "engine deepspeed with model hf: asked for"
-    kernels = "loss ", "compile ", "choice: ", "memory: ", "attention ", "overlap "
-    words = asked, "zero ", "micro batch ", "recompute ", *kernels
-    for reason, begin in zip(plan.reasons, words, strict=True):
+    words = "choice: ", asked, "zero ", "micro batch ", "recompute ", "loss ", "compile "
+    for reason, begin in zip(plan.reasons, (*words, "attention ", "overlap "), strict=True):
         assert reason.startswith(begin)
-    assert llama_8b(engine="deepspeed").reasons[0].partition(": ")[2].startswith("engine asked")
-    nvme = {"offload_optimizer": "nvme"}
-    assert "the only one" in llama_8b(zero=nvme).reasons[0]
+    assert llama_8b(engine="deepspeed").reasons[1].partition(": ")[2] == "engine asked for"
     assert "zero 1: asked for" in llama_8b(zero={"stage": 1}).reasons
-    assert "recompute none: asked for" in llama_8b(recompute="none").reasons
-    both = llama_8b(engine="megatron", tensor=2)
-    assert "tensor 2: asked for" in both.reasons
+    assert "tensor 2: asked for" in llama_8b(engine="megatron", tensor=2).reasons
 
 
 def test_a_plan_says_what_it_predicts() -> None:

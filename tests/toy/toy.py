@@ -17,7 +17,7 @@ class ToyBackend(Backend):
     name = "toy"
     title = "Toy"
     engine = "toy_engine:ToyEngine"
-    supports = {"hf": Support(only_when_asked=True)}  # noqa: RUF012
+    supports = {"hf": Support()}  # noqa: RUF012
     packages = {"toy": "toy", "toy-kernels": "toy_kernels"}  # noqa: RUF012
     configured = True
     cost = EngineCost()

@@ -97,7 +97,7 @@ def test_ranks_that_plan_show_what_dmt_launch_shows(tmp_path, monkeypatch, capsy
     recipe_on(tmp_path, 2)
     assert main(["launch", "recipe.yaml", "--dry-run"]) == 0
     plan = capsys.readouterr().err
-    assert plan.startswith("engine ddp") and "\napproximated: order of sums" in plan
+    assert plan.startswith("layout ddp dp2")
     made = assign(Path("recipe.yaml"), [], None, ["torchrun"], 2)
     assert capsys.readouterr().err == f"{plan}run directory runs/e2e\n"
     # Where `dmt launch` hands a job over, it has shown the plan.

@@ -1,14 +1,14 @@
 """Bars in the commands' terminal output."""
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, memory_parts, time_parts
 from toolkit.plan.search import Room
 from toolkit.system.handlers import handling
@@ -16,18 +16,25 @@ from toolkit.text.units import GIB, seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""
+_COLUMN, _NAMES, _SHORT = 40, 22, 7
+"""Characters of a column, and of a name and a full bar in it."""
+_SMALL = 0.01
+"""Parts below this share of the whole are one line."""
 COLOURS: Mapping[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """Of what is said about a layout's memory."""
 
 
-def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
-    """One line per part that is not zero; bars are shares of `whole`. Unit: GiB or s."""
+def bars(
+    parts: Mapping[str, float], whole: float, unit: str, names: int = 26, full: int = BAR_WIDTH
+) -> Iterator[Text]:
+    """One line per part that is not zero; bars are shares of `whole`. Unit: GiB or s; `names`
+    and `full`: characters of a name and of a full bar."""
     for part, amount in parts.items():
         if amount > 0:
-            share = min(1.0, amount / whole)
-            bar = "█" * round(share * BAR_WIDTH)
+            bar = "█" * round(min(1.0, amount / whole) * full)
             shown = seconds(amount) if unit == "s" else size(amount)
-            yield Text.assemble(f"    {part:<22}{shown:>10}  ", (bar, "cyan"))
+            name = f"  {part.replace('_', ' ')}"
+            yield Text.assemble(f"{name:<{names}}{shown:>10} ", (bar, "cyan"))
 
 
 def memory_lines(found: Estimate) -> Iterator[Text]:
@@ -38,32 +45,42 @@ def memory_lines(found: Estimate) -> Iterator[Text]:
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
-        verdict = (found.room, COLOURS[found.room])
-        used = f"  {needed.memory_gib:.1f} of {capacity:.4g} GiB: "
-        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
-    yield from bars(memory_parts(found.memory), capacity or total, "GiB")
+        free = 1 - needed.memory_gib / capacity
+        verdict = f"{free:.0%} free" if found.fits else found.room
+        used = f"  {needed.memory_gib:.1f} of {capacity:.4g} GiB, "
+        yield Text.assemble(
+            ("  memory", "dim"), used, (verdict, COLOURS[found.room]), (stage, "dim")
+        )
+    parts = _large(memory_parts(found.memory), total)
+    yield from bars(parts, capacity or total, "GiB", _NAMES, _SHORT)
     if needed.memory_gib > total * 1.001:
-        yield Text(f"    {needed.memory_gib:.1f} GiB while the model is built")
+        yield Text(f"  {needed.memory_gib:.1f} GiB while the model is built")
     for place, taken in (("host", needed.host_gib), ("NVMe", needed.nvme_gib)):
         if taken:
-            yield Text(f"    {place} of each node: {taken:,.0f} GiB")
+            yield Text(f"  {place} of each node: {taken:,.0f} GiB")
 
 
 def time_lines(found: Estimate) -> Iterator[Text]:
-    """The step's time, speed and utilization, and its parts."""
-    time, cluster = found.time, found.setup.cluster
-    per = "process" if cluster.gpu.memory_gib is None else "GPU"
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
-    nominal = ""
-    if basis(cluster) == "nominal":
-        nominal = " (nominal CPU speeds: `dmt doctor --calibrate` measures this one's)"
-    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{nominal}")
-    if time.mfu_causal is not None:
-        yield Text(
-            f"    MFU {time.mfu_causal:.1%}, HFU {time.hfu_causal:.1%}, attention as masked "
-            f"({time.mfu_full:.1%}, {time.hfu_full:.1%} in full)"
-        )
-    yield from bars(time_parts(time), time.total_s, "s")
+    """A step's parts."""
+    total_s = found.time.total_s
+    yield Text.assemble(("  time of a step", "dim"), f"  {seconds(total_s)}")
+    parts = _large(time_parts(found.time), total_s)
+    yield from bars(parts, total_s, "s", _NAMES, _SHORT)
+
+
+def _large(parts: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Parts by size, the small ones as their sum."""
+    large = {part: one for part, one in parts.items() if one >= _SMALL * whole}
+    return large | {"other": sum(parts.values()) - sum(large.values())}
+
+
+def side_by_side(left: Iterable[Text], right: Iterable[Text]) -> Iterator[Text]:
+    """Two columns on 80 characters."""
+    for one, other in zip_longest(left, right, fillvalue=Text()):
+        padding = " " * max(2, _COLUMN - one.cell_len)
+        line = Text.assemble(one, padding, other) if other.cell_len else one
+        line.rstrip()
+        yield line
 
 
 @contextmanager

@@ -2,25 +2,24 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
 
-from toolkit.backend import BACKENDS
 from toolkit.cli import plan_formulas, plan_tables
-from toolkit.cli.bars import memory_lines, time_lines
+from toolkit.cli.bars import memory_lines, side_by_side, time_lines
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_USER_ERROR, PlanError
-from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout
-from toolkit.plan.dimensions import DIMENSIONS, batch_text, recompute_text
+from toolkit.plan.alternatives import over, what_if
+from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
     Setup,
@@ -28,20 +27,17 @@ from toolkit.plan.estimate import (
     estimate,
     machine_output,
 )
-from toolkit.plan.explain import decisions, described
-from toolkit.plan.ledger import KINDS, SHOWN, Kind, LedgerEntry
-from toolkit.plan.plan import Plan
+from toolkit.plan.ledger import Kind, LedgerEntry
 from toolkit.plan.planned import Planned
-from toolkit.plan.remedies import over, prices
+from toolkit.plan.reasons import why
 from toolkit.plan.search import Candidate, Search
 from toolkit.plan.workloads import workload_of
 from toolkit.planning import plan_recipe
-from toolkit.recipe.schema import ClusterSection
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
 
-_COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
+_COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow"}
 
 Clusters = Annotated[
     list[str],
@@ -67,7 +63,8 @@ def plan(
     clusters: Clusters = [],  # noqa: B006
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Strategies to show.")] = 5,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the cost of every alternative.")
+        bool,
+        typer.Option("--explain", help="Show every reason, what if, and each formula."),
     ] = False,
     flags: LayoutFlags = None,
     as_json: AsJson = False,
@@ -141,8 +138,15 @@ def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]
     if not found.fits:
         data["remedies"] = plan.remedies
     if explain:
-        data["decisions"] = [*decisions(found)]
-        data["prices"] = [*prices(found)]
+        data["alternatives"] = [
+            {
+                "changes": one.changes,
+                "memory_gib": one.best.memory_gib,
+                "step_time_s": one.best.step_s,
+                "room": one.room,
+            }
+            for one in what_if(found)
+        ]
         data["derivations"] = derivations(layout_estimate(found, found.best))
     return data
 
@@ -165,58 +169,65 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 
 
 def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
-    """The chosen layout by part, the runners-up, why, and the ledger."""
-    recipe, plan, found = planned.recipe, planned.plan, planned.search
+    """The chosen layout, its memory and time, the best strategies, and why."""
+    plan, found = planned.plan, planned.search
     if not found.fits:
         yield from _shortfall(planned)
         return
+    by_part = layout_estimate(found, found.best)
+    yield from _facts(planned, by_part)
+    yield ""
+    yield from side_by_side(memory_lines(by_part), time_lines(by_part))
+    yield ""
+    shown = found.shortlist(top)
+    table = plan_tables.strategies(found, shown)
+    yield from table.texts(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
+    yield ""
+    entries = ledger_of(planned.recipe, plan)
+    if explain:
+        yield from _explained(planned, by_part, entries)
+        return
+    for reason in plan.reasons:
+        if "WARNING" in reason:
+            yield Text(f"  {reason}", "yellow")
+    yield _labelled("why", why(found).partition(": ")[2])
+    names = [entry.what for entry in entries if entry.kind == "approximated"]
+    yield _labelled("approximated", ", ".join(names) or "nothing")
+
+
+def _labelled(label: str, value: str) -> Text:
+    return Text.assemble((f"  {label}  ", "dim"), value)
+
+
+def _facts(planned: Planned, by_part: Estimate) -> Iterator[Text]:
+    """The model and where it trains; how, how fast, and how long."""
+    recipe, plan, layout = planned.recipe, planned.plan, planned.plan.layout
+    time, cluster = by_part.time, planned.cluster
+    limited = cluster.gpu.memory_gib is not None
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
-    size = f"  {human(plan.parameters)} parameters{of_them}"
-    by_part = layout_estimate(found, found.best)
-    sections: list[Iterable[str | Text]] = [
-        memory_lines(by_part),
-        _time_lines(planned, by_part),
-        _runner_up_lines(found, top),
-        _explained(found) if explain else _reasons(plan),
-        plan_formulas.lines(derivations(by_part)) if explain else (),
-        _ledger_lines(ledger_of(recipe, plan)),
-    ]
-    yield Text.assemble((recipe.name, "bold"), size)
-    for label, value in layout_facts(plan, recipe.cluster, planned.cluster.gpu):
-        yield Text.assemble((f"  {label:<17}", "dim"), value)
-    for section in filter(None, sections):
-        yield ""
-        yield from section
-
-
-def layout_facts(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and a value."""
-    layout = plan.layout
-    yield "engine", plan.engine
-    yield "model", plan.model
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
-    machines = f"{nodes} × {cluster.gpus_per_node} {device.name}"
-    yield "ranks", f"{layout.world:,} = {machines}"
-    yield "data parallel", f"{layout.dp:,}"
-    yield from _dimension_rows(layout, kernels=False)
-    title = BACKENDS[plan.engine].stage_titles.get(layout.zero_stage)
-    yield "ZeRO stage", f"{layout.zero_stage} ({title})" if title else str(layout.zero_stage)
-    places = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_parameters}
-    away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
-    yield "offload", ", ".join(away) or "none"
-    yield "global batch", batch_text(layout)
-    yield "recompute", recompute_text(layout)
-    yield from _dimension_rows(layout, kernels=True)
+    where = f"{nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
+    yield Text.assemble(
+        (recipe.name, "bold"), f"  {human(plan.parameters)} parameters{of_them}; {where}"
+    )
+    whole = layout_text(plan.engine, plan.model, replace(layout, recompute="none"))
+    degrees, _, kernels = whole.split(", ", 2) if whole.count(", ") > 1 else (whole, "", "")
+    ways = [f"recompute {recompute_text(layout)}", f"attention {plan.attention_kernel}"]
+    utilization = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}"
+    nominal = "" if limited or cluster.gpu.measured else " (nominal)"
+    per = "GPU" if limited else "process"
+    yield _fact("layout", degrees.partition(", ")[0])
+    yield _fact("batch", batch_text(layout))
+    yield _fact("kernels", ", ".join([*ways, *filter(None, [kernels])]))
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    yield _fact("step", f"{seconds(time.total_s)}{nominal}: {speed}{utilization}")
+    if (run := planned.run) is not None:
+        yield _fact("run", str(run))
 
 
-def _dimension_rows(layout: Layout, *, kernels: bool) -> Iterator[tuple[str, str]]:
-    """The dimensions in use: kernels, or how ranks share the work."""
-    for one in DIMENSIONS:
-        if one.shown and one.phrase == kernels and one.used(layout):
-            value = getattr(layout, one.field)
-            shown = one.named(value) if isinstance(value, tuple) else one.shown.format(value)
-            yield one.title or one.name, shown
+def _fact(label: str, value: str) -> Text:
+    return Text.assemble((f"  {label:<9}", "dim"), value)
 
 
 def _shortfall(planned: Planned) -> Iterator[Text]:
@@ -225,8 +236,8 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     yield Text.assemble(
         (planned.recipe.name, "bold"), f" on {cluster.name}: ", ("does not fit", "red")
     )
-    yield Text(f"  {over(found)},")
-    yield Text(f"  with {described(found.nearest)}")
+    yield Text(f"  {over(found)}:")
+    yield Text(f"  {layout_text(*found.nearest.pair, found.nearest.layout)}")
     yield Text(
         f"  {cluster.host_memory_gib:,g} GiB of host memory per node: host_memory_gib of", "dim"
     )
@@ -246,44 +257,18 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
         yield Text(f"    {one.layout}", "dim")
 
 
-def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
-    run = planned.run
-    yield from time_lines(by_part)
-    if run is not None:
-        yield Text.assemble(("  run", "dim"), f"  {run}")
-
-
-def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
-    shown = found.shortlist(top)
-    yield Text("  best of each engine and degrees", "dim")
-    table = plan_tables.strategies(found, shown)
-    yield from table.texts(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
-
-
-def _reasons(plan: Plan) -> Iterator[Text]:
+def _explained(
+    planned: Planned, by_part: Estimate, entries: Sequence[LedgerEntry]
+) -> Iterator[Text]:
+    """Every reason, what other values would cost, the formulas, and the ledger."""
+    found = planned.search
     yield Text("  why", "dim")
-    for reason in plan.reasons:
+    for reason in planned.plan.reasons:
         yield Text(f"  - {reason}", "yellow" if "WARNING" in reason else "")
-
-
-def _explained(found: Search) -> Iterator[Text]:
-    """Every decision, what fixed settings cost, and what other values would."""
-    yield Text("  why", "dim")
-    for one in decisions(found):
-        yield Text.assemble("  - ", (one.what, "bold"), f": {one.why}")
-    for price in prices(found):
-        yield Text(f"  - {price}")
     yield Text("  what if: the best plan with one setting changed", "dim")
-    yield from plan_tables.changes(found)
-
-
-def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:
-    """What stays the same as in one fp32 process, and what does not."""
+    yield from plan_tables.alternatives(found)
+    yield from plan_formulas.lines(derivations(by_part))
     yield Text("  compared with one process in fp32", "dim")
-    for kind in KINDS:
-        for entry in (one for one in entries if one.kind == kind):
-            line = Text.assemble(
-                (f"  {SHOWN[kind]:<17} ", _COLOURS[kind]), (entry.what, "bold")
-            )
-            line.append(f": {entry.why}")
-            yield line
+    for entry in entries:
+        kind = (f"  {entry.kind:<12} ", _COLOURS[entry.kind])
+        yield Text.assemble(kind, (entry.what, "bold"), f": {entry.why}")

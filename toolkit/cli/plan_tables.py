@@ -8,8 +8,8 @@ from rich.text import Text
 
 from toolkit.cli.output import Table
 from toolkit.layout import Layout
+from toolkit.plan.alternatives import Alternative, what_if
 from toolkit.plan.dimensions import DEGREES, degrees, recompute_text
-from toolkit.plan.explain import WhatIf, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.planned import Planned
 from toolkit.plan.search import Candidate, Search, room
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:
     """A row per layout, 80 columns wide at most."""
     used = {field for one in shown for field in degrees(one.layout)}
-    columned = [one.field for one in DEGREES if one.usual or one.field in used]
+    columned = [one.field for one in DEGREES if one.field in {"tp", "pp", *used}]
     best_s = found.best.step_s or 0.0
     columns: dict[str, Callable[[Candidate], str]] = {
         "engine/model": lambda one: "/".join(one.pair),
@@ -44,13 +44,13 @@ def _slower(one: Candidate, than_s: float) -> str:
     return f"{round((one.step_s or 0.0) / than_s - 1, 3) + 0.0:+.1%}"  # no -0.0%
 
 
-def changes(found: Search) -> Iterator[Text]:
+def alternatives(found: Search) -> Iterator[Text]:
     """The header, and a line per change of one setting, with the planner's answer."""
     timed = found.fits
-    table = Table[WhatIf](
+    table = Table[Alternative](
         {
-            "if the recipe stated": lambda one: f"{one.setting}={str(one.value).lower()}",
-            "the plan": lambda one: room(one.best, found.cluster),
+            "if the recipe stated": lambda one: one.options.removeprefix("--set "),
+            "the plan": lambda one: one.room,
             "GiB": lambda one: f"{one.best.memory_gib:.1f}",
             "step": lambda one: "-" if one.best.step_s is None else seconds(one.best.step_s),
             "slower": lambda one: (

@@ -10,28 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from toolkit.backend import Support
-from toolkit.layout import Layout, Pair
-from toolkit.models.spec import ModelSpec
+from toolkit.layout import Layout
 from toolkit.recipe.schema import Recipe
-
-Tried = Literal["all", "needed", "rule"]
-
-
-class Choice(NamedTuple):
-    """A chosen layout, and what its alternatives depend on."""
-
-    pair: Pair
-    layout: Layout
-    support: Support
-    """Of the pair."""
-    spec: ModelSpec
-    limited: bool
-    """The device's memory is: it is no CPU."""
-    contexts: bool
-    """The context-parallel degree is left to the search, and may be above 1."""
 
 
 class Need(NamedTuple):
@@ -41,7 +23,7 @@ class Need(NamedTuple):
     """Values of this setting that have the need."""
     other: str
     """The other setting, dotted."""
-    suits: Callable[[Any], bool]
+    allowed_if: Callable[[Any], bool]
     """Values of the other one that they go with."""
     allowed: str
     """What this setting may be otherwise."""
@@ -67,23 +49,9 @@ class Dimension:
     name: str
     """In reasons."""
     word: Callable[[Any], str] | None = None
-    """A value in a layout's short text: `tp2`; with `phrase`, in its long one."""
-    phrase: bool = False
-    title: str = ""
-    """Of its row in `dmt plan`, if that is not its name."""
-    shown: str = ""
-    """A value in that row, formatted; empty: it has no row of its own."""
+    """A value in a layout's text: `tp2`; of kernels and recompute, in its long one."""
     degree: bool = False
     """It multiplies the ranks or the parts of a model; 1 is none."""
-    within: str = ""
-    """The field of the degree without which it has one value; reasons show it after that."""
-    open: Callable[[Choice], bool] = _never
-    """Whether a chosen layout has alternatives here."""
-    tried: Tried = "all"
-    """What a search tries: all values, those with the least loss of speed that fit, or the one
-    that follows from the other dimensions by a rule."""
-    unneeded: Callable[[Choice], tuple[Any, ...]] = lambda _: ()
-    """Values that a search leaves out, as they cannot be best, but users may ask about."""
     needs: tuple[Need, ...] = ()
     disruption: int | None = None
     """The place of the setting among those that could be left to `auto`, the smaller changes
@@ -92,8 +60,6 @@ class Dimension:
     """How much a value that is not the default complicates a layout."""
     scaled: Callable[[Any, Mapping[str, int]], Any] = _as_is
     """The value in a rehearsal, from its degrees `tp`, `pp`, `dp` and `ep`."""
-    usual: bool = False
-    """`dmt init` writes its setting, and tables always have its column."""
 
     @property
     def setting(self) -> str:
@@ -153,10 +119,6 @@ def _shares_text(shares: tuple[int, ...]) -> str:
     return f"shares {(':' if few else '…').join(map(str, shown))}"
 
 
-def _has_experts(choice: Choice) -> bool:
-    return choice.spec.moe_layers > 0
-
-
 _STAGE, _IN_3 = "parallel.zero.stage", "set parallel.zero.stage to 3 (or auto)"
 
 
@@ -165,31 +127,15 @@ def _degree(field: str, name: str, *, key: str | None = None, **more: Any) -> Di
     if key is None:
         key = f"parallel.{name.replace(' ', '_')}"
     word = f"{field}{{}}".format
-    return Dimension(
-        field, key, name, word, shown="{}", degree=True, parts=is_above_one, **more
-    )
+    return Dimension(field, key, name, word, degree=True, parts=is_above_one, **more)
 
 
 DIMENSIONS: tuple[Dimension, ...] = (
-    _degree(
-        "tp",
-        "tensor",
-        open=lambda choice: choice.support.largest("tensor") > 1,
-        disruption=13,
-        usual=True,
-    ),
-    _degree(
-        "pp",
-        "pipeline",
-        open=lambda choice: choice.support.largest("pipeline") > 1,
-        disruption=14,
-        usual=True,
-    ),
+    _degree("tp", "tensor", disruption=13),
+    _degree("pp", "pipeline", disruption=14),
     _degree(
         "vpp",
         "virtual pipeline",
-        within="pp",
-        open=lambda choice: choice.layout.pp > 1,
         needs=(
             Need(
                 is_above_one,
@@ -201,7 +147,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         ),
         disruption=12,
         scaled=lambda value, small: smallest_factor(value) if small["pp"] > 1 else 1,
-        usual=True,
     ),
     Dimension(
         "stages",
@@ -210,23 +155,13 @@ DIMENSIONS: tuple[Dimension, ...] = (
         lambda chunks: f"layers {division_text(chunks)}".replace(" + ", "+").replace(
             " × ", "×"
         ),
-        title="division",
-        shown="{}",
-        within="pp",
         parts=bool,
         scaled=lambda chunks, small: chunks if small["pp"] > 1 else (),
     ),
-    _degree(
-        "cp",
-        "context",
-        open=lambda choice: choice.contexts,
-        unneeded=lambda choice: (1,) * (choice.layout.cp > 1),
-        disruption=16,
-    ),
+    _degree("cp", "context", disruption=16),
     _degree(
         "ep",
         "expert",
-        open=lambda choice: choice.support.largest("expert") > 1 and _has_experts(choice),
         disruption=15,
         scaled=lambda _, small: (
             small["ep"] if small["tp"] * small["dp"] % small["ep"] == 0 else 1
@@ -237,10 +172,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "parallel.sequence",
         "sequence parallel",
         lambda _: "sp",
-        title="sequence",
-        shown="split inside the tensor group",
-        within="tp",
-        open=lambda choice: choice.layout.tp > 1,
         needs=(
             Need(
                 lambda value: value is True,
@@ -252,26 +183,20 @@ DIMENSIONS: tuple[Dimension, ...] = (
         ),
         disruption=11,
         scaled=lambda value, small: value and small["tp"] > 1,
-        usual=True,
     ),
     Dimension(
         "zero_stage",
         _STAGE,
         "zero",
         "zero{}".format,
-        open=lambda _: True,
         disruption=7,
         parts=lambda stage: stage == 3,
-        usual=True,
     ),
     Dimension(
         "replicate",
         "parallel.replicate",
         "replicate",
         "replicate{}".format,
-        title="copies of shards",
-        shown="{}",
-        open=lambda choice: choice.support.largest("replicate") > 1 and choice.layout.dp > 1,
         needs=(
             Need(
                 is_above_one,
@@ -331,7 +256,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "micro_batch",
         "training.micro_batch_size",
         "micro batch",
-        open=lambda _: True,
         disruption=6,
         scaled=lambda _, __: 1,
     ),
@@ -348,23 +272,15 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "parallel.recompute",
         "recompute",
         "{} recompute".format,
-        phrase=True,
-        open=lambda _: True,
-        tried="needed",
-        unneeded=lambda choice: choice.support.recompute,
         disruption=5,
         parts=lambda value: (value != "none") + isinstance(value, int),
         scaled=lambda value, _: 1 if isinstance(value, int) else value,
-        usual=True,
     ),
     Dimension(
         "offload_activations",
         "parallel.offload_activations",
         "offload of activations",
         lambda _: "inputs in host memory",
-        title="recompute from",
-        shown="layer inputs in host memory",
-        phrase=True,
         needs=(
             Need(
                 lambda offloads: offloads is True,
@@ -381,59 +297,17 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "kernels.loss",
         "loss",
         "{} loss".format,
-        shown="{}",
-        phrase=True,
-        open=lambda choice: choice.limited,
-        tried="needed",
-        unneeded=lambda _: ("whole", "chunked"),
         disruption=0,
         parts=lambda kernel: kernel != "whole",
     ),
-    Dimension(
-        "compile",
-        "kernels.compile",
-        "compile",
-        "compiled {}".format,
-        shown="{}",
-        phrase=True,
-        open=lambda choice: choice.limited and bool(choice.support.kernel_stages),
-        tried="rule",
-        unneeded=lambda choice: ("none",) * (choice.layout.compile != "none"),
-        disruption=1,
-    ),
-    Dimension(
-        "fused",
-        "kernels.fused",
-        "fused",
-        "fused by {}".format,
-        shown="{}'s kernels",
-        phrase=True,
-        open=lambda choice: choice.limited and choice.pair.model != "hf",
-        tried="rule",
-        unneeded=lambda choice: ("none",) * (choice.layout.fused != "none"),
-        disruption=2,
-    ),
-    Dimension(
-        "experts",
-        "kernels.experts",
-        "experts",
-        "{} experts".format,
-        shown="{} products",
-        phrase=True,
-        open=lambda choice: choice.limited and _has_experts(choice),
-        tried="rule",
-        unneeded=lambda choice: ("sequential",) * (choice.layout.experts == "grouped"),
-        disruption=3,
-    ),
+    Dimension("compile", "kernels.compile", "compile", "compiled {}".format, disruption=1),
+    Dimension("fused", "kernels.fused", "fused", "fused by {}".format, disruption=2),
+    Dimension("experts", "kernels.experts", "experts", "{} experts".format, disruption=3),
     Dimension(
         "exchange",
         "kernels.context",
         "context exchange",
         "exchange by {}".format,
-        shown="{}",
-        phrase=True,
-        within="cp",
-        open=lambda choice: choice.layout.cp > 1,
         disruption=4,
         parts=lambda exchange: exchange != _PLAIN.exchange,
     ),
@@ -442,8 +316,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "kernels.mlp",
         "MLP",
         "{} MLP".format,
-        shown="{}",
-        phrase=True,
         parts=lambda kernel: kernel != "whole",
     ),
 )
@@ -465,14 +337,9 @@ def _is_setting(key: str) -> bool:
 
 SETTABLE: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if _is_setting(one.key))
 """Those that a recipe decides."""
+_HOW = DIMENSIONS[DIMENSIONS.index(DIMENSION["recompute"]) :]
+"""How ranks compute: recompute and kernels."""
 DEGREES: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.degree)
-IN_REASONS: tuple[Dimension, ...] = tuple(
-    shown
-    for one in SETTABLE
-    if not one.within
-    for shown in (one, *(inner for inner in SETTABLE if inner.within == one.field))
-)
-"""In the order of a plan's reasons."""
 
 
 def settings(layout: Layout) -> dict[str, Any]:
@@ -492,7 +359,7 @@ def degrees_text(engine: str, model: str, layout: Layout) -> str:
     words += [
         one.word(getattr(layout, one.field))
         for one in DIMENSIONS
-        if one.word and not one.phrase and one.used(layout)
+        if one.word and one not in _HOW and one.used(layout)
     ]
     return " ".join(words)
 
@@ -501,11 +368,7 @@ def layout_text(engine: str, model: str, layout: Layout) -> str:
     """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
     values = vars(layout) | {"recompute": recompute_text(layout)}
-    phrases = [
-        one.word(values[one.field])
-        for one in DIMENSIONS
-        if one.word and one.phrase and one.used(layout)
-    ]
+    phrases = [one.word(values[one.field]) for one in _HOW if one.word and one.used(layout)]
     return ", ".join((degrees_text(engine, model, layout), batch, *phrases))
 
 

@@ -1,8 +1,7 @@
-"""The ledger: what a layout computes exactly as the plain run, what it approximates, and what
-it refuses.
+"""The ledger: what a layout computes exactly as the plain run, and what it approximates.
 
 The plain run is the same recipe in one process, fp32, the whole global batch at once, in
-transformers. Every entry is derived from recipe, plan and the legality table.
+transformers. Every entry is derived from recipe and plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +10,14 @@ from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.features.base import hooks
-from toolkit.layout import Layout, Pair, padded_vocab
+from toolkit.layout import Layout, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.dimensions import DEGREES
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules.legality import table
 from toolkit.recipe.schema import ChatRowsSource, Recipe, TrainingSection
 
-Kind = Literal["exact", "approximated", "refused"]
-KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
-SHOWN: Mapping[Kind, str] = {kind: kind for kind in KINDS} | {"refused": "not possible here"}
-"""For people."""
+Kind = Literal["exact", "approximated"]
+KINDS: tuple[Kind, ...] = ("exact", "approximated")
 _Entries = Mapping[str, list[tuple[str, str]]]
 
 
@@ -44,7 +39,7 @@ def ledger(
     config: Mapping[str, object] | None = None,
     engine_config: Mapping[str, Any] | None = None,
 ) -> list[LedgerEntry]:
-    """Every entry of this plan: exact ones first, refused ones last.
+    """Every entry of this plan, exact ones first.
 
     `config` is the hub's config of the model if the recipe states none. `engine_config` is the
     configuration of the plan's engine; without it, entries follow from the plan only.
@@ -65,7 +60,6 @@ def ledger(
             *_approximated(recipe, plan, spec, random, own),
             *(entry for entry in of_engine if entry[0] not in dict(own["approximated"])),
         ],
-        "refused": _refused(Pair(plan.engine, plan.model)),
     }
     return [LedgerEntry(kind, what, why) for kind in KINDS for what, why in found[kind]]
 
@@ -75,7 +69,7 @@ def summary(entries: Sequence[LedgerEntry]) -> list[str]:
     lines = []
     for kind in KINDS:
         if names := [entry.what for entry in entries if entry.kind == kind]:
-            lines.append(f"{SHOWN[kind]}: {', '.join(names)}")
+            lines.append(f"{kind}: {', '.join(names)}")
     return lines
 
 
@@ -232,20 +226,3 @@ def _split_sums(plan: Plan) -> str:
     if layout.tp > 1:
         sums.append(f"activations over {layout.tp} tensor-parallel ranks")
     return ", ".join(sums)
-
-
-def _refused(pair: Pair) -> Iterator[tuple[str, str]]:
-    """What other pairs of the legality table support, but not this one."""
-    support = table()[pair]
-    others = table().values()
-    ones = [d.name for d in DEGREES if d.key and support.largest(d.setting) == 1]
-    if ones:
-        yield f"{', '.join(ones)} above 1", f"not in {pair}"
-    stages = sorted({s for one in others for s in one.zero_stages} - set(support.zero_stages))
-    if stages:
-        yield f"ZeRO {', '.join(map(str, stages))}", f"not in {pair}"
-    places = {place for one in others for place in one.offload_optimizer}
-    if missing := places - support.offload_optimizer:
-        yield f"offload to {', '.join(sorted(missing))}", f"not in {pair}"
-    if ways := {way for one in others for way in one.recompute} - set(support.recompute):
-        yield f"{', '.join(sorted(ways))} recompute", f"not in {pair}"

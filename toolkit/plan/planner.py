@@ -8,20 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.errors import RecipeError
-from toolkit.features.base import hooks
 from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.models.hub import model_config
+from toolkit.plan.alternatives import remedies
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import settings
-from toolkit.plan.explain import choice, decisions
 from toolkit.plan.plan import BatchCost, Plan
-from toolkit.plan.remedies import over, remedies
+from toolkit.plan.reasons import reasons, with_context
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.search import Candidate, Search, search
+from toolkit.plan.search import Search, search
 from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 
@@ -89,7 +88,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
     workload = workload_of(job, best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
-    kernel, _ = attention.choice(_with_context(job, best))
+    kernel, _ = attention.choice(with_context(job, best))
     return Plan(
         engine=best.pair.engine,
         model=best.pair.model,
@@ -99,7 +98,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         flops_per_token=job.spec.flops_per_token(training.sequence_length, causal=True),
         peak_flops_per_gpu=found.cluster.gpu.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
-        reasons=tuple(_reasons(found, built)) if explained else (),
+        reasons=tuple(reasons(found, built)) if explained else (),
         memory_gib=best.memory_gib,
         fits=found.fits,
         step_time_s=time.total_s,
@@ -112,30 +111,6 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
         batches=tuple(_batch_costs(found, workload)),
     )
-
-
-def _reasons(found: Search, built_gib: float) -> Iterator[str]:
-    """A line per decision, and what to know before the run."""
-    job, best = found.job, found.best
-    yield from (one.reason for one in decisions(found))
-    yield from choice(found)
-    yield _attention_reason(_with_context(job, best))
-    yield _overlap_reason(job, best)
-    if job.training.deterministic:
-        yield "deterministic: asked for; slower kernels on GPUs, by how much is not predicted"
-    if job.spec.generic:
-        family = job.spec.family
-        yield f"model {family}: generic, counted on transformers' own; docs/models.md"
-    if job.spec.counted and job.spec.counted.assumed:
-        yield "FLOPs: assumed, 2 per weight and full attention in every layer; MFU is as rough"
-    yield from model_rules.position_notes(job.config, job.training.sequence_length)
-    for lines, section in hooks("reasons", job.features):
-        yield from lines(section, job.spec)
-    if not found.fits:
-        yield f"WARNING: does not fit: {over(found)}"
-    elif built_gib >= best.memory_gib:
-        built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
-        yield f"memory: fullest at {built}"
 
 
 def _batch_costs(found: Search, workload: Workload) -> Iterator[BatchCost]:
@@ -157,29 +132,3 @@ def first_loss_scale(precision: str) -> float | None:
     it fits, so engines with different initial scales would skip different steps.
     """
     return _LOSS_SCALE if precision == "fp16" else None
-
-
-def _with_context(job: PlanRequest, best: Candidate) -> PlanRequest:
-    """The job with the context-parallel degree that was found."""
-    degree = {"context": best.layout.cp}
-    return job.asking(parallel=job.parallel.model_copy(update=degree))
-
-
-def _attention_reason(job: PlanRequest) -> str:
-    """What computes attention, and why."""
-    kernel, why = attention.choice(job)
-    rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
-    return f"attention {kernel}: {why}{rest}"
-
-
-def _overlap_reason(job: PlanRequest, best: Candidate) -> str:
-    """Whether ranks communicate while they compute, and why."""
-    if job.parallel.overlap != "auto":
-        return f"overlap {job.parallel.overlap}: asked for"
-    if best.layout.world == 1:
-        return "overlap auto: one rank has nothing to send"
-    if not legality.table()[best.pair].without_overlap:
-        return f"overlap auto: engine {best.pair.engine} always has it"
-    if job.cluster.gpu == "cpu":
-        return "overlap auto: not counted, as nobody measured on CPUs that it pays"
-    return "overlap auto: ranks communicate while they compute"

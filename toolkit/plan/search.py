@@ -7,7 +7,7 @@ lower bound of its time, so those that are too slow to be chosen never are.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,7 +16,7 @@ from itertools import chain, islice, takewhile, tee
 from typing import Literal, NamedTuple
 
 from toolkit.errors import PlanError
-from toolkit.hardware.cluster import Cluster, LinkKind
+from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, LossKernel, Pair, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
     Memory,
@@ -29,7 +29,6 @@ from toolkit.plan.cost.time import least_step_s, step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import can_recompute_some
 from toolkit.plan.space import (
     Fallback,
@@ -49,13 +48,17 @@ MARGIN = 0.05
 """Share of a layout's predicted memory that must also be free for it to fit with a margin.
 Published peaks differ from predicted ones by 0.5 to 4.0% on average, by source, and 87 of 91
 rehearsed ranks need at most 5% more than predicted (docs/planner.md)."""
-MARGIN_COST = 0.1
-"""How much slower a layout with a margin may be than the fastest one and still be chosen."""
+WORTH = 0.1
+"""A layout with a margin of memory, or of a simpler kind, is chosen before one that is up to so
+much faster."""
 FAST_LINKS = ("nvlink", "xgmi", "shared")
-"""Links that are fast enough for the collectives of every layer."""
+"""Links that are fast enough for tensor groups, which communicate in every layer."""
 _ROUNDED = 1 - 1e-9
 """Sums of the same numbers in another order may differ."""
 Room = Literal["fits", "tight", "does not fit"]
+Kind = tuple[bool, bool, int]
+"""How simple layouts are: whether states are offloaded, whether the model is megatron-core's,
+and the ZeRO stage. The lowest that will do is chosen."""
 
 
 class Candidate(NamedTuple):
@@ -100,23 +103,52 @@ class Search:
         """Whether any layout fits."""
         return any(one.fits for one in self.splits)
 
-    def by_time(self) -> Iterator[Candidate]:
+    def by_time(self, kind: "Kind | None" = None) -> Iterator[Candidate]:
         """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
-        return copy(self._by_time)
+        if kind not in self._by_time:
+            splits = [one for one in self.splits if kind in (None, one.kind)]
+            self._by_time[kind] = tee(by_time(splits), 1)[0]
+        return copy(self._by_time[kind])
 
     @cached_property
-    def _by_time(self) -> Iterator[Candidate]:
-        return tee(by_time(self.splits), 1)[0]
+    def _by_time(self) -> dict["Kind | None", Iterator[Candidate]]:
+        return {}
 
     @cached_property
     def equal(self) -> list[Candidate]:
-        """Those of which one is chosen; see `equally_fast`."""
-        return equally_fast(self.by_time, self.cluster)
+        """Those of which one is chosen, fastest first: as fast as the fastest of their kind
+        within the planner's error, the simplest kind whose fastest is at most `WORTH` slower
+        than any; with a margin of memory, unless that costs more than `WORTH`."""
+
+        def within(limit_s: float, kind: Kind | None = None) -> Iterator[Candidate]:
+            return takewhile(lambda one: _seconds(one) <= limit_s, self.by_time(kind))
+
+        fastest = next(self.by_time())
+        near = within((1 + WORTH) * _seconds(fastest))
+        roomy = next((one for one in near if self.room(one) == "fits"), None)
+        limit_s = (1 + WORTH) * _seconds(roomy or fastest)
+        for kind in sorted({one.kind for one in self.splits}):
+            able = (one for one in within(limit_s, kind) if self.is_enough(one, roomy))
+            if first := next(able, None):
+                equal = within(min(limit_s, (1 + TIE) * _seconds(first)), kind)
+                return [one for one in equal if self.is_enough(one, roomy)]
+        raise AssertionError("the fastest is of a kind")
+
+    def room(self, one: Candidate) -> Room:
+        """See `room`."""
+        return room(one, self.cluster)
+
+    def is_enough(self, one: Candidate, roomy: Candidate | None) -> bool:
+        """Whether it leaves a margin, if any near the fastest does."""
+        return roomy is None or self.room(one) == "fits"
 
     @cached_property
     def best(self) -> Candidate:
         """The chosen layout: the best that fits, or the one nearest to fitting."""
-        return preferred(self.equal, self.cluster) if self.fits else self.nearest
+        if not self.fits:
+            return self.nearest
+        on_cpu = self.cluster.gpu.memory_gib is None
+        return min(self.equal, key=_drawbacks_on_cpu if on_cpu else _drawbacks)
 
     @cached_property
     def nearest(self) -> Candidate:
@@ -156,7 +188,8 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
 
     Raises PlanError if no layout suits the model or spreads the batch.
     """
-    found, tried = None, fallbacks(job, cluster.island)
+    together = cluster.island if cluster.node_link.kind in FAST_LINKS else 1
+    found, tried = None, fallbacks(job, together)
     for fallback in tried:
         found = _search(job, cluster, fallback) or found
         if found is not None and found.fits:
@@ -274,7 +307,7 @@ def by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
     waiting: list[tuple[float, int, int, int, Candidate | None]] = [
         (least_s, number, size, 0, None)
         for number, one in enumerate(every)
-        for size, least_s in one.least_s()
+        for size, least_s in one.least_s
     ]
     heapify(waiting)
     while waiting:
@@ -305,6 +338,15 @@ class Splits:
     cluster: Cluster
 
     @cached_property
+    def kind(self) -> Kind:
+        """See `Kind`; on a CPU, whose memory is not limited, ZeRO stages differ in nothing, and
+        stage 0 is no simpler than 1."""
+        layout, limited = self.partial.layout, self.cluster.gpu.memory_gib is not None
+        away = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
+        stage = max(1, layout.zero_stage) if limited else 0
+        return away, self.partial.pair.model != "hf", stage
+
+    @cached_property
     def known(self) -> dict[Layout, Candidate]:
         """Evaluated layouts."""
         return known(self.partial.workload, self.cluster)
@@ -319,17 +361,25 @@ class Splits:
         """Whether any fits."""
         return shortage(self.smallest, self.cluster) is None
 
-    def least_s(self) -> Iterator[tuple[int, float]]:
+    @cached_property
+    def least_s(self) -> tuple[tuple[int, float], ...]:
         """Each micro batch, and a lower bound of the seconds of a step with it."""
         partial, sizes = self.partial, self.partial.micro_batches
         layout = partial.split(1, *partial.recomputes[0])
         bounds = least_step_s(partial.workload, layout, self.cluster, sizes)
-        yield from zip(sizes, (_ROUNDED * one for one in bounds), strict=True)
+        return tuple(zip(sizes, (_ROUNDED * one for one in bounds), strict=True))
 
     def without_recompute_s(self, size: int) -> float:
         """A lower bound that lacks only recompute."""
-        layout = self.partial.split(size, *self.partial.recomputes[0])
-        return _ROUNDED * step_time(self.partial.workload, layout, self.cluster).total_s
+        if (least_s := self._without_recompute_s.get(size)) is None:
+            layout = self.partial.split(size, *self.partial.recomputes[0])
+            time = step_time(self.partial.workload, layout, self.cluster)
+            least_s = self._without_recompute_s[size] = _ROUNDED * time.total_s
+        return least_s
+
+    @cached_property
+    def _without_recompute_s(self) -> dict[int, float]:
+        return {}
 
     def fitting(self, size: int) -> Iterator[Candidate]:
         """Layouts with this micro batch that fit: with the least of the usual recomputes, and
@@ -389,62 +439,19 @@ def known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
     return {}
 
 
-def preferred(equal: Sequence[Candidate], cluster: Cluster) -> Candidate:
-    """The one that is chosen of equally fast layouts."""
-    if cluster.gpu.memory_gib is None:
-        return _preferred_on_cpu(equal)
-    return min(equal, key=lambda one: _drawbacks(one, cluster))
-
-
-def equally_fast(
-    fastest_first: Callable[[], Iterator[Candidate]], cluster: Cluster
-) -> list[Candidate]:
-    """Those of which one is chosen, fastest first: with a margin of memory, unless that costs
-    more than `MARGIN_COST`, and as fast as the fastest of these within the planner's error.
-
-    `fastest_first` begins again with each call.
-    """
-
-    def within(share: float, of: Candidate) -> Iterator[Candidate]:
-        limit_s = _seconds(of) * (1 + share)
-        return takewhile(lambda one: _seconds(one) <= limit_s, fastest_first())
-
-    fastest = next(fastest_first())
-    near = within(MARGIN_COST, fastest)
-    roomy = next((one for one in near if room(one, cluster) == "fits"), None)
-    equal = within(TIE, roomy or fastest)
-    return [one for one in equal if roomy is None or room(one, cluster) == "fits"]
-
-
-def _drawbacks(one: Candidate, cluster: Cluster) -> tuple[bool, float, int, int, float]:
-    """What decides between equally fast layouts, the least first: tensor groups over slow
-    links, memory in excess of what leaves a margin, the number of parallel dimensions and
-    other techniques, their degrees, and memory."""
+def _drawbacks(one: Candidate) -> tuple[float, int, int, float]:
+    """What decides between equally fast layouts, the least first: memory in excess of what
+    leaves a margin, the number of parallel dimensions and other techniques, their degrees, and
+    memory."""
     layout, capacity = one.layout, one.capacity_gib or 0.0
     scarce = max(one.memory_gib, capacity / (1 + MARGIN))
     degrees = layout.tp + layout.pp + layout.vpp + layout.cp + layout.ep
-    slow_links = layout.tp > 1 and tensor_link(layout, cluster) not in FAST_LINKS
-    return slow_links, scarce, moving_parts(one), degrees, one.memory_gib
+    return scarce, moving_parts(one), degrees, one.memory_gib
 
 
-def tensor_link(layout: Layout, cluster: Cluster) -> LinkKind:
-    """The link over which tensor groups communicate."""
-    within = layout.tp <= cluster.island
-    return cluster.node_link.kind if within else cluster.network.kind
-
-
-def _preferred_on_cpu(equal: Sequence[Candidate]) -> Candidate:
-    """The same if memory is not limited: memory is not considered first.
-
-    Nominal speeds do not distinguish engines, so the preferred one is chosen, with its fastest
-    layout; of equally fast ones, the one with the smallest model states.
-    """
-    order = list(table())
-    first = min(order.index(one.pair) for one in equal)
-    return min(
-        (one for one in equal if order.index(one.pair) == first),
-        key=lambda one: (_seconds(one), one.states_gib, moving_parts(one)),
-    )
+def _drawbacks_on_cpu(one: Candidate) -> tuple[float, float, int]:
+    """The same where memory is not limited."""
+    return _seconds(one), one.states_gib, moving_parts(one)
 
 
 def _seconds(one: Candidate) -> float:

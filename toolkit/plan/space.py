@@ -7,7 +7,7 @@ what fits.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from math import gcd, isqrt
 
 from toolkit.errors import PlanError
@@ -24,7 +24,7 @@ from toolkit.recipe.schema import ParallelSection
 Offload = tuple[Placement, Placement]
 """Where optimizer states and parameters are kept."""
 _IN_PARALLEL = [
-    one for one in SETTABLE if one.key.startswith("parallel.") and one.tried == "all"
+    one for one in SETTABLE if one.key.startswith("parallel.") and one.field != "recompute"
 ]
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -57,7 +57,7 @@ class PartialLayout:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A fallback that makes a model fit."""
+    """What the search may use besides: offload, wide tensor groups, context parallel."""
 
     offload: Offload
     largest_tensor: int
@@ -115,25 +115,14 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
     return list(dict.fromkeys(found))
 
 
-def loosened(job: PlanRequest) -> str:
-    """The fewest stated settings to set to auto so that degrees suit; empty if none do."""
-    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
-    stated = [name for name in names if getattr(job.parallel, name) != "auto"]
-    for count in range(1, len(stated) + 1):
-        for opened in combinations(stated, count):
-            parallel = job.parallel.model_copy(update=dict.fromkeys(opened, "auto"))
-            other = job.asking(parallel=parallel)
-            if any(partial_layouts(other, fallbacks(other, job.spec.heads)[0])):
-                return f"set {' and '.join(f'parallel.{name} to auto' for name in opened)}"
-    return ""
-
-
 def no_degrees(job: PlanRequest) -> PlanError:
     """The error if no degrees suit the model."""
+    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
+    stated = [f"parallel.{one}" for one in names if getattr(job.parallel, one) != "auto"]
     return PlanError(
         f"parallel.tensor: no tensor, pipeline and context degrees that suit this model divide "
         f"{job.cluster.world_size} ranks as the recipe asks",
-        fix=loosened(job) or "use another number of ranks",
+        fix=f"set {' and '.join(stated)} to auto" if stated else "use another number of ranks",
     )
 
 

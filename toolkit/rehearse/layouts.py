@@ -13,6 +13,7 @@ from toolkit.layout import Layout, ModelName, Pair
 from toolkit.plan import dimensions
 from toolkit.plan.dimensions import degrees_text, scaled_down, settings, smallest_factor
 from toolkit.plan.plan import Plan
+from toolkit.plan.rules.legality import table
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees
 
@@ -38,8 +39,8 @@ def _offered() -> Iterator[tuple[Backend, Rehearsed]]:
 
     def place(offer: tuple[Backend, Rehearsed]) -> tuple[bool, ModelName, int, int]:
         backend, one = offer
-        preference = backend.supports[one.model].preference
-        return backend.configured, one.model, one.layout.world, preference
+        order = [*table()].index(Pair(backend.name, one.model))
+        return backend.configured, one.model, one.layout.world, order
 
     backends = [BACKENDS[name] for name in BACKENDS.names]
     offers = [(backend, one) for backend in backends for one in backend.rehearsals]

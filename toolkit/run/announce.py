@@ -11,7 +11,8 @@ from pathlib import Path
 from toolkit.adapters.lora import spec_of
 from toolkit.backend import BACKENDS
 from toolkit.models.hub import ignored_keys, model_config
-from toolkit.plan.ledger import LedgerEntry, ledger, summary
+from toolkit.plan.dimensions import layout_text
+from toolkit.plan.ledger import LedgerEntry, ledger
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
@@ -21,7 +22,7 @@ from toolkit.text.terminal import tell
 
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
-    """What this plan keeps exactly, approximates and refuses."""
+    """What this plan keeps exactly and approximates."""
     config = model_config(recipe.model)
     engine_config = BACKENDS[plan.engine].render(recipe, plan.layout)
     spec = spec_of(config, (), recipe.adapter)
@@ -29,9 +30,10 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
 
 
 def show_plan(recipe: Recipe, plan: Plan) -> None:
-    """The decisions with their reasons, what may not be meant, and the ledger."""
-    notes = filter(None, (ignored_keys(recipe.model), *recipe.notes))
-    for line in [*plan.reasons, *notes, *summary(ledger_of(recipe, plan))]:
+    """The layout, warnings, and what may not be meant."""
+    tell(f"layout {layout_text(plan.engine, plan.model, plan.layout)}")
+    warnings = (reason for reason in plan.reasons if "WARNING" in reason)
+    for line in filter(None, [*warnings, ignored_keys(recipe.model), *recipe.notes]):
         tell(line)
 
 

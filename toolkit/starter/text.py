@@ -9,7 +9,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.dimensions import DIMENSIONS
+from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -23,6 +23,11 @@ COLUMN = 34
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
 _PLAIN = ("adapter", "dpo", "optimizer", "schedule", "evaluation", "checkpoint", "logging")
 """Sections without comments, each on one line."""
+_DEGREES = tuple(
+    DIMENSION[field]
+    for field in ("tp", "pp", "vpp", "sequence_parallel", "zero_stage", "recompute")
+)
+"""Settings of `parallel` besides engine and model."""
 
 
 def starter(
@@ -157,15 +162,11 @@ def _parallel(planned: tuple[Plan, Estimate] | None) -> Iterator[str]:
         now = {
             "engine": plan.engine,
             "model": plan.model,
-            **{
-                one.setting: str(getattr(layout, one.field)).lower()
-                for one in DIMENSIONS
-                if one.usual
-            },
+            **{one.setting: str(getattr(layout, one.field)).lower() for one in _DEGREES},
             "zero": ", ".join([f"stage {layout.zero_stage}", *_offload(layout)]),
         }
     yield _line("parallel:", "what you set instead of `auto` is kept")
-    settings = [one.key.split(".")[1] for one in DIMENSIONS if one.usual]
+    settings = [one.key.split(".")[1] for one in _DEGREES]
     for key in ("engine", "model", *settings):
         value = "{stage: auto}" if key == "zero" else "auto"
         yield _line(f"  {key}: {value}", f"now {now[key]}" if key in now else "")

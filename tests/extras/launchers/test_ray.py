@@ -37,7 +37,7 @@ def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
     }
     assert len(events(run_dir, "start")) == 2
     assert (run_dir / "export" / "model.safetensors").exists()
-    assert ended.err.count("engine ddp with model hf: ") == 1, "by `dmt launch`"
+    assert ended.err.count("layout ddp dp") == 1, "by `dmt launch`"
     assert ended.err.count(f"run directory {run_dir.name}\n") == 2, "by rank 0, each time"
     assert ended.err.count(f"export       {run_dir.name}/export\n") == 1
 

@@ -26,7 +26,7 @@ class DdpBackend(Backend):
     title = "PyTorch's DDP"
     engine = "toolkit.engines.ddp.engine:build"
     supports = {
-        "hf": Support(preference=20, degrees={"context": ANY}, kernel_stages=(0,)),
+        "hf": Support(degrees={"context": ANY}, kernel_stages=(0,)),
     }
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()

@@ -147,7 +147,7 @@ class DeepSpeedBackend(Backend):
     engine = "toolkit.engines.deepspeed.engine:DeepSpeedEngine"
     supports = {
         "hf": Support(
-            preference=10,
+            auto=True,
             degrees={"context": ANY},
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
@@ -157,7 +157,6 @@ class DeepSpeedBackend(Backend):
             offload_parameters=_CPU_OR_NVME,
         ),
         "megatron": Support(
-            preference=50,
             degrees={"tensor": ANY, "context": ANY},
             sequence=True,
             zero_stages=_STAGES,

@@ -85,13 +85,11 @@ class FsdpBackend(Backend):
     engine = "toolkit.engines.fsdp.engine:FsdpEngine"
     supports = {
         "hf": Support(
-            preference=30,
             zero_stages=(1, 2, 3),
             degrees={"replicate": ANY, "context": ANY},
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
             offload_together=True,
-            only_when_asked=True,
             kernel_stages=(1, 2, 3),
         )
     }

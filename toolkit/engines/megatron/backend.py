@@ -42,7 +42,7 @@ class MegatronBackend(Backend):
     engine = "toolkit.engines.megatron.engine:MegatronEngine"
     supports = {
         "megatron": Support(
-            preference=40,
+            auto=True,
             degrees=dict.fromkeys(
                 ("tensor", "pipeline", "virtual_pipeline", "context", "expert"), ANY
             ),
@@ -54,7 +54,6 @@ class MegatronBackend(Backend):
     }
     packages = {"megatron-core": "megatron.core"}
     configured = True
-    stage_titles = {1: "distributed optimizer"}
     distributed_types = ("MEGATRON_LM",)
     cost = MegatronCost()
     rehearsals = (

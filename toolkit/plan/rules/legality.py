@@ -6,7 +6,7 @@ model's shape are in `toolkit.plan.rules.models`.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 
@@ -24,13 +24,15 @@ RANKS = ("tensor", "pipeline", "context")
 
 @cache
 def table() -> Mapping[Pair, Support]:
-    """Every legal pair and what it supports, the preferred one first."""
+    """Every legal pair and what it supports: those of `engine: auto` first, transformers'
+    model before megatron-core's."""
     found = {
         Pair(name, model): support
         for name in BACKENDS.names
         for model, support in BACKENDS[name].supports.items()
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].preference))
+    order = sorted(found, key=lambda pair: (not found[pair].auto, pair.model != "hf"))
+    return {pair: found[pair] for pair in order}
 
 
 _PIPELINE_AND_ZERO = (
@@ -40,7 +42,7 @@ _PIPELINE_AND_ZERO = (
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
-    """The pairs that support what `parallel` requests, preferred first.
+    """The pairs that support what `parallel` requests, in the order of `table`.
 
     With a `precision`, only those that compute in it.
     """
@@ -51,6 +53,13 @@ def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list
         and not _violations(parallel, pair)
         and (precision is None or precision in support.precisions)
     ]
+
+
+def chosen_from(able: Sequence[Pair], parallel: ParallelSection) -> list[Pair]:
+    """Which of the pairs that can train a model the planner compares: those that `engine: auto`
+    names, or all where none of these can."""
+    auto = [pair for pair in able if table()[pair].auto] if parallel.engine == "auto" else []
+    return auto or [*able]
 
 
 def precisions(parallel: ParallelSection) -> list[Precision]:
@@ -122,7 +131,9 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
     for dimension in SETTABLE:
         for need in dimension.needs:
             value = _value(parallel, dimension.key)
-            if need.values(value) and not need.suits(other := _value(parallel, need.other)):
+            if need.values(value) and not need.allowed_if(
+                other := _value(parallel, need.other)
+            ):
                 name = need.other.removeprefix("parallel.zero.")
                 shown = f"{str(value).lower()} with {name}: {other}"
                 yield Problem(dimension.key, shown, need.allowed, need.fix)
@@ -146,7 +157,7 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
     """Engine and model are both stated, but are not a legal pair."""
     asked = (parallel.engine, parallel.model)
     near = [pair for pair in table() if (pair[0] == asked[0]) != (pair[1] == asked[1])]
-    best = near[0]
+    best = min(near, key=lambda pair: pair.model != "hf")
     kept = 0 if best[0] == asked[0] else 1
     name, other = Pair._fields[1 - kept], Pair._fields[kept]
     fits = ", ".join(pair[1 - kept] for pair in near if pair[kept] == asked[kept])
@@ -217,8 +228,6 @@ def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 def _matches(parallel: ParallelSection, pair: Pair) -> bool:
-    if parallel.engine == "auto" and table()[pair].only_when_asked:
-        return False
     return parallel.engine in ("auto", pair.engine) and parallel.model in ("auto", pair.model)
 
 

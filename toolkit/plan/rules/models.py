@@ -42,9 +42,10 @@ def position_notes(config: Mapping[str, object], length: int) -> Iterator[str]:
 
 
 def able_pairs(job: PlanRequest) -> list[Pair]:
-    """The pairs that can train this model as `job` requests, preferred first."""
+    """The pairs that the planner compares for this model and what `job` requests."""
     asked = legality.pairs(job.parallel, job.training.precision)
-    return [pair for pair in asked if not pair_problems(job, pair)]
+    able = [pair for pair in asked if not pair_problems(job, pair)]
+    return legality.chosen_from(able, job.parallel)
 
 
 def problems(job: PlanRequest) -> list[Problem]:

@@ -1,0 +1,173 @@
+"""Why a plan is as it is: a line for each decision, and what to know before the run."""
+
+from collections.abc import Iterator
+
+from toolkit.features.base import hooks
+from toolkit.layout import Layout, Pair, stage_layers
+from toolkit.plan.alternatives import over
+from toolkit.plan.dimensions import DIMENSION, SETTABLE, division_text, layout_text
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules import attention, kernels, legality
+from toolkit.plan.rules import models as model_rules
+from toolkit.plan.search import MARGIN, WORTH, Candidate, Search
+
+_ALWAYS = ("zero_stage", "micro_batch", "recompute")
+LEAST_GAIN = 0.001
+"""A smaller difference of predicted times is none."""
+_UNMEASURED = {
+    ("loss", "liger"): "planned as long as chunks; not measured with a loss per token",
+    ("fused", "liger"): "planned as one kernel each; not measured on a GPU",
+    ("offload_activations", True): "planned as copied while layers are computed; not measured",
+    ("mlp", "tiled"): "a chunk's forward pass is computed again in its backward pass",
+}
+
+
+def reasons(found: Search, built_gib: float) -> Iterator[str]:
+    """Every line; `built_gib`: memory while the model is built."""
+    job, best = found.job, found.best
+    yield why(found)
+    yield _pair(job, best.pair)
+    for one in SETTABLE:
+        value, stated = getattr(best.layout, one.field), one.of(job) != "auto"
+        has_experts = one.field == "experts" and job.spec.moe_layers > 0
+        if one.used(best.layout) or one.field in _ALWAYS or has_experts:
+            note = _note(found, one.field) or _UNMEASURED.get((one.field, value), "")
+            told = "asked for" if stated else "auto"
+            yield f"{one.named(value)}: {told}{f'; {note}' if note else ''}"
+    yield from _kernels_not_used(job, best)
+    kernel, because = attention.choice(with_context(job, best))
+    rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
+    yield f"attention {kernel}: {because}{rest}"
+    yield f"overlap {_overlap(job, best)}"
+    if found.cluster.gpu.memory_gib is None and found.cluster.gpu.measured is None:
+        yield "speed: nominal; `dmt doctor --calibrate` measures that of a CPU"
+    if job.training.deterministic:
+        yield "deterministic: asked for; slower kernels on GPUs, by how much is not predicted"
+    if job.spec.generic:
+        family = job.spec.family
+        yield f"model {family}: generic, counted on transformers' own; docs/models.md"
+    if job.spec.counted and job.spec.counted.assumed:
+        yield "FLOPs: assumed, 2 per weight and full attention in every layer; MFU is as rough"
+    if found.fits and built_gib >= best.memory_gib:
+        built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
+        yield f"memory: fullest at {built}"
+    yield from _warnings(found)
+
+
+def with_context(job: PlanRequest, best: Candidate) -> PlanRequest:
+    """The job with the context-parallel degree that was found."""
+    degree = {"context": best.layout.cp}
+    return job.asking(parallel=job.parallel.model_copy(update=degree))
+
+
+def why(found: Search) -> str:
+    """How the layout was chosen, and what the fastest one would gain."""
+    best = found.best
+    if not found.fits:
+        return "choice: the layout nearest to fitting"
+    able = "fits with a margin of memory" if found.room(best) == "fits" else "fits"
+    fastest = next(
+        one for one in found.by_time() if found.room(one) in (found.room(best), "fits")
+    )
+    gain = 1 - (fastest.step_s or 0.0) / (best.step_s or 1.0)
+    if gain < LEAST_GAIN:
+        return f"choice: the fastest layout that {able}"
+    return (
+        f"choice: the simplest layout that {able} and is at most {WORTH:.0%} slower than the "
+        f"fastest one: {layout_text(*fastest.pair, fastest.layout)}, {gain:.1%} faster"
+    )
+
+
+def _warnings(found: Search) -> Iterator[str]:
+    job, best, capacity = found.job, found.best, found.best.capacity_gib
+    for note in model_rules.position_notes(job.config, job.training.sequence_length):
+        yield f"WARNING: {note}"
+    for lines, section in hooks("reasons", job.features):
+        yield from (f"WARNING: {line}" for line in lines(section, job.spec))
+    if best.layout.tp > 1 and found.cluster.island % best.layout.tp:
+        yield (
+            f"WARNING: tensor {best.layout.tp}: its groups reach across nodes, where every "
+            "layer waits for the network"
+        )
+    if not found.fits:
+        yield f"WARNING: does not fit: {over(found)}"
+    elif capacity is not None and found.room(best) == "tight":
+        free = capacity / best.memory_gib - 1
+        roomy = next((one for one in found.by_time() if found.room(one) == "fits"), None)
+        other = "no layout leaves a margin"
+        if roomy is not None:
+            text = layout_text(*roomy.pair, roomy.layout)
+            slower = (roomy.step_s or 0.0) / (best.step_s or 1.0) - 1
+            other = f"{text} needs {roomy.memory_gib:.1f} GiB and is {slower:.0%} slower"
+        yield (
+            f"WARNING: memory is tight: {best.memory_gib:.1f} of {capacity:.4g} GiB leaves "
+            f"{free:.1%}, less than the planner's error of {MARGIN:.0%}; {other}"
+        )
+
+
+def _pair(job: PlanRequest, pair: Pair) -> str:
+    stated = [name for name in Pair._fields if getattr(job.parallel, name) != "auto"]
+    if not stated:
+        return f"{pair}: auto"
+    asked = "asked for" if len(stated) == len(Pair._fields) else f"{stated[0]} asked for"
+    return f"{pair}: {asked}"
+
+
+def _note(found: Search, field: str) -> str:
+    """What the chosen value means."""
+    layout, job = found.best.layout, found.job
+    length = job.training.sequence_length
+    chunks = stage_layers(job.spec.layers, *layout.division)
+    if field == "tp" and length % layout.tp:
+        return f"{length:,} tokens are not divisible by it: no sequence parallel"
+    if field == "pp":
+        return f"{division_text(chunks)} layers"
+    if field == "recompute" and isinstance(layout.recompute, int):
+        whole = "each pipeline chunk" if layout.pp > 1 else "the model"
+        return f"of the {max(chunks)} of {whole}"
+    if field == "ep":
+        return f"{job.spec.experts // layout.ep} experts per rank"
+    if field == "micro_batch":
+        tokens = layout.micro_batch * job.training.rows_per_sample * length
+        times = layout.gradient_accumulation
+        often = "once" if times == 1 else f"{times} times"
+        return f"{tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
+    if field == "experts" and job.kernels.experts == "auto":
+        settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
+        return kernels.experts_reason(job, found.best.pair, settled)
+    if field.startswith("offload_") and DIMENSION[field].of(job) == "auto":
+        return "without it nothing fits with a margin of memory"
+    return ""
+
+
+def _kernels_not_used(job: PlanRequest, best: Candidate) -> Iterator[str]:
+    """Why layers are not compiled or fused although the recipe leaves it open."""
+    if job.cluster.gpu == "cpu":
+        return
+    if best.layout.compile == "none" and job.kernels.compile == "auto":
+        fixed = job.stating({"parallel.context": best.layout.cp})
+        objection = kernels.compile_objection(fixed, best.pair, best.layout.zero_stage)
+        yield f"compile none: auto; {objection}"
+    if best.layout.fused == "none" and job.kernels.fused == "auto" and best.pair.model != "hf":
+        yield f"fused none: auto; {kernels.fused_objection(job, best.pair)}"
+
+
+def _idle(layout: Layout) -> str:
+    """The pipeline's bubble (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+    if layout.pp == 1:
+        return ""
+    bubble = (layout.pp - 1) / (layout.vpp * layout.gradient_accumulation)
+    return f"; the pipeline idles for {bubble:.0%} of the time that it computes"
+
+
+def _overlap(job: PlanRequest, best: Candidate) -> str:
+    """Whether ranks communicate while they compute, and why."""
+    if job.parallel.overlap != "auto":
+        return f"{job.parallel.overlap}: asked for"
+    if best.layout.world == 1:
+        return "auto: one rank has nothing to send"
+    if not legality.table()[best.pair].without_overlap:
+        return f"auto: engine {best.pair.engine} always has it"
+    if job.cluster.gpu == "cpu":
+        return "auto: none assumed on CPUs"
+    return "auto: ranks communicate while they compute"
