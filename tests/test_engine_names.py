@@ -21,7 +21,6 @@ ALLOWED = {
     "doctor/needs.py: _packages": "the model implementation megatron",
     "launcher.py: LAUNCHERS": "the launcher deepspeed",
     "launchers/__init__.py: DEEPSPEED": "its package deepspeed",
-    "extras/imports/base.py: FOREIGN": "the format megatron",
 }
 """Place and reason; a place is a file and what it defines at its top level."""
 

@@ -79,6 +79,8 @@ COMMANDS: dict[str, str] = {
     "and names why, before the first step",
     "checkpoint export --push-to-hub": "export, then `hf upload REPO FOLDER`",
     "checkpoint export --private": "export, then `hf upload REPO FOLDER --private`",
+    "checkpoint export --shard-size": "leave it out: a file has 5 GB at most; transformers' "
+    "save_pretrained(max_shard_size=…) writes smaller ones",
     "checkpoint export --compare-logits": "use --verify, which compares with transformers",
     **{
         f"render --to {tool}": "train with `dmt launch`: DMT no longer writes that tool's files"
@@ -95,7 +97,7 @@ COMMANDS: dict[str, str] = {
     "render --to skypilot": "copy the template in docs/launchers.md",
     "render --to dstack": "copy the template in docs/launchers.md",
     "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "
-    "checkpoint import RECIPE DIR` starts a run with the weights of such a folder",
+    "checkpoint import RECIPE DIR --to FOLDER` writes one with the weights of such a folder",
 }
 """What to do instead of a removed command (`data stats`) or option (`launch --option`)."""
 

@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from tests.checkpoint.making import MODEL, write_recipe
 from tests.models.small import filled
 from toolkit.errors import CheckpointError
-from toolkit.extras.imports.base import ForeignState, RecipeModel
-from toolkit.extras.imports.dcp import DCP
-from toolkit.extras.imports.run import recipe_model, shards_of
+from toolkit.extras.imports import dcp
+from toolkit.extras.imports.state import (
+    ForeignState,
+    RecipeModel,
+    differences,
+    recipe_model,
+    shards_of,
+)
 from toolkit.intake.load import load_recipe
 
 MOMENTS = {"exp_avg": 2, "exp_avg_sq": 3}
@@ -55,7 +60,7 @@ def write_dcp(
         states[name][quantity] = value
     flat = {f"optimizer.state.{n}.{q}": v for n, one in states.items() for q, v in one.items()}
     whole = {"model": weights, "optim": {"state": states}} if nested else {**weights, **flat}
-    dcp.save(whole, checkpoint_id=folder, no_dist=True)
+    save(whole, checkpoint_id=folder, no_dist=True)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,16 +69,16 @@ def test_no_tensor_of_dcp_is_dropped(
     nested: bool, model: RecipeModel, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     write_dcp(tmp_path / "whole", weights, nested, {})
-    check(DCP.read(tmp_path / "whole", model), model, weights)
+    check(dcp.read(tmp_path / "whole", model), model, weights)
     for name, shape in (("lm_head", (320, 64)), ("model.layers.2.input_layernorm", (64,))):
         more = weights | {f"{name}.weight": torch.ones(shape)}
         write_dcp(tmp_path / name, more, nested, {})
         with pytest.raises(CheckpointError, match=f"it has {name}.weight, which"):
-            shards_of(DCP.read(tmp_path / name, model), model)
+            shards_of(dcp.read(tmp_path / name, model), model)
     maximum = {"model.norm.weight.max_exp_avg_sq": torch.ones(64)}
     write_dcp(tmp_path / "amsgrad", weights, nested, maximum)
     with pytest.raises(CheckpointError, match=r"max_exp_avg_sq .* adamw does not keep"):
-        shards_of(DCP.read(tmp_path / "amsgrad", model), model)
+        shards_of(dcp.read(tmp_path / "amsgrad", model), model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -88,24 +93,24 @@ def test_groups_of_dcp(flat: bool, model: RecipeModel, tmp_path: Path) -> None:
         optimizer.step()
         form = StateDictOptions(flatten_optimizer_state_dict=flat)
         weights, states = get_state_dict(trained, optimizer, options=form)
-        dcp.save(
-            {"model": weights, "optim": states}, checkpoint_id=tmp_path / name, no_dist=True
-        )
+        save({"model": weights, "optim": states}, checkpoint_id=tmp_path / name, no_dist=True)
         return tmp_path / name
 
-    state = DCP.read(saved("plain", weight_decay=0.5, betas=(0.5, 0.75)), model)
+    state = dcp.read(saved("plain", weight_decay=0.5, betas=(0.5, 0.75)), model)
+    groups = len(model.parameters) if flat else 1
     assert state.settings == {
-        "optimizer.learning_rate": 0.25,
-        "optimizer.betas": [0.5, 0.75],
-        "optimizer.eps": 0.5,
-        "optimizer.weight_decay": 0.5,
+        "optimizer.learning_rate": [0.25] * groups,
+        "optimizer.betas": [[0.5, 0.75]] * groups,
+        "optimizer.eps": [0.5] * groups,
+        "optimizer.weight_decay": [0.5] * groups,
     }
-    assert any("norms and biases had a weight decay of 0.5" in one for one in state.notes)
+    told = "optimizer.weight_decay was 0.5, the recipe's 0.1 applies, and norms and biases have"
+    assert any(told in one for one in differences(state.settings, model.recipe))
     folder = saved("maximize", maximize=True)
     with pytest.raises(CheckpointError, match="is used with maximize"):
-        DCP.read(folder, model)
+        dcp.read(folder, model)
     trained.bfloat16()
     for parameter in trained.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state = DCP.read(saved("rounded"), model)
+    state = dcp.read(saved("rounded"), model)
     assert any("bfloat16, without fp32" in note for note in state.notes)

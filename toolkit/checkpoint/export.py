@@ -19,7 +19,6 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import overlaps
 from toolkit.models.new_folder import appearing
 from toolkit.models.safetensors_stream import (
-    LARGEST_FILE_BYTES,
     TensorToWrite,
     write_model,
 )
@@ -58,14 +57,12 @@ def export(
     tick: Callable[[int], None] = lambda _: None,
     *,
     merged: bool = False,
-    shard_bytes: int = LARGEST_FILE_BYTES,
 ) -> None:
     """Write config, tokenizer and sharded safetensors of the checkpoint `folder` into `dst`.
 
     Weights are rounded to the type that the recipe computes in. For a run with adapters, only
     these are written, in fp32 and in PEFT's format, unless they are `merged` into their base,
-    which is then read from the source in the recipe. A file has `shard_bytes` at most, unless
-    one tensor has more. `tick` gets the bytes of every piece that
+    which is then read from the source in the recipe. `tick` gets the bytes of every piece that
     was written. `dst` appears when it is complete and must not exist. Raises CheckpointError
     for a damaged checkpoint, and for a missing or different base; DataError if writing fails.
     """
@@ -85,7 +82,7 @@ def export(
             return
         source = state if lora is None else MergedWeights(state, lora, manifest)
         entries = _entries(source, exported_dtype(manifest), config)
-        write_model(hidden, [entry.telling(tick) for entry in entries], shard_bytes)
+        write_model(hidden, [entry.telling(tick) for entry in entries])
 
 
 def check_complete(state: SavedState) -> PretrainedConfig:

@@ -24,11 +24,6 @@ _STATE_FILE = re.compile(r"state-(\w+)\.safetensors")
 _KEY = re.compile(r"(\w+/\S+)(\[[\d:,]+\])")
 
 
-def is_state_file(name: str) -> bool:
-    """Whether this path in a checkpoint is one of its tensor files."""
-    return _STATE_FILE.fullmatch(name) is not None
-
-
 def write_index(folder: Path, names: Iterable[str]) -> FileRecord:
     """Write the index of these files, to disk. Raises CheckpointError or OSError."""
     return write_synced(folder / INDEX, json.dumps(index_of(folder, names)).encode())

@@ -68,7 +68,7 @@ def require_whole_together(
     """The checkpoint that `path` means, as `locate` has it; collective. `verifying` is as in
     `find_newest`. Raises CheckpointError, on every rank, unless all files have their hashes."""
     folder: Path
-    folder, problem = _from_rank_0(lambda: _located(path))
+    folder, problem = _from_rank_0(lambda: _or_problem(lambda: locate(path).folder, path))
     problems = [problem] if problem else _verified(folder, verifying)[1]
     if problems:
         fix = "`dmt checkpoint verify` names all that is damaged; restore it, or name another"
@@ -76,18 +76,18 @@ def require_whole_together(
     return folder
 
 
-def _located(path: Path) -> tuple[Path, str]:
+def _or_problem(ask: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str]:
     try:
-        return locate(path).folder, ""
+        return ask(), ""
     except CheckpointError as error:
-        return path, error.message
+        return otherwise, error.message
 
 
 def _verified(
     folder: Path, verifying: Callable[[int], Callable[[int], None]]
 ) -> tuple[Manifest | None, list[str]]:
     """A checkpoint's manifest and what is wrong with it; every rank hashes its share."""
-    manifest, problem = _from_rank_0(lambda: _read(folder))
+    manifest, problem = _from_rank_0(lambda: _or_problem(lambda: Manifest.read(folder)))
     if manifest is None:
         return None, [problem]
     files = list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
@@ -97,13 +97,6 @@ def _verified(
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, mine)
     return manifest, [reason for one in everyones for reason in one]
-
-
-def _read(folder: Path) -> tuple[Manifest | None, str]:
-    try:
-        return Manifest.read(folder), ""
-    except CheckpointError as error:
-        return None, error.message
 
 
 def check_shared_disk(folder: Path) -> None:

@@ -149,24 +149,10 @@ class Saver:
         self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
     ) -> dict[str, FileRecord]:
         """Write this rank's files to disk and sync; returns their records."""
-        name = f"state-{dist.get_rank():05d}.safetensors"
-        digest = hashlib.sha256()
         failpoint("checkpoint.write")
-        try:
-            write_file(folder / name, entries, digest)
-        except OSError:
-            # Other ranks may write for minutes: leave space for the run's other files.
-            (folder / name).unlink(missing_ok=True)
-            raise
+        records = write_state(folder, dist.get_rank(), entries)
         failpoint("checkpoint.written")
-        records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
-        if dist.get_rank() == 0:
-            records |= {
-                path: write_synced(folder / path, text) for path, text in companions.items()
-            }
-            for inner in {(folder / path).parent for path in companions}:
-                sync_folder(inner)
-        return records
+        return records | (write_companions(folder, companions) if dist.get_rank() == 0 else {})
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
         """Run `action` on every rank; the first rank's problem, and what all returned."""
@@ -196,6 +182,28 @@ class Saver:
         return list(box[0])
 
 
+def write_state(
+    folder: Path, number: int, entries: Iterable[TensorToWrite]
+) -> dict[str, FileRecord]:
+    """Write a file of tensors to disk and sync. Raises OSError."""
+    path, digest = folder / f"state-{number:05d}.safetensors", hashlib.sha256()
+    try:
+        write_file(path, entries, digest)
+    except OSError:
+        # Other ranks may write for minutes: leave space for the run's other files.
+        path.unlink(missing_ok=True)
+        raise
+    return {path.name: FileRecord(path.stat().st_size, digest.hexdigest())}
+
+
+def write_companions(folder: Path, companions: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write other files, by their paths in the folder, to disk and sync. Raises OSError."""
+    records = {path: write_synced(folder / path, text) for path, text in companions.items()}
+    for inner in {(folder / path).parent for path in companions}:
+        sync_folder(inner)
+    return records
+
+
 def entries_of(
     state: Iterable[StateShard], copies: HostCopies | None = None
 ) -> Iterable[TensorToWrite]:
@@ -205,36 +213,24 @@ def entries_of(
         if not shard.saved_here:
             continue
         for quantity in shard.quantities:
-            values = _Values(shard, quantity)
+            values: Callable[[], Tensor] = partial(shard.get, quantity)
             if copies is not None:
-                values.keep(copies)
+                kept = copies.of(values()) if shard.in_memory else values()
+                values = partial(Tensor.detach, kept)
             for block, offset in with_offsets(shard.blocks):
-                stored = block.stored
-                pieces = partial(values.pieces, block, offset)
-                yield TensorToWrite(
-                    key_of(quantity, stored), dtype_of(quantity), block_shape(stored), pieces
-                )
+                pieces = partial(_pieces, values, quantity, block, offset)
+                key, shape = key_of(quantity, block.stored), block_shape(block.stored)
+                yield TensorToWrite(key, dtype_of(quantity), shape, pieces)
 
 
-class _Values:
-    """One quantity of a shard, its current values or a copy."""
-
-    def __init__(self, shard: StateShard, quantity: str) -> None:
-        self._shard = shard
-        self._quantity = quantity
-        self._kept: Tensor | None = None
-
-    def keep(self, copies: HostCopies) -> None:
-        """Copy the values to host memory, unless they come from elsewhere anyway."""
-        values = self._shard.get(self._quantity)
-        self._kept = copies.of(values) if self._shard.in_memory else values
-
-    def pieces(self, block: Block, offset: int) -> list[Tensor]:
-        """One block's values on the host."""
-        flat = self._shard.get(self._quantity) if self._kept is None else self._kept
-        assert flat.dtype == dtype_of(self._quantity), "master weights and moments are fp32"
-        name = f"{self._quantity} of {block.tensor}"
-        return [_finite(stored_values(block, offset, flat), name).cpu()]
+def _pieces(
+    values: Callable[[], Tensor], quantity: str, block: Block, offset: int
+) -> list[Tensor]:
+    """The values of a block on the host."""
+    flat = values()
+    assert flat.dtype == dtype_of(quantity), "master weights and moments are fp32"
+    name = f"{quantity} of {block.tensor}"
+    return [_finite(stored_values(block, offset, flat), name).cpu()]
 
 
 def _finite(values: Tensor, name: str) -> Tensor:

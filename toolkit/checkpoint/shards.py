@@ -36,7 +36,6 @@ _KINDS = {
 STORED = tuple(_KINDS)
 """Every quantity."""
 
-_KEY = re.compile(rf"({'|'.join(STORED)})/(.+)(\[.+\])")
 _RECTANGLE = re.compile(r"\[([\d:]+)(?:,([\d:]+))?\]")
 _NUMBERS = re.compile(r"(\d+):(\d+)(?::(\d+))?")
 
@@ -198,15 +197,6 @@ def key_of(quantity: str, block: Block) -> str:
 def _spelt(numbers: range) -> str:
     step = f":{numbers.step}" if numbers.step > 1 else ""
     return f"{numbers.start}:{numbers.stop}{step}"
-
-
-def parse_key(key: str) -> tuple[str, Block] | None:
-    """Quantity and rectangle of a stored name; None for a foreign one."""
-    match = _KEY.fullmatch(key)
-    block = None if match is None else rectangle(match[3])
-    if match is None or block is None:
-        return None
-    return match[1], replace(block, tensor=match[2])
 
 
 @lru_cache(1 << 16)  # many tensors are cut alike

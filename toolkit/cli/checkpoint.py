@@ -1,6 +1,6 @@
 """`dmt checkpoint`: list, verify, export and import checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -156,10 +156,6 @@ def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> 
     yield f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
 
 
-_ShardSize = Annotated[
-    str | None,
-    typer.Option(help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated."),
-]
 _Verify = Annotated[
     bool | None,
     typer.Option(
@@ -189,7 +185,6 @@ def export(
     dst: Destination,
     verify: _Verify = None,
     merged: _Merged = False,
-    shard_size: _ShardSize = None,
     to: _To = "huggingface",
     as_json: AsJson = False,
 ) -> None:
@@ -201,94 +196,55 @@ def export(
     """
     from toolkit.checkpoint import export as exporting
     from toolkit.checkpoint.logits import compare
+    from toolkit.checkpoint.verify import require_whole
     from toolkit.models.new_folder import check_destination
     from toolkit.run.model_card import write_card
 
-    if to != "huggingface" and (checkpoint / "config.json").is_file():
-        _to_megatron(checkpoint, dst)
+    megatron = to != "huggingface"
+    if megatron and verify:
+        raise CheckpointError("--verify compares a Hugging Face folder: not with --to megatron")
+    if megatron and (checkpoint / "config.json").is_file():
+        option("checkpoint export --to megatron")(checkpoint, dst)
         output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
         return
     found = _find(checkpoint)
-    limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
-    if to != "huggingface" and (shard_size or verify):
-        raise CheckpointError("--to megatron: not with options of a Hugging Face folder")
-    if found.manifest.adapter is not None and not merged:
-        _refuse_for_adapters(shard_size, to)
+    manifest = found.manifest
+    if megatron and manifest.adapter is not None and not merged:
+        raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
     if verify is not False:
-        _verify_first(found)
+        tell("verifying the checkpoint first (--no-verify leaves that out)")
+        with byte_progress("verify", manifest.nbytes) as tick:
+            require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
-        if to != "huggingface":
-            _run_to_megatron(found, dst, merged)
+        if megatron:
+            _to_megatron(found.folder, dst, tick, merged)
         else:
-            exporting.export(found.folder, dst, tick, merged=merged, **limit)
+            exporting.export(found.folder, dst, tick, merged=merged)
             write_card(dst, found.folder)
-    report: dict[str, Any] = {"bytes": nbytes, "verified": verify is not False}
+    data: dict[str, Any] = {
+        "folder": str(dst), "from": str(found.folder), "step": manifest.step,
+        "bytes": nbytes, "verified": verify is not False,
+    }  # fmt: skip
+    size = byte_size(nbytes)
+    lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
     if verify:
-        report["logits"] = compare(found.folder, dst)
-    _wrote(dst, found, report, as_json)
+        data["logits"] = compare(found.folder, dst)
+        lines.append(str(data["logits"]))
+    output(as_json, data, lines, wrap=False)
 
 
-def _verify_first(found: CheckpointFolder) -> None:
-    from toolkit.checkpoint.verify import require_whole
-
-    tell("verifying the checkpoint first (--no-verify leaves that out)")
-    with byte_progress("verify", found.manifest.nbytes) as tick:
-        require_whole(found.folder, tick)
-
-
-def _run_to_megatron(found: CheckpointFolder, dst: Path, merged: bool) -> None:
+def _to_megatron(folder: Path, dst: Path, tick: Callable[[int], None], merged: bool) -> None:
     """By way of a Hugging Face folder next to it."""
     from toolkit.checkpoint.export import export as export_folder
 
     parent = dst.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
-        export_folder(found.folder, Path(temporary) / "hf", merged=merged)
-        _to_megatron(Path(temporary) / "hf", dst)
-
-
-def _to_megatron(source: Path, dst: Path) -> None:
-    from toolkit.models.new_folder import appearing, check_destination
-
-    check_destination(
-        source, dst, sum(one.stat().st_size for one in source.glob("*.safetensors"))
-    )
-    with appearing(dst) as folder:
-        option("checkpoint export --to megatron")(source, folder)
-
-
-def _refuse_for_adapters(shard_size: str | None, to: str) -> None:
-    """Raise CheckpointError for options that need a whole model."""
-    if to != "huggingface":
-        raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
-    if shard_size is not None:
-        fix = "remove --shard-size, or add --merged"
-        raise CheckpointError("--shard-size: adapters are one file", fix=fix)
-
-
-def _shard_bytes(text: str) -> int:
-    """Bytes of a size in transformers' words for `max_shard_size`."""
-    from accelerate.utils import convert_file_size_to_int
-
-    try:
-        found = int(convert_file_size_to_int(text))
-    except ValueError:
-        found = 0
-    if found <= 0:
-        said = f"--shard-size: found {text!r}, allowed is a number with KB, MB, GB, MiB or GiB"
-        raise CheckpointError(said, fix="write e.g. --shard-size 2GB")
-    return found
-
-
-def _wrote(dst: Path, found: CheckpointFolder, written: dict[str, Any], as_json: bool) -> None:
-    manifest, size = found.manifest, byte_size(written["bytes"])
-    data = {"folder": str(dst), "from": str(found.folder), "step": manifest.step}
-    lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
-    if "logits" in written:
-        lines.append(str(written["logits"]))
-    output(as_json, data | written, lines, wrap=False)
+        whole = Path(temporary) / "hf"
+        export_folder(folder, whole, tick, merged=merged)
+        option("checkpoint export --to megatron")(whole, dst)
 
 
 @app.command("import")
@@ -309,17 +265,25 @@ def import_(
             "states, else its steps × training.global_batch_size.",
         ),
     ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="For Megatron-LM's torch_dist: write its weights as a Hugging Face folder.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write what another tool saved as a checkpoint of the recipe's run, which `dmt launch`
     continues: fp32 weights, AdamW's moments, step, place in the schedule and data.
 
     SOURCE is a universal checkpoint of DeepSpeed or one of torch.distributed.checkpoint; of
-    Megatron-LM's torch_dist the weights alone are read. No code of the files runs.
+    Megatron-LM's torch_dist the weights alone are read (`--to`). No code of the files runs.
 
     Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """
-    option("checkpoint import")(recipe, source, overrides, run_dir, cluster, samples, as_json)
+    run = option("checkpoint import")
+    run(recipe, source, overrides, run_dir, cluster, samples, to, as_json)
 
 
 def _find(path: Path) -> CheckpointFolder:

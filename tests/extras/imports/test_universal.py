@@ -10,10 +10,8 @@ from tests.checkpoint.making import MODEL, write_recipe
 from tests.dmt import Dmt
 from tests.models.small import filled
 from toolkit.errors import CheckpointError
-from toolkit.extras.imports.base import ForeignState, RecipeModel
-from toolkit.extras.imports.compared import differences
-from toolkit.extras.imports.deepspeed import DEEPSPEED
-from toolkit.extras.imports.run import recipe_model, shards_of
+from toolkit.extras.imports import deepspeed
+from toolkit.extras.imports.state import RecipeModel, differences, recipe_model, shards_of
 from toolkit.intake.load import load_recipe
 
 STATES = "mp_rank_00_model_states.pt"
@@ -57,46 +55,46 @@ def universal(folder: Path, changes: dict[str, Any] | None = None) -> Path:
             "its optimizer was Adam with adam_w_mode: false",
         ),
         ({"global_samples": "x"}, "global_samples is 'x'"),
-        ({"global_samples": -5}, "consumed_samples is -5"),
+        ({"global_samples": -5}, "global_samples is -5"),
         ({"global_samples": 20.5}, "global_samples is 20.5"),
-        ({"global_steps": 123456789}, "step is 123456789"),
+        ({"global_steps": 123456789}, "global_steps is 123456789"),
     ],
 )  # fmt: skip
 def test_odd_counters_and_optimizers(
     changes: dict[str, Any], message: str, model: RecipeModel, tmp_path: Path
 ) -> None:
     folder = universal(tmp_path)
-    shards_of(DEEPSPEED.read(folder, model), model)
+    shards_of(deepspeed.read(folder, model), model)
     with pytest.raises(CheckpointError, match=message):
-        DEEPSPEED.read(universal(folder, changes), model)
+        deepspeed.read(universal(folder, changes), model)
 
 
 def test_states_that_adamw_does_not_keep(model: RecipeModel, tmp_path: Path) -> None:
     folder = universal(tmp_path)
     torch.save({"param": torch.ones(64)}, folder / "zero/model.norm.weight/max_exp_avg_sq.pt")
-    with pytest.raises(CheckpointError, match="only plain AdamW's states are read"):
-        DEEPSPEED.read(folder, model)
+    with pytest.raises(CheckpointError, match=r"max_exp_avg_sq .* adamw does not keep"):
+        shards_of(deepspeed.read(folder, model), model)
 
 
 def test_differences_are_named(model: RecipeModel, tmp_path: Path) -> None:
     """The rate of an optimizer that a script passed in is that of its group; under a schedule
     of DeepSpeed's own, no highest rate is stated."""
-    state = DEEPSPEED.read(universal(tmp_path), model)
-    assert state.settings["optimizer.learning_rate"] == 1e-3
-    assert "norms and biases had a weight decay of 0.1" in state.notes[0]
+    state = deepspeed.read(universal(tmp_path), model)
+    assert state.settings["optimizer.learning_rate"] == [1e-3]
     notes = list(differences(state.settings, model.recipe))
     assert "optimizer.betas was [0.9, 0.999], the recipe's [0.9, 0.95] applies" in notes
+    assert any("weight_decay was 0.1, the recipe's 0.1 applies, and norms" in n for n in notes)
     unknown = "training.global_batch_size, training.sequence_length, schedule.name"
     assert notes[-1] == f"not stated by the checkpoint, so not compared: {unknown}"
     config = {"scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True}}
-    settings = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model).settings
-    assert settings["training.precision"] == "bf16"
+    settings = deepspeed.read(universal(tmp_path, {"ds_config": config}), model).settings
+    assert settings["training.precision"] == ["bf16"]
     notes = list(differences(settings, model.recipe))
     assert any("schedule.name was WarmupLR of DeepSpeed" in note for note in notes)
     assert "optimizer.learning_rate" in notes[-1]
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 9.0}}
-    settings = DEEPSPEED.read(universal(tmp_path, {"ds_config": config}), model).settings
-    assert settings["optimizer.learning_rate"] == 9.0
+    settings = deepspeed.read(universal(tmp_path, {"ds_config": config}), model).settings
+    assert settings["optimizer.learning_rate"] == [9.0]
 
 
 def test_a_raw_folder_names_the_script_that_makes_it_universal(
@@ -122,19 +120,11 @@ def test_no_tag_leads_out_of_the_folder(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "latest").write_text("..")
     with pytest.raises(CheckpointError, match="names a folder outside: '\\.\\.'"):
-        DEEPSPEED.matches(folder)
+        deepspeed.matches(folder)
     (folder / "link").symlink_to(tmp_path)
     (folder / "latest").write_text("link")
     with pytest.raises(CheckpointError, match="names a folder outside: 'link'"):
-        DEEPSPEED.matches(folder)
-
-
-@pytest.mark.parametrize("changes", [{"step": 10**8}, {"optimizer_steps": -1}, {"step": True}])
-def test_impossible_counters(changes: dict[str, Any]) -> None:
-    numbers: dict[str, Any] = {"step": 1, "optimizer_steps": 1, "parameters": {}}
-    assert ForeignState(**numbers).step == 1
-    with pytest.raises(CheckpointError, match="not a number from 0 to"):
-        ForeignState(**numbers | changes)
+        deepspeed.matches(folder)
 
 
 def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:

@@ -1,31 +1,51 @@
-"""`dmt checkpoint import`: what another tool saved, as the checkpoint of a run."""
+"""`dmt checkpoint import`: what another tool saved, as the checkpoint of a run.
+
+Of Megatron-LM's checkpoints the weights alone are read, and become a Hugging Face folder.
+"""
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from toolkit.checkpoint.saver import entries_of
+from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.saver import entries_of, write_companions, write_state
+from toolkit.checkpoint.shards import StateShard
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.output import output
-from toolkit.errors import CheckpointError, DmtError
-from toolkit.extras.imports.base import FOREIGN, ForeignCheckpoint, ForeignState, RecipeModel
-from toolkit.extras.imports.compared import differences
-from toolkit.extras.imports.run import cursor, recipe_model, shards_of, write_checkpoint
+from toolkit.data.build import recipe_data
+from toolkit.errors import CheckpointError, DataError, DmtError
+from toolkit.extras.imports import dcp, deepspeed, megatron
+from toolkit.extras.imports.state import (
+    SAMPLES,
+    ForeignState,
+    RecipeModel,
+    differences,
+    recipe_model,
+    shards_of,
+)
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
+from toolkit.models import huggingface as hf
+from toolkit.models.safetensors_stream import LARGEST_FILE_BYTES, in_files
 from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
+from toolkit.train.companions import companion_files, take_ends
+
+FORMATS = (deepspeed, dcp)
+"""Modules with a TITLE, the FILES by which they are recognised, `matches` and `read`."""
 
 
 def import_checkpoint(
@@ -35,31 +55,35 @@ def import_checkpoint(
     run_dir: Path | None,
     cluster: str | None,
     samples: int | None,
+    to: Path | None,
     as_json: bool,
 ) -> None:
     """Carry out the command; see its help in `cli/checkpoint.py`."""
-    form = _format_of(source)
     where = None if cluster is None else find_cluster(cluster)
     recipe = load_recipe(path, overrides, where)
+    if megatron.matches(source) or to is not None:
+        _import_weights(source, recipe, to, as_json)
+        return
+    form = _format_of(source)
     assignment = decide(recipe, run_dir, where)
     _check_target(assignment)
     check_local_files(recipe, path, overrides)
     model = recipe_model(assignment.recipe)
     state = _read(form, source, model)
     shards = shards_of(state, model)
-    consumed, known = cursor(state, recipe, samples)
+    consumed, known = _cursor(state, recipe, samples)
     notes = [*_notes(state, recipe, consumed, known)]
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
     is_new = not assignment.run_dir.exists()
     run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
     with claimed(run), _removed_on_failure(run, is_new):
         with byte_progress("import", nbytes) as tick:
-            manifest = write_checkpoint(state, shards, model, assignment, consumed, tick)
-        message = f"continues from {form.title} {source}, step {state.step}"
+            manifest = _write(state, shards, model, assignment, consumed, tick)
+        message = f"continues from {form.TITLE} {source}, step {state.step}"
         EventLog(run.events).write("import", step=state.step, message=message)
     folder = run.checkpoints / folder_name(state.step)
     data = {
-        "folder": str(folder), "from": str(source), "format": form.title, "step": state.step,
+        "folder": str(folder), "from": str(source), "format": form.TITLE, "step": state.step,
         "consumed_samples": consumed, "bytes": manifest.nbytes, "notes": notes,
     }  # fmt: skip
     words = ["dmt", "launch", str(path), *(w for one in overrides for w in ("--set", one))]
@@ -68,30 +92,49 @@ def import_checkpoint(
     output(as_json, data, _lines(data, shlex.join(words)), wrap=False)
 
 
-def _format_of(source: Path) -> ForeignCheckpoint:
+def _import_weights(source: Path, recipe: Recipe, to: Path | None, as_json: bool) -> None:
+    """Write the weights of a Megatron checkpoint as a Hugging Face folder."""
+    if not megatron.matches(source):
+        raise CheckpointError(
+            f"--to: {source} is no torch_dist checkpoint of Megatron-LM",
+            fix="leave it out; other checkpoints become one of the recipe's run",
+        )
+    if to is None:
+        raise CheckpointError(
+            f"{source}: of Megatron-LM's checkpoints the weights alone are read",
+            fix="add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
+        )
+    notes = megatron.read_megatron(source, hf.build_config(recipe.model), to)
+    for note in notes:
+        tell(f"note: {note}")
+    data = {"folder": str(to), "from": str(source), "notes": notes}
+    output(as_json, data, [f"wrote {to}"])
+
+
+def _format_of(source: Path) -> Any:
     """The format of a folder. Raises CheckpointError if no known tool wrote it."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder", fix="name a checkpoint's folder")
-    formats = list(FOREIGN.values())
-    for form in formats:
+    for form in FORMATS:
         if form.matches(source):
             return form
-    known = "; ".join(f"{form.title}: {form.files}" for form in formats)
+    known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in (*FORMATS, megatron))
     raise CheckpointError(
         f"{source} is not a checkpoint of a supported tool", fix=f"supported are {known}"
     )
 
 
-def _read(form: ForeignCheckpoint, source: Path, model: RecipeModel) -> ForeignState:
+def _read(form: Any, source: Path, model: RecipeModel) -> ForeignState:
     """The state. Whatever a malformed file makes a reader raise is one CheckpointError."""
     try:
-        return form.read(source, model)
+        state: ForeignState = form.read(source, model)
+        return state
     except DmtError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
-            f"{source} does not hold what {form.title} writes ({why[:200]})",
+            f"{source} does not hold what {form.TITLE} writes ({why[:200]})",
             fix="it is damaged, or of a version that is not supported",
         ) from error
 
@@ -119,6 +162,68 @@ def _removed_on_failure(run: RunDirectory, is_new: bool) -> Iterator[None]:
         if is_new:
             rmtree(run.path, ignore_errors=True)
         raise
+
+
+def _cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[int, str]:
+    """Consumed samples where the run continues, and how they are known."""
+    if samples is not None:
+        if samples >= SAMPLES:
+            raise CheckpointError(
+                f"--samples {samples}: no run has consumed so many", fix="count sequences"
+            )
+        return samples, "by --samples"
+    if state.consumed_samples is not None:
+        return state.consumed_samples, "as the checkpoint states"
+    samples = recipe.training.batches.samples(state.step)
+    return samples, f"those of {state.step} steps of the recipe, as none are stated"
+
+
+def _write(
+    state: ForeignState,
+    shards: Sequence[StateShard],
+    model: RecipeModel,
+    assignment: Assignment,
+    samples: int,
+    tick: Callable[[int], None],
+) -> Manifest:
+    """Write the state into the run directory of the assignment, which exists and is claimed.
+
+    Tensors are copied one after the other. The checkpoint appears when it is complete; `tick`
+    gets the bytes written. Raises CheckpointError or DataError.
+    """
+    recipe, plan = assignment.recipe, assignment.plan
+    run = RunDirectory(assignment.run_dir)
+    store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
+    data = recipe_data(recipe, model.config.vocab_size)
+    take_ends(model.config, recipe, data)
+    manifest = Manifest(
+        step=state.step,
+        consumed_samples=samples,
+        optimizer_steps=state.optimizer_steps,
+        loss_scale=state.loss_scale,
+        recent_losses=(),
+        data_fingerprint=data.fingerprint_at(samples),
+        engine=plan.engine,
+        model=plan.model,
+        layout=plan.layout,
+        recipe=jsonl.plain(recipe.model_dump(mode="json")),
+        versions=environment_report(),
+    )
+    companions = companion_files(recipe, run, model.config, data)
+    store.begin(state.step)
+    folder = store.partial(state.step)
+    files: dict[str, FileRecord] = {}
+    entries = [entry.telling(tick) for entry in entries_of(shards)]
+    try:
+        for number, content in enumerate(in_files(entries, LARGEST_FILE_BYTES)):
+            files |= write_state(folder, number, content)
+        manifest = manifest.with_files(files | write_companions(folder, companions))
+        store.commit(manifest)
+    except OSError as error:
+        raise DataError(f"{store.folder} cannot be written: {error}") from error
+    finally:
+        store.abandon(state.step)
+    return manifest
 
 
 def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> Iterator[str]:

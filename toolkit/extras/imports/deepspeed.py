@@ -13,27 +13,26 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.errors import CheckpointError
-from toolkit.extras.imports.base import (
-    ForeignCheckpoint,
+from toolkit.extras.imports.pickles import StandIn, load_pickle
+from toolkit.extras.imports.state import (
+    SAMPLES,
     ForeignState,
     RecipeModel,
     StoredTensor,
-    updates_of,
-    whole_number,
-)
-from toolkit.extras.imports.compared import (
-    OptimizerGroup,
-    group_notes,
-    group_settings,
+    adamw_settings,
+    count,
     other_optimizer,
-    require_adamw,
+    updates,
 )
-from toolkit.extras.imports.pickles import StandIn, load_pickle
 from toolkit.system.untrusted import read_bytes, regular_inside
 
 LATEST = "latest"
 UNIVERSAL = "zero"
 """In a universal checkpoint, the folder with one folder for each parameter."""
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""The file with the counters and the configuration."""
+TITLE = "DeepSpeed universal"
+FILES = f"{UNIVERSAL}/ beside {_MODEL_FILES[0]}, or {LATEST}, which names their folder"
 CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -41,11 +40,14 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
 """Plain classes in the files of DeepSpeed 0.14 to 0.19."""
-_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""The file with the counters and the configuration."""
 
 
-def tag_folder(folder: Path) -> Path | None:
+def matches(folder: Path) -> bool:
+    """Whether the folder, or the one that its file `latest` names, is DeepSpeed's."""
+    return _tag_folder(folder) is not None
+
+
+def _tag_folder(folder: Path) -> Path | None:
     """The folder of one save: this one, or the one that its file `latest` names."""
     if _model_file(folder) is not None:
         return folder
@@ -64,8 +66,9 @@ def _model_file(folder: Path) -> str | None:
 
 
 def read(folder: Path, model: RecipeModel) -> ForeignState:
-    """See `ForeignCheckpoint.read`; a folder that is not universal yet is refused."""
-    tagged = tag_folder(folder)
+    """The state. Raises CheckpointError for what is damaged, malicious or not supported, and
+    for a folder that is not universal yet."""
+    tagged = _tag_folder(folder)
     assert tagged is not None, "it matches"
     if not (tagged / UNIVERSAL).is_dir():
         words = ["--input_folder", str(tagged), "--output_folder", f"{tagged}_universal"]
@@ -76,11 +79,9 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
         )
     saved = load_pickle(tagged, _model_file(tagged) or "", CLASSES)
     optimizer = load_pickle(tagged, f"{UNIVERSAL}/optimizer_state.pt", CLASSES)
-    config, groups = saved["ds_config"], _groups(saved, optimizer)
-    require_adamw(groups)
-    _require_configured_adamw(config.get("optimizer") or {})
-    step, skipped = (whole_number(saved[one], one) for one in ("global_steps", "skipped_steps"))
-    counts = {whole_number(one["step"], "step") for _, one in groups if "step" in one}
+    config, groups = saved["ds_config"], optimizer["param_groups"]
+    step, skipped = (count(saved[one], one) for one in ("global_steps", "skipped_steps"))
+    counts = {count(one["step"], "step") for one in groups if "step" in one}
     parameters = {}
     for inner in sorted(path for path in (tagged / UNIVERSAL).iterdir() if path.is_dir()):
         stored, counted = _parameter(tagged, inner)
@@ -90,30 +91,12 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
             counts |= counted
     return ForeignState(
         step=step,
-        optimizer_steps=updates_of(counts, step - skipped),
+        optimizer_steps=updates(counts or {step - skipped}),
         parameters=parameters,
-        consumed_samples=whole_number(saved["global_samples"], "global_samples"),
-        loss_scale=_loss_scale(config, optimizer.get("loss_scaler")),
         settings=_settings(config, groups),
-        notes=(*group_notes(groups, model.parameters),),
+        consumed_samples=count(saved["global_samples"], "global_samples", SAMPLES),
+        loss_scale=_loss_scale(config, optimizer.get("loss_scaler")),
     )
-
-
-DEEPSPEED = ForeignCheckpoint(
-    title="DeepSpeed universal",
-    files=f"{UNIVERSAL}/ beside {_MODEL_FILES[0]}, or {LATEST}, which names their folder",
-    matches=lambda folder: tag_folder(folder) is not None,
-    read=read,
-)
-
-
-def _groups(saved: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[OptimizerGroup]:
-    """Its groups, whose parameters the model's file names."""
-    options, shapes = optimizer["param_groups"], saved.get("param_shapes") or ()
-    named = shapes if len(shapes) == len(options) else [()] * len(options)
-    return [
-        OptimizerGroup([*names], group) for names, group in zip(named, options, strict=True)
-    ]
 
 
 def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[int]]:
@@ -122,29 +105,12 @@ def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[
         path.stem: load_pickle(folder, f"{UNIVERSAL}/{inner.name}/{path.name}")
         for path in inner.glob("*.pt")
     }
-    weight = found.pop("fp32")
-    if found:
-        require_adamw(states=[found])
-    counts = {whole_number(found.pop("step"), "step")} if "step" in found else set()
+    counts = {count(found.pop("step"), "step")} if "step" in found else set()
     stored = {}
-    for quantity, content in {"weight": weight, **found}.items():
+    for quantity, content in {"weight": found.pop("fp32"), **found}.items():
         values: Tensor = content if isinstance(content, Tensor) else content["param"]
         stored[quantity] = StoredTensor(tuple(values.shape), partial(Tensor.detach, values))
     return stored, counts
-
-
-def _require_configured_adamw(stated: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if DeepSpeed's configuration states another optimizer.
-
-    Its Adam is AdamW unless adam_w_mode is false.
-    """
-    name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
-    adam = re.fullmatch("adam(w?)", name, re.IGNORECASE)
-    if adam is None:
-        raise other_optimizer(f"was {name}")
-    decouples = adam[1] or parameters.get("adam_w_mode", True)
-    if parameters.get("weight_decay") and not decouples:
-        raise other_optimizer(f"was {name} with adam_w_mode: false")
 
 
 def _loss_scale(config: Mapping[str, Any], scaler: object) -> dict[str, Any] | None:
@@ -155,22 +121,30 @@ def _loss_scale(config: Mapping[str, Any], scaler: object) -> dict[str, Any] | N
     return {"scale": float(state["cur_scale"]), "detail": numbers}
 
 
-def _settings(config: Mapping[str, Any], groups: list[OptimizerGroup]) -> dict[str, object]:
+def _settings(
+    config: Mapping[str, Any], groups: list[Mapping[str, Any]]
+) -> dict[str, list[object]]:
     """What the run was configured with, by the recipe's keys: what the configuration leaves out
-    has DeepSpeed's default."""
-    found = group_settings(groups)
-    rate = ((config.get("optimizer") or {}).get("params") or {}).get("lr")
+    has DeepSpeed's default. Raises CheckpointError for another optimizer; DeepSpeed's Adam is
+    AdamW unless adam_w_mode is false."""
+    found, stated = adamw_settings(groups), config.get("optimizer") or {}
+    name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
+    if (adam := re.fullmatch("adam(w?)", name, re.IGNORECASE)) is None:
+        raise other_optimizer(f"was {name}")
+    decouples = adam[1] or parameters.get("adam_w_mode", True)
+    if parameters.get("weight_decay") and not decouples:
+        raise other_optimizer(f"was {name} with adam_w_mode: false")
     schedule = (config.get("scheduler") or {}).get("type")
-    if isinstance(rate, float):
-        found["optimizer.learning_rate"] = rate
-    elif schedule and not any("initial_lr" in group for _, group in groups):
+    if isinstance(rate := parameters.get("lr"), float):
+        found["optimizer.learning_rate"] = [rate]
+    elif schedule and not any("initial_lr" in group for group in groups):
         found.pop("optimizer.learning_rate", None)  # it is that of the last step
     if schedule:
-        found["schedule.name"] = f"{schedule} of DeepSpeed"
+        found["schedule.name"] = [f"{schedule} of DeepSpeed"]
     if isinstance(batch := config.get("train_batch_size"), int):
-        found["training.global_batch_size"] = batch
-    found["optimizer.clip_grad_norm"] = config.get("gradient_clipping") or None
+        found["training.global_batch_size"] = [batch]
+    found["optimizer.clip_grad_norm"] = [config.get("gradient_clipping") or None]
     names = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
     used = [names[one] for one in names if (config.get(one) or {}).get("enabled")]
-    found["training.precision"] = used[0] if used else "fp32"
+    found["training.precision"] = [used[0] if used else "fp32"]
     return found

@@ -5,42 +5,31 @@ TP, PP and EP load the same checkpoint. That rank is a process of its own, witho
 needs memory for the whole model:
 
     python -m toolkit.extras.imports.megatron write HF_FOLDER MEGATRON_FOLDER
-    python -m toolkit.extras.imports.megatron read MEGATRON_FOLDER CONFIG_FOLDER HF_FOLDER
+    python -m toolkit.extras.imports.megatron read MEGATRON_FOLDER HF_FOLDER PRECISION
 """
 
-import atexit
 import multiprocessing
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from toolkit.checkpoint.shards import parameter_blocks
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.extras.imports.base import (
-    ForeignCheckpoint,
-    ForeignState,
-    RecipeModel,
-    StoredTensor,
-)
 from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.families.tensors import Block
-from toolkit.models.frozen import matching
+from toolkit.models.new_folder import appearing, check_destination
 from toolkit.models.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.weights import SafetensorsWeights, is_correction_bias
-from toolkit.optimizers.base import MOMENTS
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.interpreter import python
 from toolkit.system.untrusted import read_bytes, regular_inside
@@ -48,11 +37,13 @@ from toolkit.text.terminal import tell
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 TRACKER = "latest_checkpointed_iteration.txt"
+TITLE = "Megatron-LM torch_dist"
+FILES = f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}"
 RELEASE = "release"
 """Megatron-LM's name for weights without a training step."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """3.0 is Megatron-LM's version with query, key and value in the order of our maps."""
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRAINING_STATE = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|common_state|.*_extra_state"
 )
@@ -61,48 +52,31 @@ _LARGEST_MULTIPLE = 128 * 64
 """To which Megatron-LM pads a vocabulary, with its default and 64 tensor-parallel ranks."""
 
 
-def _matches(folder: Path) -> bool:
+def matches(folder: Path) -> bool:
     """Whether the folder, or an iteration below it, is of megatron-core."""
     inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
     return inside or (folder / TRACKER).is_file()
 
 
-def _read(folder: Path, model: RecipeModel) -> ForeignState:
-    """The weights, in fp32, and AdamW's moments before its first step."""
-    if model.config.model_type not in FAMILIES:
+def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str]:
+    """Write the weights of a checkpoint as the Hugging Face folder `dst`, in the dtype of the
+    embedding; what is to be said about them. Raises CheckpointError or DataError."""
+    if config.model_type not in FAMILIES:
         raise CheckpointError(
-            f"model.config.model_type: {model.config.model_type} has no map from "
+            f"model.config.model_type: {config.model_type} has no map from "
             f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
         )
-    copy = tempfile.mkdtemp(prefix="dmt-import-")
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)  # tensors are read from it
-    folders = [Path(copy) / name for name in ("config", "weights")]
-    for one in folders:
-        one.mkdir()
-    model.config.save_pretrained(folders[0])
-    notes = _in_a_process("read", iteration_folder(folder), *folders)
-    weights = SafetensorsWeights(folders[1], dict(model.parameters))
-    frozen = matching(model.recipe.model.freeze, model.tensors)
-    parameters: dict[str, dict[str, StoredTensor]] = {}
-    for name, shape in model.parameters.items():
-        numel, tensors = (prod(shape),), [one.tensor for one in parameter_blocks(name, shape)]
-        parameters[name] = {
-            "weight": StoredTensor(numel, partial(weights.read, name, 0, *numel))
-        }
-        if not frozen.issuperset(tensors) and not is_correction_bias(name):
-            zeros = StoredTensor(numel, partial(torch.zeros, numel))
-            parameters[name] |= dict.fromkeys(MOMENTS, zeros)
-    notes.append("its weights alone are read: the optimizer, the schedule and data begin anew")
-    return ForeignState(0, 0, parameters, consumed_samples=0, notes=tuple(notes))
-
-
-MEGATRON = ForeignCheckpoint(
-    title="Megatron-LM torch_dist",
-    files=f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}",
-    matches=_matches,
-    read=_read,
-)
-"""Weights alone, with which a run starts at step 0."""
+    folder = iteration_folder(folder)
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    check_destination(folder, dst, nbytes)
+    stored = Reader(folder).tensors
+    if EMBEDDING not in stored:
+        raise CheckpointError(f"{folder} has no {EMBEDDING}: it holds no GPTModel")
+    dtype = stored[EMBEDDING].properties.dtype
+    precision = next((name for name in DTYPES if DTYPES[name] == dtype), "fp32")
+    with appearing(dst) as hidden:
+        hf.save_companions(config, DTYPES[precision], hidden)
+        return _in_a_process("read", folder, hidden, precision)
 
 
 def iteration_folder(folder: Path) -> Path:
@@ -126,7 +100,7 @@ def iteration_folder(folder: Path) -> Path:
 
 
 def write_megatron(source: Path, dst: Path) -> None:
-    """Write the model of a Hugging Face folder into the empty folder `dst`.
+    """Write the model of a Hugging Face folder into the new folder `dst`.
 
     Raises DataError for a model that megatron-core does not compute identically, and for
     weights that do not fit its config; CheckpointError where writing fails.
@@ -142,7 +116,10 @@ def write_megatron(source: Path, dst: Path) -> None:
             "has one type",
             fix="save the model in one dtype first",
         )
-    _in_a_process("write", source, dst)
+    nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    check_destination(source, dst, nbytes)
+    with appearing(dst) as hidden:
+        _in_a_process("write", source, hidden)
 
 
 def _pretrained(source: Path) -> tuple[MegatronModel, SafetensorsWeights]:
@@ -203,7 +180,7 @@ def write(source: Path, dst: Path) -> None:
     """Save a Hugging Face folder's model with megatron-core."""
     model, weights = _pretrained(source)
     embedding = weights.read(next(iter(weights.shapes)), 0, 1)
-    chunk = _build(model, PRECISIONS[embedding.dtype])
+    chunk = _build(model, next(name for name in DTYPES if DTYPES[name] == embedding.dtype))
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -217,10 +194,11 @@ def write(source: Path, dst: Path) -> None:
     (dst / TRACKER).write_text(RELEASE)
 
 
-def read(folder: Path, config_folder: Path, dst: Path) -> None:
-    """Load a checkpoint into megatron-core's model, and write it as safetensors in fp32."""
+def read(folder: Path, dst: Path, dtype: torch.dtype) -> None:
+    """Load a checkpoint into megatron-core's model, and write it as safetensors next to the
+    config in `dst`."""
     sizes = {key: one.size for key, one in Reader(folder).tensors.items()}
-    config = hf.read_config(config_folder)
+    config = hf.read_config(dst)
     model = megatron_model(config.to_dict())
     chunk = _build(model, "fp32")
     from megatron.core import dist_checkpointing
@@ -247,8 +225,9 @@ def read(folder: Path, config_folder: Path, dst: Path) -> None:
     write_model(
         dst,
         [
-            TensorToWrite(name, torch.float32, shape, partial(_whole, shape, parts[name]))
+            TensorToWrite(name, kept, shape, partial(_whole, shape, parts[name], kept))
             for name, shape in shapes.items()
+            for kept in [torch.float32 if is_correction_bias(name) else dtype]
         ],
     )
 
@@ -284,8 +263,10 @@ def _blocks(chunk: Any, model: MegatronModel) -> Iterator[tuple[Tensor, Block]]:
     yield from buffers([chunk], model)
 
 
-def _whole(shape: tuple[int, ...], parts: list[tuple[Tensor, Block]]) -> Iterator[Tensor]:
-    """A checkpoint tensor from its rectangles."""
+def _whole(
+    shape: tuple[int, ...], parts: list[tuple[Tensor, Block]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """A checkpoint tensor from its rectangles, which are fp32."""
     whole = torch.empty(shape)
     for values, block in parts:
         stored = block.stored
@@ -294,15 +275,18 @@ def _whole(shape: tuple[int, ...], parts: list[tuple[Tensor, Block]]) -> Iterato
         if stored.columns is not None:
             rectangle = rectangle[:, slice(*stored.columns)][:, ::apart]
         rectangle.copy_(values.T if block.transposed else values)
-    yield whole
+    yield whole.to(dtype)
 
 
 def main() -> None:
     """Carry out a command line, without the teardown of process groups, which may abort."""
-    verb, *folders = sys.argv[1:]
+    verb, source, dst, *precision = sys.argv[1:]
     code = 0
     try:
-        write(*map(Path, folders)) if verb == "write" else read(*map(Path, folders))
+        if verb == "write":
+            write(Path(source), Path(dst))
+        else:
+            read(Path(source), Path(dst), DTYPES[precision[0]])
     except DmtError as error:
         tell(error.message)
         code = 1

@@ -5,7 +5,6 @@ here inert stand-ins for the few plain classes of a format, so that the tool's o
 imported. Files are mapped.
 """
 
-import io
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -49,17 +48,23 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
     Objects of `classes` (`module.Class`) are `StandIn`s. Raises CheckpointError for anything
     else than these, tensors and plain containers, and for a link or a special file.
     """
-    with refused(folder / name), _standing_in((*COMMON_CLASSES, *classes)):
+    with refused(folder / name):
         path = regular_inside(folder, name)
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a zip file of torch 1.6 or later")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return unpickled(path, classes, mmap=True)
 
 
-def unpickled(content: bytes) -> Any:
-    """As `load_pickle`, of bytes. Raises what torch raises."""
-    with _standing_in(COMMON_CLASSES):
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def unpickled(file: Any, classes: Iterable[str] = (), **options: Any) -> Any:
+    """What `torch.save` wrote into a path or open file. Raises what torch raises."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # libraries add some, as `argparse.Namespace`
+    try:
+        allowed: list[Any] = [(StandIn, one) for one in (*COMMON_CLASSES, *classes)]
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(file, map_location="cpu", weights_only=True, **options)
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
 @contextmanager
@@ -75,16 +80,3 @@ def refused(what: object) -> Iterator[None]:
             f"{what} is refused: {why[:200]}",
             fix="it is damaged, or holds objects that no checkpoint of this format needs",
         ) from error
-
-
-@contextmanager
-def _standing_in(classes: Iterable[str]) -> Iterator[None]:
-    """torch's weights-only loader takes these classes as `StandIn`s, and no others: libraries
-    add some of their own, megatron-core `argparse.Namespace`."""
-    added = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        with torch.serialization.safe_globals([(StandIn, one) for one in classes]):
-            yield
-    finally:
-        torch.serialization.add_safe_globals(added)

@@ -6,18 +6,13 @@ rectangle of every global tensor. torch's own reader unpickles that file whateve
 
 import io
 import pickle
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.pickles import refused, unpickled
@@ -29,14 +24,6 @@ FORMAT_FILE = "metadata.json"
 LARGEST_INDEX_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class GlobalTensor:
-    """A tensor of a checkpoint, whole."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Reader:
     """Reads tensors from a checkpoint that any layout saved.
 
@@ -46,7 +33,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = _load_index(folder)
-        self._entries = {
+        self.tensors = {
             key: entry
             for key, entry in index.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
@@ -55,33 +42,25 @@ class Reader:
             (where.fqn, tuple(where.offset or ())): place
             for where, place in index.storage_data.items()
         }
-        self.tensors = {
-            key: GlobalTensor(tuple(entry.size), entry.properties.dtype)
-            for key, entry in self._entries.items()
-        }
         self.objects = {key for key, offset in self._places if not offset} - self.tensors.keys()
         """Keys of what is no tensor, see `read_object`."""
 
     def read(self, key: str) -> Tensor:
         """A whole tensor."""
-        whole = self.tensors[key]
-        result = torch.empty(whole.size, dtype=whole.dtype)
-        filled = 0
-        for chunk in self._entries[key].chunks:
-            part = self._load(key, chunk)
+        entry = self.tensors[key]
+        result, filled = torch.empty(entry.size, dtype=entry.properties.dtype), 0
+        for chunk in entry.chunks:
+            part = self.read_object(key, tuple(chunk.offsets))
             ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            result[tuple(slice(start, start + size) for start, size in ends)] = part
+            place = result[tuple(slice(start, start + size) for start, size in ends)]
+            wanted = place.shape, place.dtype
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != wanted:
+                raise CheckpointError(f"{self.folder}: {key} is not what the index says")
+            place.copy_(part)
             filled += part.numel()
         if filled != result.numel():
             raise CheckpointError(f"{self.folder}: parts of {key} are missing")
         return result
-
-    def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        part = self.read_object(key, tuple(chunk.offsets))
-        expected = torch.Size(chunk.sizes), self.tensors[key].dtype
-        if not isinstance(part, Tensor) or (part.shape, part.dtype) != expected:
-            raise CheckpointError(f"{self.folder}: {key} is not what the index says")
-        return part
 
     def read_object(self, key: str, offset: tuple[int, ...] = ()) -> Any:
         """What torch.save wrote of an object, or of the part of a tensor at `offset`."""
@@ -90,7 +69,7 @@ class Reader:
             path = regular_inside(self.folder, Path(place.relative_path).name)
             with path.open("rb") as file:
                 file.seek(place.offset)
-                return unpickled(file.read(min(place.length, path.stat().st_size)))
+                return unpickled(io.BytesIO(file.read(min(place.length, path.stat().st_size))))
 
 
 # --- the index --------------------------------------------------------------------------

@@ -1,0 +1,217 @@
+"""The training state in a checkpoint of another tool, and how it fits a recipe.
+
+A format reads its files without running code from them (`pickles.py`) and yields whole
+parameters under transformers' names; `command.py` makes a checkpoint of a run from them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from toolkit.checkpoint.shards import StateShard, dtype_of, parameter_blocks, state_quantities
+from toolkit.errors import CheckpointError
+from toolkit.models import huggingface as hf
+from toolkit.models.frozen import matching
+from toolkit.models.weights import is_correction_bias
+from toolkit.recipe.schema import Recipe
+from toolkit.run.changes import shown
+from toolkit.text.dotted import get
+
+Shapes = Mapping[str, tuple[int, ...]]
+SAMPLES = 10**15
+"""More than any run can have consumed."""
+COMPARED = (
+    "training.global_batch_size",
+    "training.sequence_length",
+    "training.precision",
+    "optimizer.learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.clip_grad_norm",
+    "schedule.name",
+)
+"""Settings of the recipe. A format states some of them; a note names the others."""
+
+
+@dataclass(frozen=True)
+class RecipeModel:
+    """The model that the recipe trains, whose tensors an import must fill."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    parameters: Shapes
+    """transformers' parameters and correction biases, without tied ones."""
+    tensors: Shapes
+    """Tensors of its Hugging Face checkpoint, which differ where experts are stacked."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, which is read each time it is asked for."""
+
+    shape: tuple[int, ...]
+    """The parameter's, or flat."""
+    read: Callable[[], Tensor]
+    """Of any dtype; in the order of `shape`, whatever its own shape."""
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """The training state in a checkpoint of another tool."""
+
+    step: int
+    """Steps done, skipped ones included."""
+    optimizer_steps: int
+    """Updates that AdamW has made, which its bias correction counts."""
+    parameters: Mapping[str, Mapping[str, StoredTensor]]
+    """By name and quantity: the weight, and the moments unless it is frozen."""
+    settings: Mapping[str, Sequence[object]]
+    """By keys of `COMPARED`, the values in the run that saved it: one for each group."""
+    consumed_samples: int | None = None
+    """Sequences consumed; None where the checkpoint does not state them."""
+    loss_scale: dict[str, Any] | None = None
+    """`{"scale": float, "detail": {…}}`, as `Manifest.loss_scale`."""
+    notes: tuple[str, ...] = ()
+    """What is not carried over."""
+
+
+class ParameterShard(StateShard):
+    """A whole parameter, which is read each time a quantity is asked for."""
+
+    in_memory = False
+
+    def __init__(
+        self, name: str, shape: Sequence[int], stored: Mapping[str, StoredTensor]
+    ) -> None:
+        super().__init__(parameter_blocks(name, shape), {}, saved_here=True)
+        self._stored = stored
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        return tuple(self._stored)
+
+    def get(self, quantity: str) -> Tensor:
+        return self._stored[quantity].read().detach().reshape(-1).to(dtype_of(quantity))
+
+
+def recipe_model(recipe: Recipe) -> RecipeModel:
+    """The model that an import must fill. Raises CheckpointError where a run of the recipe
+    keeps something else than a whole model."""
+    if recipe.adapter is not None:
+        raise CheckpointError(
+            "a run with adapters keeps only the adapters, which no other tool saves alike",
+            fix="import into a recipe without `adapter`; a PEFT folder is adapter.folder",
+        )
+    config = hf.build_config(recipe.model)
+    return RecipeModel(
+        recipe, config, hf.parameter_shapes(config), hf.checkpoint_shapes(config)
+    )
+
+
+def shards_of(state: ForeignState, model: RecipeModel) -> list[ParameterShard]:
+    """What is written. Raises CheckpointError unless the state has every parameter of the
+    recipe's model, with the optimizer's states of what trains."""
+    if problems := list(_problems(state, model)):
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint does not fit the recipe: {problems[0]}{more}",
+            fix="state its model in model.config, what it froze in model.freeze, and its "
+            "optimizer in optimizer.name",
+        )
+    return [
+        ParameterShard(name, shape, state.parameters[name])
+        for name, shape in model.parameters.items()
+    ]
+
+
+def _problems(state: ForeignState, model: RecipeModel) -> Iterator[str]:
+    frozen = matching(model.recipe.model.freeze, model.tensors)
+    optimizer = model.recipe.optimizer.name
+    for name, shape in model.parameters.items():
+        stored, expected = state.parameters.get(name, {}), {"weight"}
+        for tensor in (block.tensor for block in parameter_blocks(name, shape)):
+            if tensor not in frozen and not is_correction_bias(tensor):
+                expected |= {*state_quantities(optimizer, tensor, model.tensors[tensor])}
+        if missing := sorted(expected - stored.keys()):
+            yield f"it has no {', '.join(missing)} of {name}"
+        elif more := sorted(stored.keys() - expected):
+            why = f"{optimizer} does not keep" if len(expected) > 1 else "does not train"
+            yield f"it has {', '.join(more)} of {name}, which {why}"
+        for quantity, one in stored.items():
+            if one.shape not in (shape, (prod(shape),)):
+                found, needed = list(one.shape), list(shape)
+                yield f"its {quantity} of {name} has the shape {found}, the model's is {needed}"
+    for name in state.parameters.keys() - model.parameters.keys():
+        yield f"it has {name}, which the recipe's model has not"
+
+
+def count(value: Any, name: str, limit: int = 10**8) -> int:
+    """A count in a file, which may be a tensor. Raises CheckpointError for a number that no
+    run can have counted."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool | str) or number != int(number) or not 0 <= number < limit:
+        raise CheckpointError(
+            f"its {name} is {number!r:.40}, not a whole number below {limit:,}",
+            fix="it is damaged, or of a version that is not supported",
+        )
+    return int(number)
+
+
+def updates(counts: set[int]) -> int:
+    """How often all parameters were updated. Raises CheckpointError unless it is one number."""
+    if len(counts) != 1:
+        found = ", ".join(map(str, sorted(counts))) or "not stated"
+        raise CheckpointError(f"the number of updates of its parameters is {found}")
+    return counts.pop()
+
+
+def adamw_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[object]]:
+    """The settings of the groups of torch's AdamW, by keys of `COMPARED`.
+
+    A schedule changes `lr`; `initial_lr`, which torch's schedules keep, is the highest rate.
+    Raises CheckpointError for another optimizer.
+    """
+    found: dict[str, list[object]] = {}
+    for group in groups:
+        # RAdam keeps the same states and has all flags of AdamW but this one.
+        if "decoupled_weight_decay" in group and "amsgrad" not in group:
+            raise other_optimizer("has the settings of RAdam")
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise other_optimizer(f"is used with {flag}")
+        if not group.get("bias_correction", True):
+            raise other_optimizer("is used without bias correction")
+        if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
+            raise other_optimizer("is Adam, whose weight decay is an L2 term of the gradient")
+        stated = {"learning_rate": group.get("initial_lr", group.get("lr"))}
+        stated |= {key: group.get(key) for key in ("weight_decay", "betas", "eps")}
+        for key, value in stated.items():
+            if value is not None:
+                values = found.setdefault(f"optimizer.{key}", [])
+                values.append([*value] if key == "betas" else float(value))
+    return found
+
+
+def other_optimizer(what: str) -> CheckpointError:
+    """The error for another optimizer, of which `what` is seen."""
+    return CheckpointError(
+        f"its optimizer {what}: only plain AdamW's states are read",
+        fix="another optimizer's weights are a start, with model.init: pretrained",
+    )
+
+
+def differences(settings: Mapping[str, Sequence[object]], recipe: Recipe) -> Iterator[str]:
+    """The settings of `COMPARED` that differ, and those that the checkpoint does not state."""
+    ours = recipe.model_dump(mode="json")
+    for key in (key for key in COMPARED if key in settings):
+        decay = key == "optimizer.weight_decay"
+        mine, theirs = shown(get(ours, key)), {*map(shown, settings[key])}
+        if theirs != {mine, *([shown(0.0)] if decay else [])}:
+            norms = ", and norms and biases have none" if decay else ""
+            yield f"{key} was {', '.join(sorted(theirs))}, the recipe's {mine} applies{norms}"
+    if unknown := [key for key in COMPARED if key not in settings]:
+        yield f"not stated by the checkpoint, so not compared: {', '.join(unknown)}"
