@@ -157,7 +157,6 @@ class Case:
             reduce_bytes=reduced or _WIRE_BYTES.get(self._composer),
             gradient_bytes=2 if self._nemo else None,
             tensor_overlap=self._tensor_overlap(early),
-            pipeline_overlap=not early,
             reduce_overlap=not early,
             # Megatron-LM's own default is 0.1; NeMo, Llama and Nemotron train without.
             dropout=megatron and self._mlp == "gelu" and not self._nemo,

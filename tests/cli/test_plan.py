@@ -29,7 +29,8 @@ def changed(*settings: str) -> list[str]:
 
 def test_the_whole_answer(dmt: Dmt) -> None:
     fixed = ("parallel.engine=deepspeed", "parallel.model=hf", "training.micro_batch_size=1")
-    out = shown(dmt, LLAMA_8B, *changed(*fixed, "kernels.compile=none"))
+    fixed += ("kernels.compile=none", "parallel.zero.stage=2")
+    out = shown(dmt, LLAMA_8B, *changed(*fixed))
     facts, parts, table, why = out.rstrip().split("\n\n")
     title, *lines = facts.splitlines()
     assert title == "llama-3.1-8b-pretrain  8.03B parameters; 32 nodes × 8 h100-80gb"

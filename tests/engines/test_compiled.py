@@ -22,7 +22,7 @@ from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.activations import layer_activations
+from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.workload import Workload
 from toolkit.system import compilers
 

@@ -22,7 +22,7 @@ from toolkit.errors import BackendUnavailable
 from toolkit.models import huggingface as hf
 from toolkit.models import liger
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.activations import layer_activations
+from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules.kernels import LIGER_FAMILIES
 from toolkit.recipe.schema import AdapterSection

@@ -52,7 +52,6 @@ def test_every_accelerator_has_usual_surroundings() -> None:
     for name in GPUS:
         cluster = default_cluster(2, 8, name)
         assert cluster.node_link.bytes_per_s > cluster.network.bytes_per_s / 2
-        assert cluster.node_link.latency_s < cluster.network.latency_s
         assert min(cluster.host_memory_gib, cluster.nvme_bytes_per_s) > 0
 
 

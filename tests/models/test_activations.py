@@ -18,7 +18,7 @@ from toolkit.layout import Recompute
 from toolkit.models import activations
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.activations import layer_activations
+from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules.kernels import TILED_FAMILIES
 

@@ -51,11 +51,6 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "gathered keys": ("fsdp", Layout(
         dp=4, cp=4, zero_stage=3, recompute="full", gradient_accumulation=4)),
     "sent heads": ("deepspeed", Layout(dp=8, cp=2, zero_stage=2, exchange="ulysses")),
-    "ring": ("megatron", Layout(
-        dp=2, cp=4, tp=2, sequence_parallel=True, zero_stage=1, exchange="ring",
-        recompute="selective")),
-    "heads and rings": ("deepspeed", Layout(
-        dp=1, cp=16, zero_stage=3, exchange="ulysses_ring")),
     "experts": ("megatron", Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped")),
 }  # fmt: skip
 OFFLOADED = ("cpu", "nvme", "inputs on the host", "some inputs of a chunk")

@@ -14,7 +14,7 @@ from tests.plan.making import optimizer_of
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
-from toolkit.plan.cost.activations import LayerActivations, layer_activations
+from toolkit.plan.cost.layer import LayerActivations, layer_activations
 from toolkit.plan.cost.memory import (
     Memory,
     host_bytes,

@@ -44,7 +44,7 @@ FSDP = Workload(LLAMA_8B, 8192, "bf16", "fsdp")
 # Megatron before 2022: fp16, scores in memory, dropout, nothing beside computation.
 EARLY: Any = partial(
     Workload, sequence_length=2048, precision="fp16", engine="megatron", attention="unfused",
-    dropout=True, tensor_overlap="none", pipeline_overlap=False, reduce_overlap=False,
+    dropout=True, tensor_overlap="none", reduce_overlap=False,
 )  # fmt: skip
 H100 = parse_cluster("8x8xh100-80gb")
 
@@ -53,34 +53,25 @@ H100 = parse_cluster("8x8xh100-80gb")
 
 
 def test_a_ring_moves_what_the_formula_says() -> None:
-    # All-reduce of 1 GB over 8 ranks at 100 GB/s: 2 · 7/8 · 10 ms, and 14 steps of 5 µs.
-    ring = Group(8, 1, Network(8, 100e9, 10e9, 5e-6, 10e-6))
-    assert ring.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 10e-3 + 14 * 5e-6)
-    assert ring.all_gather_s(1e9) == pytest.approx(7 / 8 * 10e-3 + 7 * 5e-6)
+    # All-reduce of 1 GB over 8 ranks at 100 GB/s: 2 · 7/8 · 10 ms.
+    ring = Group(8, 1, Network(8, 100e9, 10e9))
+    assert ring.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 10e-3)
+    assert ring.all_gather_s(1e9) == pytest.approx(7 / 8 * 10e-3)
     assert ring.reduce_scatter_s(1e9) == ring.all_gather_s(1e9)
 
 
 def test_a_ring_over_nodes_uses_every_members_adapter() -> None:
-    # 4 nodes of 8: 8 · 10 GB/s leave a node; 28 steps within nodes and 3 between.
-    ring = Group(32, 4, Network(8, 100e9, 10e9, 5e-6, 10e-6))
-    expected = 31 / 32 * 1e9 / 80e9 + 28 * 5e-6 + 3 * 10e-6
-    assert ring.all_gather_s(1e9) == pytest.approx(expected)
-    alone = Group(4, 4, Network(1, 100e9, 10e9, 5e-6, 10e-6))  # one rank of each node
+    # 4 nodes of 8: 8 · 10 GB/s leave a node.
+    ring = Group(32, 4, Network(8, 100e9, 10e9))
+    assert ring.all_gather_s(1e9) == pytest.approx(31 / 32 * 1e9 / 80e9)
+    alone = Group(4, 4, Network(1, 100e9, 10e9))  # one rank of each node
     assert alone.bytes_per_s == 10e9
-
-
-def test_small_messages_take_a_tree() -> None:
-    ring = Group(1024, 128, Network(8, 300e9, 25e9, 4e-6, 10e-6))
-    ring_s = 2 * ring.all_gather_s(1024)
-    # Seven levels between nodes and seven steps within one, up and down.
-    assert ring.all_reduce_s(1024) == pytest.approx(2 * (7 * 10e-6 + 7 * 4e-6), rel=1e-3)
-    assert ring.all_reduce_s(1024) < ring_s / 10
 
 
 def test_all_to_all_is_limited_by_what_leaves_the_node() -> None:
     # 16 ranks on 2 nodes: half of 1 GB leaves through a 10 GB/s adapter.
-    spread = Group(16, 2, Network(8, 100e9, 10e9, 5e-6, 10e-6))
-    assert spread.all_to_all_s(1e9) == pytest.approx(0.5e9 / 10e9 + 10e-6)
+    spread = Group(16, 2, Network(8, 100e9, 10e9))
+    assert spread.all_to_all_s(1e9) == pytest.approx(0.5e9 / 10e9)
 
 
 def test_groups_are_placed_tensor_first() -> None:
@@ -103,7 +94,7 @@ def rates(cluster: Cluster = H100, workload: Workload = MODERN) -> Any:
 def test_a_large_product_reaches_the_sustained_rate() -> None:
     machine, size = rates(), 132 * 256
     seconds = matmul_s(size, size, size, machine)
-    assert 2 * size**3 / seconds == pytest.approx(machine.matmul, rel=0.02)
+    assert 2 * size**3 / seconds == pytest.approx(machine.matmul, rel=0.03)
     assert machine.matmul == pytest.approx(989.5e12 * DEFAULT["matmul.h100-80gb"])
 
 
@@ -111,13 +102,6 @@ def test_a_thin_product_takes_the_time_of_reading_its_weights() -> None:
     machine = rates()
     seconds = matmul_s(1, 8192, 8192, machine)
     assert seconds == pytest.approx(2 * 8192 * 8192 / machine.memory, rel=0.01)
-
-
-def test_one_tile_too_many_takes_another_wave() -> None:
-    machine = rates()
-    full = matmul_s(256 * 12, 128 * 11, 65536, machine)  # 132 tiles: one wave
-    more = matmul_s(256 * 12, 128 * 12, 65536, machine)
-    assert more > 1.1 * full > 0
 
 
 def test_a_short_inner_dimension_is_slow() -> None:
@@ -156,22 +140,21 @@ def test_a_sliding_window_skips_keys() -> None:
     assert some / full == pytest.approx(1024 * (1 - 1 / 16) / 4096)
 
 
-def test_a_tiny_model_is_as_fast_as_the_host_starts_kernels() -> None:
+def test_a_tiny_model_waits_between_kernels() -> None:
     tiny = Workload(gpt(4, 128, 4, vocab=512), 64, "bf16", "ddp")
     found = step_time(tiny, Layout(), parse_cluster("1xh100-80gb"))
     kernels = 3 * 4 * 14  # forward and twice as many backward, four layers, 14 kernels each
-    computed = sum(found.compute.values()) - found.compute["logits"]
-    assert computed == pytest.approx(kernels * DEFAULT["kernel.launch_s"], rel=0.02)
+    assert found.compute["launch"] == pytest.approx(kernels * DEFAULT["kernel.gap_s"])
+    assert found.compute["launch"] > 0.5 * sum(found.compute.values())
 
 
-def test_fp8_is_faster_though_it_moves_more() -> None:
+def test_fp8_is_faster() -> None:
     layout = Layout(dp=8, zero_stage=1, gradient_accumulation=8)
     cluster = parse_cluster("8xh100-80gb")
     low, plain = (
         step_time(replace(MODERN, precision=p), layout, cluster) for p in ("fp8", "bf16")
     )
     assert 1.15 * low.total_s < plain.total_s < 2 * low.total_s
-    assert low.compute["elementwise"] > plain.compute["elementwise"]
     assert low.compute["logits"] == pytest.approx(plain.compute["logits"])
 
 
@@ -230,7 +213,6 @@ def test_the_stage_with_the_logits_is_the_slowest() -> None:
     assert len(forward) == 8
     assert max(forward) == forward[-1] > 1.1 * forward[1]
     assert found.compute["logits"] > 0
-    assert found.compute["embedding"] == 0
 
 
 def test_the_stages_hold_the_whole_model_once() -> None:
@@ -240,15 +222,6 @@ def test_the_stages_hold_the_whole_model_once() -> None:
         again = spec.vocab * spec.hidden if spec.tied_embeddings else 0  # on both ends
         assert sum(share.parameters for share in shares) == pytest.approx(whole + again)
         assert sum(share.layers for share in shares) == 32
-
-
-def test_filling_the_pipeline_waits_for_every_message() -> None:
-    layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=8)
-    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
-    message = 2 * 8192 * 4096 / (450e9 * DEFAULT["link.nvlink"]) + 4e-6
-    assert found.message_s == pytest.approx(message)
-    # Two per micro batch, and seven there and seven back.
-    assert found.communication["pipeline"] == pytest.approx(message * (2 * 8 + 14))
 
 
 def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
@@ -277,22 +250,10 @@ def test_experts_travel_and_split_the_weights() -> None:
     cluster = parse_cluster("8xh100-80gb")
     one, spread = (step_time(workload, replace(whole, ep=ep), cluster) for ep in (1, 8))
     # Two tokens' worth of 7/8 of the hidden state leave twice a pass, four micro batches.
-    sent = 2 * 4096 * 2 * 4096 * 7 / 8 / (450e9 * DEFAULT["link.nvlink"]) + 4e-6
+    sent = 2 * 4096 * 2 * 4096 * 7 / 8 / (450e9 * DEFAULT["link.nvlink"])
     assert one.communication["expert"] == 0
     assert spread.communication["expert"] == pytest.approx(4 * 32 * 2 * 2 * sent)
     assert spread.compute["elementwise"] < one.compute["elementwise"]  # fewer gradients
-
-
-def test_context_parallel_waits_for_keys_on_a_slow_network() -> None:
-    layout = Layout(dp=1, cp=8, exchange="ring", zero_stage=1, gradient_accumulation=2)
-    cluster = parse_cluster("8x1xh100-80gb")
-    slow = replace(cluster, network=replace(cluster.network, bytes_per_s=1e9))
-    sent = 7 * (2 * 2 * 1024 * 1024 / (1e9 * DEFAULT["link.infiniband"]) + 10e-6)
-    found = step_time(MODERN, layout, slow)
-    ahead = found.compute["attention"] / (1 + 2.5 / DEFAULT["attention.backward"]) / 64
-    expected = 2 * 32 * 3 * (sent - ahead * 7 / 8)
-    assert found.communication["context"] == pytest.approx(expected)
-    assert step_time(MODERN, layout, cluster).communication["context"] < expected / 10
 
 
 def test_uneven_stages_wait_for_the_longest() -> None:
@@ -416,13 +377,11 @@ def test_faster_hardware_is_never_slower(layout: Layout) -> None:
     before = step_time(workload, layout, H100).total_s
     fast_link = replace(H100.node_link, bytes_per_s=2 * H100.node_link.bytes_per_s)
     fast_network = replace(H100.network, bytes_per_s=2 * H100.network.bytes_per_s)
-    quick = replace(H100.network, latency_s=H100.network.latency_s / 2)
     memory = H100.gpu.memory_bytes_per_s
     assert memory is not None
     for faster in (
         replace(H100, node_link=fast_link),
         replace(H100, network=fast_network),
-        replace(H100, network=quick),
         replace(H100, gpu=replace(H100.gpu, memory_bytes_per_s=2 * memory)),
         replace(H100, gpu=replace(H100.gpu, bf16=2 * 989.5e12)),
     ):

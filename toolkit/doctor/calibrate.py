@@ -17,7 +17,6 @@ import torch
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
 from toolkit.hardware.catalogue import GIGA, GPUS, TERA
-from toolkit.hardware.cluster import default_cluster
 from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
@@ -175,7 +174,6 @@ def cluster_text(machine: Machine, speeds: Speeds) -> str:
 
 
 def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
-    usual = default_cluster(1, machine.processes, machine.gpu)
     name = "processor" if machine.gpu == "cpu" else machine.gpu
     yield f"{HEADER}: speeds of each of {machine.processes} process(es) on one {name},"
     yield "# measured while all of them worked. Use it with `dmt plan RECIPE --cluster FILE`."
@@ -184,9 +182,6 @@ def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
     yield f"gpu: {machine.gpu}"
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield f"host_memory_gib: {memory_bytes / GIB:.1f}"
-    if speeds.link_latency_s is not None:
-        latency_us = _digits(speeds.link_latency_s * 1e6)
-        yield f"node_link: {{kind: {usual.node_link.kind}, latency_us: {latency_us}}}"
     yield "measured:"
     flops = ", ".join(
         f"{precision}: {_digits(value / TERA)}"

@@ -52,8 +52,6 @@ class Speeds:
     """Read and written by an elementwise operator on tensors that no cache holds."""
     link_bytes_per_s: float | None
     """Between neighbours of a ring in a large all-reduce; None for one process."""
-    link_latency_s: float | None
-    """Of one step of a ring."""
 
 
 def measure(ranks: Ranks, sizes: Sizes, tell: Tell) -> Speeds:
@@ -65,11 +63,11 @@ def measure(ranks: Ranks, sizes: Sizes, tell: Tell) -> Speeds:
         tell(f"{precision} matrix products   {flops[precision] / 1e12:8.3g} TFLOP/s")
     memory = _memory_bytes_per_s(bench, sizes.stream_bytes)
     tell(f"memory                 {memory / 1e9:8.3g} GB/s")
-    link, latency = None, None
+    link = None
     if ranks.world > 1:
-        link, latency = _all_reduce(bench, sizes.message_bytes)
-        tell(f"all-reduce             {link / 1e9:8.3g} GB/s, {latency * 1e6:.3g} µs per step")
-    return Speeds(ranks.world, flops, memory, link, latency)
+        link = _all_reduce(bench, sizes.message_bytes)
+        tell(f"all-reduce             {link / 1e9:8.3g} GB/s")
+    return Speeds(ranks.world, flops, memory, link)
 
 
 def _precisions(device: torch.device) -> Iterator[str]:
@@ -100,14 +98,12 @@ def _memory_bytes_per_s(bench: Bench, nbytes: int) -> float:
     return 3 * nbytes / bench.seconds(lambda: torch.add(left, right, out=total))
 
 
-def _all_reduce(bench: Bench, nbytes: int) -> tuple[float, float]:
-    """Bytes per second between neighbours, and seconds of a step: a ring of n ranks takes
-    2 (n - 1) steps and moves 2 (n - 1) / n of the data (Thakur et al. 2005)."""
-    steps = 2 * (bench.world - 1)
-    large, small = (torch.zeros(size // 4, device=bench.device) for size in (nbytes, 4))
-    latency_s = bench.seconds(lambda: dist.all_reduce(small)) / steps
+def _all_reduce(bench: Bench, nbytes: int) -> float:
+    """Bytes per second between neighbours: a ring of n ranks moves 2 (n - 1) / n of the data
+    (Thakur et al. 2005)."""
+    large = torch.zeros(nbytes // 4, device=bench.device)
     seconds = bench.seconds(lambda: dist.all_reduce(large))
-    return steps / bench.world * nbytes / seconds, latency_s
+    return 2 * (bench.world - 1) / bench.world * nbytes / seconds
 
 
 def measure_here(ranks: Ranks, tell: Tell) -> Speeds:

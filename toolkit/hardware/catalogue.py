@@ -34,8 +34,6 @@ class Gpu:
     fp8: float | None = None
     memory_bytes_per_s: float | None = None
     """Peak bandwidth of the device's own memory."""
-    multiprocessors: int = 1
-    """Units that each compute a tile of a matrix product at a time (SMs, CUs)."""
     generation: Generation = "cpu"
     """Decides which attention kernels there are."""
     like: str | None = None
@@ -59,7 +57,6 @@ def _gpu(
     generation: Generation,
     memory_gib: float,
     memory_gb_per_s: float,
-    multiprocessors: int,
     **peaks_tera: float,
 ) -> Gpu:
     peaks: dict[str, Any] = {unit: peak * TERA for unit, peak in peaks_tera.items()}
@@ -68,7 +65,6 @@ def _gpu(
         memory_gib,
         **peaks,
         memory_bytes_per_s=memory_gb_per_s * GIGA,
-        multiprocessors=multiprocessors,
         generation=generation,
     )
 
@@ -77,87 +73,84 @@ _A100 = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 # H100 and H200 sheets print figures with 2:4 sparsity: half of 989, 1,979 and 3,958.
 _H100_SXM = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5, "fp8": 1979.0}
 
-# Numbers of multiprocessors: the vendors' architecture white papers (V100 80, T4 40, A100 108,
-# A10 72, A10G 80, RTX 3090 82, RTX A6000 84, RTX 4090 128, L4 58, L40S 142, H100 SXM 132 and
-# PCIe 114, H20 78, Blackwell 148, RTX 5090 170; MI300X 304 compute units). GeForce and RTX: the
-# tensor cores' rate with fp32 sums, which training needs; fp16 sums would be twice as fast.
+# GeForce and RTX: the tensor cores' rate with fp32 sums, which training needs.
 _GPUS = (
     # NVIDIA V100 data sheet (SXM2): 15.7 TFLOPS single, 125 TFLOPS tensor, 32 GB, 900 GB/s.
     # Volta has neither bf16 nor TF32.
-    _gpu("v100-32gb", "volta", 31.7, 900, 80, fp32=15.7, fp16=125.0),
+    _gpu("v100-32gb", "volta", 31.7, 900, fp32=15.7, fp16=125.0),
     # NVIDIA A100 data sheets, 40 GB and 80 GB; PCIe and SXM have the same peaks, memory of
     # 1,555 (40 GB), 1,935 (80 GB PCIe) and 2,039 GB/s (80 GB SXM).
-    _gpu("a100-40gb", "ampere", 39.4, 1555, 108, **_A100),
-    _gpu("a100-40gb-pcie", "ampere", 39.4, 1555, 108, **_A100),
-    _gpu("a100-80gb", "ampere", 79.1, 2039, 108, **_A100),
-    _gpu("a100-80gb-pcie", "ampere", 79.1, 1935, 108, **_A100),
+    _gpu("a100-40gb", "ampere", 39.4, 1555, **_A100),
+    _gpu("a100-40gb-pcie", "ampere", 39.4, 1555, **_A100),
+    _gpu("a100-80gb", "ampere", 79.1, 2039, **_A100),
+    _gpu("a100-80gb-pcie", "ampere", 79.1, 1935, **_A100),
     # NVIDIA H100 data sheet, SXM column: 3.35 TB/s.
-    _gpu("h100-80gb", "hopper", 79.1, 3350, 132, **_H100_SXM),
+    _gpu("h100-80gb", "hopper", 79.1, 3350, **_H100_SXM),
     # An H100 SXM with 96 GB of HBM2e at 500 W, as torchtitan's benchmarks describe theirs. No
     # data sheet is public: peaks of the SXM part, which torchtitan computes its MFU with;
     # memory as six stacks of HBM2e; the H100 PCIe has five (2,039 GB/s).
-    _gpu("h100-96gb", "hopper", 95.0, 2447, 132, **_H100_SXM),
+    _gpu("h100-96gb", "hopper", 95.0, 2447, **_H100_SXM),
     # NVIDIA H100 data sheet, PCIe column (51; 756, 1,513 and 3,026 with sparsity), 2.0 TB/s.
     _gpu(
-        "h100-80gb-pcie", "hopper", 79.1, 2000, 114,
+        "h100-80gb-pcie", "hopper", 79.1, 2000,
         fp32=51.0, tf32=378.0, fp16=756.5, bf16=756.5, fp8=1513.0,
     ),
     # NVIDIA H200 data sheet, SXM column: an H100 with 141 GB at 4.8 TB/s.
-    _gpu("h200", "hopper", 139.7, 4800, 132, **_H100_SXM),
+    _gpu("h200", "hopper", 139.7, 4800, **_H100_SXM),
     # NVIDIA HGX B200 (Blackwell data sheet), per GPU: 75; 2,200, 4,500 and 9,000 with
     # sparsity; 180 GB, 7.7 TB/s.
     _gpu(
-        "b200", "blackwell", 178.3, 7700, 148,
+        "b200", "blackwell", 178.3, 7700,
         fp32=75.0, tf32=1100.0, fp16=2250.0, bf16=2250.0, fp8=4500.0,
     ),
     # NVIDIA GB200 NVL72 (Blackwell data sheet), per GPU: 80; 2,500, 5,000 and 10,000 with
     # sparsity; 186 GB, 8 TB/s.
     _gpu(
-        "gb200", "blackwell", 184.3, 8000, 148,
+        "gb200", "blackwell", 184.3, 8000,
         fp32=80.0, tf32=1250.0, fp16=2500.0, bf16=2500.0, fp8=5000.0,
     ),
     # NVIDIA HGX B300 data sheet, per GPU: 75; 2,250, 4,500 and 9,000 with sparsity; 288 GB,
     # 8 TB/s.
     _gpu(
-        "b300", "blackwell", 267.6, 8000, 148,
+        "b300", "blackwell", 267.6, 8000,
         fp32=75.0, tf32=1125.0, fp16=2250.0, bf16=2250.0, fp8=4500.0,
     ),
     # NVIDIA GH200 Grace Hopper data sheet: an H100 with 96 GB of HBM3 at 4 TB/s.
-    _gpu("gh200", "hopper", 94.5, 4000, 132, **_H100_SXM),
+    _gpu("gh200", "hopper", 94.5, 4000, **_H100_SXM),
     # NVIDIA H20 data sheet: 44; 74, 148 and 296; 96 GB of HBM3 at 4 TB/s.
     _gpu(
-        "h20", "hopper", 95.0, 4000, 78, fp32=44.0, tf32=74.0, fp16=148.0, bf16=148.0, fp8=296.0
+        "h20", "hopper", 95.0, 4000, fp32=44.0, tf32=74.0, fp16=148.0, bf16=148.0, fp8=296.0
     ),
     # NVIDIA L40S data sheet: 91.6; 183, 362 and 733 without sparsity; 48 GB, 864 GB/s.
     _gpu(
-        "l40s", "ada", 44.4, 864, 142,
+        "l40s", "ada", 44.4, 864,
         fp32=91.6, tf32=183.0, fp16=362.05, bf16=362.05, fp8=733.0,
     ),
     # NVIDIA L4 data sheet: 30.3; 120, 242 and 485 with sparsity; 24 GB, 300 GB/s.
-    _gpu("l4", "ada", 22.0, 300, 58, fp32=30.3, tf32=60.0, fp16=121.0, bf16=121.0, fp8=242.5),
+    _gpu("l4", "ada", 22.0, 300, fp32=30.3, tf32=60.0, fp16=121.0, bf16=121.0, fp8=242.5),
     # NVIDIA Ada white paper, appendix A: 82.6; 82.6, 165.2 and 330.3; 24 GB, 1,008 GB/s.
     _gpu(
-        "rtx4090", "ada", 23.5, 1008, 128,
+        "rtx4090", "ada", 23.5, 1008,
         fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2, fp8=330.3,
     ),
     # NVIDIA RTX Blackwell white paper, appendix A: 104.8; 104.8, 209.5 and 419; 32 GB,
     # 1,792 GB/s.
     _gpu(
-        "rtx5090", "blackwell", 31.3, 1792, 170,
+        "rtx5090", "blackwell", 31.3, 1792,
         fp32=104.8, tf32=104.8, fp16=209.5, bf16=209.5, fp8=419.0,
     ),
     # NVIDIA Ampere GA102 white paper, appendix A (RTX 3090: 35.6; 35.6 and 71; 24 GB, 936 GB/s;
     # RTX A6000: 38.7; 77.4 and 154.8; 48 GB, 768 GB/s).
-    _gpu("rtx3090", "ampere", 23.6, 936, 82, fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
-    _gpu("a6000", "ampere", 47.4, 768, 84, fp32=38.7, tf32=77.4, fp16=154.8, bf16=154.8),
+    _gpu("rtx3090", "ampere", 23.6, 936, fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
+    _gpu("a6000", "ampere", 47.4, 768, fp32=38.7, tf32=77.4, fp16=154.8, bf16=154.8),
     # NVIDIA A10 and A10G data sheets: 31.2; 62.5 and 125, and 35; 35 and 70; 24 GB, 600 GB/s.
-    _gpu("a10", "ampere", 21.9, 600, 72, fp32=31.2, tf32=62.5, fp16=125.0, bf16=125.0),
-    _gpu("a10g", "ampere", 21.9, 600, 80, fp32=35.0, tf32=35.0, fp16=70.0, bf16=70.0),
+    _gpu("a10", "ampere", 21.9, 600, fp32=31.2, tf32=62.5, fp16=125.0, bf16=125.0),
+    _gpu("a10g", "ampere", 21.9, 600, fp32=35.0, tf32=35.0, fp16=70.0, bf16=70.0),
     # NVIDIA T4 data sheet: 8.1; 65; 16 GB, 320 GB/s. Turing has neither bf16 nor TF32.
-    _gpu("t4", "turing", 14.5, 320, 40, fp32=8.1, fp16=65.0),
+    _gpu("t4", "turing", 14.5, 320, fp32=8.1, fp16=65.0),
     # AMD Instinct MI300X data sheet: matrix peaks without sparsity; 192 GB, 5.3 TB/s.
     _gpu(
-        "mi300x", "cdna3", 191.6, 5300, 304,
+        "mi300x", "cdna3", 191.6, 5300,
         fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9,
     ),
     # The host's processor: memory and speed depend on the machine.

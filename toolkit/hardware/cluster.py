@@ -15,8 +15,6 @@ LINK_KINDS: tuple[LinkKind, ...] = (
 )  # fmt: skip
 """shared: processes of one machine that communicate through its memory."""
 
-MICRO = 1e-6
-
 
 @dataclass(frozen=True)
 class Link:
@@ -24,8 +22,6 @@ class Link:
 
     bytes_per_s: float
     """Peak bandwidth of one accelerator's share of the link, each way."""
-    latency_s: float
-    """Time until the first byte of a message arrives, software included."""
     kind: LinkKind = "infiniband"
     """Decides which share of the peak collectives reach."""
     measured_bytes_per_s: float | None = None
@@ -150,23 +146,10 @@ _MACHINES: Mapping[str, _Machine] = {
     "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40, 500),
 }
 
-# One step of a ring, launch included. NCCL's tuning table (src/graph/tuning.cc) has 0.6 to
-# 3.4 µs over NVLink and 2.7 to 14 µs over a network, by protocol; gloo over TCP takes longer.
-_LATENCY_S: Mapping[LinkKind, float] = {
-    "nvlink": 4 * MICRO,
-    "xgmi": 6 * MICRO,
-    "pcie": 8 * MICRO,
-    "infiniband": 10 * MICRO,
-    "roce": 12 * MICRO,
-    "ethernet": 50 * MICRO,
-    "shared": 30 * MICRO,
-}
 
-
-def link(kind: LinkKind, gb_per_s: float, latency_us: float | None = None) -> Link:
-    """A link of a kind; the latency is the kind's own where none is given."""
-    latency_s = _LATENCY_S[kind] if latency_us is None else latency_us * MICRO
-    return Link(gb_per_s * GIGA, latency_s, kind)
+def link(kind: LinkKind, gb_per_s: float) -> Link:
+    """A link of a kind."""
+    return Link(gb_per_s * GIGA, kind)
 
 
 def usual_gpus_per_node(name: str) -> int:

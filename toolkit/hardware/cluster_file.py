@@ -38,7 +38,6 @@ _LINK = {
     "kind": KIND,
     "gigabytes_per_s": NUMBER,
     "gigabits_per_s": NUMBER,
-    "latency_us": NUMBER,
 }
 _GPU = {
     "like": TEXT,
@@ -212,10 +211,5 @@ def _link(stated: Mapping[str, Any], base: Link, measured: float | None) -> Link
     speed = stated.get("gigabytes_per_s", base.bytes_per_s / GIGA)
     if "gigabits_per_s" in stated:
         speed = stated["gigabits_per_s"] / 8
-    kind = stated.get("kind", base.kind)
-    latency = stated.get("latency_us")
-    if latency is None and kind == base.kind:
-        found = replace(base, bytes_per_s=speed * GIGA)
-    else:
-        found = link(kind, speed, latency)
+    found = link(stated.get("kind", base.kind), speed)
     return replace(found, measured_bytes_per_s=measured and measured * GIGA)

@@ -25,7 +25,6 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         # Without a mask a row counts as one document: how long documents are is not known.
         document_mask=job.isolates and attention.kernel(job) != "varlen",
         updates=job.updates,
-        pipeline_overlap=auto and pays,
         reduce_overlap=auto and pays,
         keeps_sent=auto and on_cpus,
         attention="eager" if attention.whole_scores(job) else "fused",

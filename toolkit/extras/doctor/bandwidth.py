@@ -134,7 +134,7 @@ def _peaks(gpu: str, nodes: int, gpus_per_node: int) -> tuple[float, float] | tu
     except PlanError:
         return None, None
     near, far = cluster.node_link.bytes_per_s, cluster.network.bytes_per_s
-    ring = Group(cluster.gpus, nodes, Network(cluster.island, near, far, 0.0, 0.0)).bytes_per_s
+    ring = Group(cluster.gpus, nodes, Network(cluster.island, near, far)).bytes_per_s
     return ring, near if nodes == 1 else min(near, far)
 
 

@@ -1,8 +1,7 @@
 """Time of collectives by algorithm, message size, link and topology.
 
 Ranks are placed as `Layout.data_rank` says: tensor fastest, then context, data, pipeline.
-Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps that move
-(n - 1)/n of the data; recursive doubling: log₂ n steps).
+A ring moves (n - 1)/n of the data (Thakur et al. 2005); latencies are not counted.
 """
 
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from typing import Literal, NamedTuple
 from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.cost.efficiency import Efficiency
 
-CollectiveKind = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "circulate"
-]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,20 +23,12 @@ class Network:
     near_bytes_per_s: float
     """Within an island; far: between them."""
     far_bytes_per_s: float
-    near_latency_s: float
-    far_latency_s: float
 
     @lru_cache(maxsize=4096)  # noqa: B019  there is one network per cluster
     def group(self, size: int, stride: int) -> "Group":
         """`size` ranks that are `stride` ranks apart."""
         together = max(1, min(size, self.island // stride))
         return Group(size, -(-size // together), self)
-
-    def message_s(self, message_bytes: float, stride: int) -> float:
-        """One message to the rank at distance `stride`."""
-        if stride < self.island:
-            return message_bytes / self.near_bytes_per_s + self.near_latency_s
-        return message_bytes / self.far_bytes_per_s + self.far_latency_s
 
 
 @dataclass(frozen=True)
@@ -63,37 +52,17 @@ class Group:
         rate = self.size / self.islands * self.links.far_bytes_per_s
         return min(rate, self.links.near_bytes_per_s) if self.size > self.islands else rate
 
-    @property
-    def ring_latency_s(self) -> float:
-        """Of the steps of a ring."""
-        near = (self.size - self.islands) * self.links.near_latency_s
-        return near + (self.islands - 1) * self.links.far_latency_s
-
-    @property
-    def tree_latency_s(self) -> float:
-        """Of the way up a tree of islands, each of which is a chain."""
-        chain = (self.size // self.islands - 1) * self.links.near_latency_s
-        return (self.islands - 1).bit_length() * self.links.far_latency_s + chain
-
     def all_gather_s(self, total_bytes: float) -> float:
         """Every member ends up with `total_bytes`, of which it had 1/size."""
-        if self.size == 1:
-            return 0.0
-        return (
-            total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.ring_latency_s
-        )
+        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s
 
     def reduce_scatter_s(self, total_bytes: float) -> float:
         """Every member ends up with the sum of 1/size of `total_bytes`: an all-gather back."""
         return self.all_gather_s(total_bytes)
 
     def all_reduce_s(self, total_bytes: float) -> float:
-        """A ring, or a tree if latency dominates."""
-        if self.size == 1:
-            return 0.0
-        return 2 * min(
-            self.all_gather_s(total_bytes), total_bytes / self.bytes_per_s + self.tree_latency_s
-        )
+        """A reduce-scatter and an all-gather."""
+        return 2 * self.all_gather_s(total_bytes)
 
     @property
     def near_share(self) -> float:
@@ -105,23 +74,13 @@ class Group:
         """The part for other islands."""
         return (self.islands - 1) / self.islands
 
-    @property
-    def step_latency_s(self) -> float:
-        """Of one message to each member."""
-        return self.links.far_latency_s if self.islands > 1 else self.links.near_latency_s
-
     def all_to_all_s(self, own_bytes: float) -> float:
         """Every member sends an equal part of its `own_bytes` to each member."""
         if self.size == 1:
             return 0.0
         near = own_bytes * self.near_share / self.links.near_bytes_per_s
         far = own_bytes * self.far_share / self.links.far_bytes_per_s
-        return max(near, far) + self.step_latency_s
-
-    def circulate_s(self, own_bytes: float) -> float:
-        """Every member sends `own_bytes` to its neighbour, and then what it received, until
-        all have passed."""
-        return (self.size - 1) * (own_bytes / self.bytes_per_s + self.links.far_latency_s)
+        return max(near, far)
 
 
 class Collectives(NamedTuple):
@@ -130,7 +89,7 @@ class Collectives(NamedTuple):
     kind: CollectiveKind
     group: Group
     nbytes: float
-    """Of the whole tensor, each time; of all_to_all and circulate, of a member's own part."""
+    """Of the whole tensor, each time; of all_to_all, of a member's own part."""
     times: float = 1
 
     @property
@@ -148,8 +107,6 @@ def network(cluster: Cluster, efficiency: Efficiency) -> Network:
         cluster.island,
         _rate(near, efficiency),
         _rate(far, efficiency),
-        near.latency_s,
-        far.latency_s,
     )
 
 

@@ -48,8 +48,7 @@ class EngineCost:
         for each group that is smaller."""
         both = 2 * (layout.replicate > 1)  # of the shards, and of their copies
         split = (layout.tp > 1) * (1 + (layout.dp * layout.cp > 1))
-        context = (layout.cp > 1) * (1 + (layout.exchange == "ulysses_ring"))
-        return (layout.world > 1) + both + split + context
+        return (layout.world > 1) + both + split + (layout.cp > 1)
 
     def builds_whole(self, model: ModelName, layout: Layout) -> bool:
         """Whether a tensor-parallel rank's model is completely on the device before it is

@@ -20,9 +20,9 @@ from toolkit.layout import (
     stage_layers,
 )
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
-from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.exchange import context_split
+from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.owners import owned_bytes, replicated
 from toolkit.plan.cost.stages import (
     StageShare,

@@ -3,8 +3,8 @@
 from inspect import cleandoc
 
 from toolkit.layout import Layout
-from toolkit.plan.cost.activations import layer_activations
 from toolkit.plan.cost.derivation import Derivation, Symbol, total
+from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,

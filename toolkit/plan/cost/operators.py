@@ -5,23 +5,21 @@ the memory bandwidth; elementwise operators are limited by their bytes. Collecti
 included.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import prod
 from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import CostPrecision, LossKernel, Recompute
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.activations import mixed
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
+from toolkit.plan.cost.exchange import context_split
+from toolkit.plan.cost.layer import Op, Slice, mixed, operators
 from toolkit.plan.cost.workload import Workload
 
-SPLITS = (1, 2, 4, 8)
-"""Splits of the inner dimension over multiprocessors if there are few tiles (split-K)."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
 BACKWARD_SCORES = 2.5
@@ -48,13 +46,12 @@ class Device:
     """FLOP/s of the fused attention kernel on long sequences with heads of 128."""
     memory: float
     """Bytes per second of streaming kernels."""
-    multiprocessors: int
     half_k: float
     """Inner size of a matrix product at which half of its rate is reached."""
     half_sequence: float
     """Tokens at which the attention kernel reaches half of its rate."""
     gap_s: float
-    """Gap between two kernels, independently of the host."""
+    """Gap between two kernels."""
     efficiency: Efficiency
 
 
@@ -84,7 +81,6 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
         width=width,
         attention=plain / share * kernel,
         memory=measured or memory * efficiency["memory"],
-        multiprocessors=gpu.multiprocessors,
         half_k=efficiency[f"matmul.half_k{of}"],
         half_sequence=efficiency[f"attention.half_sequence{of}"],
         gap_s=efficiency[f"kernel.gap_s{of}"],
@@ -122,23 +118,6 @@ def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     return gpu.generation
 
 
-@dataclass(frozen=True)
-class Slice:
-    """The part of one micro batch that a rank computes."""
-
-    tokens: int
-    """Context parallel divides the sequence."""
-    tp: int
-    cp: int
-    ep: int
-    sequence_parallel: bool
-
-    @property
-    def stream(self) -> float:
-        """Tokens of the residual stream (norms, residual sums) on this rank."""
-        return self.tokens / self.tp if self.sequence_parallel else self.tokens
-
-
 class Pass(NamedTuple):
     """Seconds of one pass of one layer, by kind."""
 
@@ -146,7 +125,7 @@ class Pass(NamedTuple):
     attention: float = 0.0
     elementwise: float = 0.0
     launch: float = 0.0
-    """Time that the device waits for the host, or between kernels."""
+    """Gaps between kernels."""
 
     @property
     def total(self) -> float:
@@ -178,64 +157,28 @@ class LayerTime(NamedTuple):
 
 @lru_cache(maxsize=1 << 17)
 def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = False) -> float:
-    """Seconds of [m, k] · [k, n]: the best of some tilings, or the memory limit.
-
-    Tiles are computed in waves, one per multiprocessor; the last wave and the border tiles are
-    not fully used. Along k, the start and end of a tile cost as much as `half_k` products.
-    """
+    """Seconds of [m, k] · [k, n], or its memory limit. Along k, the start and end of a tile
+    cost as much as `half_k` products."""
     rate = device.plain_matmul if plain else device.matmul
     width = device.width if plain else device.matmul_width
-    half_k, units = device.half_k, device.multiprocessors
-    best = 0.0
-    for rows, columns, quality in _tiles(device.efficiency):
-        tiles = ceil(m / rows) * ceil(n / columns)
-        for parts in SPLITS:
-            waves = ceil(tiles * parts / units)
-            useful = m * n * parts / (rows * columns)
-            best = max(best, quality * useful / (waves * units) * k / (k + parts * half_k))
     moved = width * (m * k + k * n) + device.width * m * n
-    return max(2.0 * m * n * k / (rate * best), moved / device.memory)
+    return max(2.0 * m * n * (k + device.half_k) / rate, moved / device.memory)
 
 
-@lru_cache(maxsize=8)
-def _tiles(efficiency: Efficiency) -> tuple[tuple[int, int, float], ...]:
-    """Rows, columns and quality of the tiles, each in both orientations."""
-    shapes = ((256, 128), (128, 128), (128, 64))
-    values = [efficiency[f"tile.{name}"] for name in (256, 128, 64)]
-    lying = [(*shape, value) for shape, value in zip(shapes, values, strict=True)]
-    return (*lying, *((columns, rows, value) for rows, columns, value in lying))
-
-
-def layer_flops(spec: ModelSpec, part: Slice) -> float:
+def layer_flops(workload: Workload, part: Slice) -> float:
     """Of a layer's matrix products in the forward pass, the mean over layers."""
-    flops, share = 0.0, spec.moe_layers / spec.layers
+    flops, share = 0.0, workload.spec.moe_layers / workload.spec.layers
     for experts, weight in ((True, share), (False, 1 - share)):
         if weight:
-            products = (*_attention_products(spec, part), *_mlp_products(spec, part, experts))
-            flops += weight * sum(2.0 * count * m * n * k for count, m, n, k in products)
+            ops = layer_operators(workload, part, experts=experts)
+            flops += weight * sum(2.0 * prod(op.product) for op in ops if op.product)
     return flops
 
 
-def _attention_products(spec: ModelSpec, part: Slice) -> Iterator[tuple[float, ...]]:
-    """Count, tokens, outputs and inputs of the projections of one rank."""
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield 1, part.tokens, (queries + 2 * keys) / part.tp, spec.hidden
-    yield 1, part.tokens, spec.hidden, queries / part.tp
-
-
-def _mlp_products(spec: ModelSpec, part: Slice, experts: bool) -> Iterator[tuple[float, ...]]:
-    """Count, tokens, outputs and inputs of a dense MLP, or of the experts on one rank."""
-    count, tokens, inner = 1.0, float(part.tokens), spec.intermediate / part.tp
-    if experts:
-        count = spec.experts / part.ep
-        tokens *= spec.experts_per_token / count
-        inner = spec.expert_intermediate
-        if part.ep > 1:
-            tokens /= part.tp  # experts are whole; the group's tokens are distributed
-        else:
-            inner /= part.tp
-    yield count, tokens, (2 if spec.gated_mlp else 1) * inner, spec.hidden
-    yield count, tokens, spec.hidden, inner
+def layer_operators(workload: Workload, part: Slice, *, experts: bool) -> list[Op]:
+    """With the queries and keys of its own positions; exchanged ones move no elements here."""
+    split = context_split(workload, "all_gather", part.tp, 1, part.tokens)
+    return [*operators(workload, part, split, experts=experts)]
 
 
 # Attention
@@ -278,15 +221,11 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
 def fused_attention(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
     """FLOPs of the forward pass of the fused kernel, and FLOP/s."""
     spec, sequence = workload.spec, workload.sequence_length
-    efficiency = device.efficiency
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
     heads = spec.heads / workload.head_ranks(part.tp)
     flops = 4.0 * part.tokens * heads * spec.head_dim * keys
     on_rank = sequence / part.cp
-    small = efficiency["attention.head_64"]
-    head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)
-    filled = on_rank / (on_rank + device.half_sequence)
-    return flops, device.attention * max(head, 0.5) * filled
+    return flops, device.attention * on_rank / (on_rank + device.half_sequence)
 
 
 def _mean_keys(spec: ModelSpec, sequence: int) -> float:
@@ -300,47 +239,7 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
     return share * window + (1 - share) * sequence / 2
 
 
-# Elementwise
-
-
-def _elementwise_bytes(
-    workload: Workload, part: Slice, width: int, *, experts: bool
-) -> tuple[float, float]:
-    """Bytes that norms, residual sums, rotary positions, activation function, dropout and
-    biases move in the forward and in the backward pass of one layer.
-
-    Counted in elements per token, one for each operand read or written: fused kernels move
-    an operand once, single PyTorch operators once each. Backward, a norm reads its input and
-    the gradient twice, and every residual sum is a sum of two gradients.
-    """
-    spec, fused = workload.spec, workload.fused_elementwise
-    norms_fused = fused or workload.fused_norms
-    one_kernel = norms_fused or spec.layer_norm  # PyTorch's RMSNorm is a chain, partly in fp32
-    norm, norm_back = (2, 4) if one_kernel else (13, 20)
-    forward = part.stream * spec.hidden * (2 * norm + 2 * 3)
-    backward = part.stream * spec.hidden * (2 * norm_back + 2 * 3)
-    inner = part.tokens * spec.intermediate / part.tp
-    if experts:
-        inner = part.tokens * spec.experts_per_token * spec.expert_intermediate / part.tp
-    gated, gated_back = (3, 5) if fused or workload.fused_glu else (5, 8)
-    activated = inner * (gated if spec.gated_mlp else 2)
-    forward += activated
-    backward += inner * (gated_back if spec.gated_mlp else 3)
-    if workload.tiled_mlp and not experts:
-        backward += activated
-    if not spec.learned_positions:
-        rotated = part.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
-        forward += rotated * (2 if norms_fused else 12)
-        backward += rotated * (2 if norms_fused else 12)
-    if spec.mlp_bias:  # gradients of biases are sums over all tokens
-        backward += inner + 2 * part.stream * spec.hidden
-    if workload.dropout:  # a mask of half an element; a separate kernel in the backward pass
-        forward += part.stream * spec.hidden
-        backward += 2 * 2.5 * part.stream * spec.hidden
-    if experts:  # tokens are sorted by expert, and summed with their weights
-        routed = part.tokens * spec.experts_per_token * spec.hidden / part.tp
-        forward, backward = forward + 5 * routed, backward + 5 * routed
-    return width * forward, width * backward
+# Layers
 
 
 def _accumulated_bytes(workload: Workload, parameters: float) -> float:
@@ -349,23 +248,6 @@ def _accumulated_bytes(workload: Workload, parameters: float) -> float:
     Megatron and DeepSpeed keep the sum whole on the device; FSDP sums shards.
     """
     return 8.0 * parameters if workload.cost.sums_whole_gradients else 0.0
-
-
-def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
-    """Bytes moved to convert the products' inputs to fp8, also transposed for the backward
-    pass.
-
-    Not fused, torchao 0.18 does it in five operators, some in fp32, that read and write 25
-    bytes per element (`hp_tensor_to_float8_dynamic`), for the forward and for the backward.
-    """
-    if workload.precision != "fp8":
-        return 0.0
-    per_element = 4.0 if workload.fused_elementwise else 50.0
-    cast = sum(per_element * count * m * k for count, m, n, k in products)
-    return cast * workload.fp8_layers
-
-
-# Layers
 
 
 @lru_cache(maxsize=1 << 15)
@@ -387,8 +269,9 @@ def _layer_time(
     workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
 ) -> LayerTime:
     spec = workload.spec
-    mlp = [*_mlp_products(spec, part, experts)]
-    products = [*_attention_products(spec, part), *mlp]
+    ops = layer_operators(workload, part, experts=experts)
+    products = [op.product for op in ops if op.product]
+    mlp = products[2:]
     matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
     trained = spec.trained_products
     # Gradients of the inputs, then of the weights.
@@ -399,9 +282,8 @@ def _layer_time(
     if workload.tiled_mlp and not experts:  # each chunk again
         matmul_back += sum(count * matmul_s(m, n, k, device) for count, m, n, k in mlp)
     attention, attention_back = _attention_s(workload, part, device)
-    moved, moved_back = _elementwise_bytes(workload, part, device.width, experts=experts)
-    moved += _cast_bytes(workload, products)
-    moved_back += _cast_bytes(workload, products)
+    moved = device.width * sum(op.moved for op in ops)
+    moved_back = device.width * sum(op.moved_back for op in ops)
     weights = sum(count * n * k for count, _, n, k in products)
     moved_back += trained * _accumulated_bytes(workload, weights)
     stack = device.width * sum(count * n * k for count, _, n, k in mlp)
@@ -414,10 +296,9 @@ def _layer_time(
         else:  # the gradient of each expert is a stack of zeros, which is added to the sum
             moved_back += 4.0 * trained * spec.experts * stack
     kernels = _kernels(workload, part, [int(count) for count, *_ in products])
-    forward = _timed(matmul, attention, moved / device.memory, kernels, device)
-    backward = _timed(
-        matmul_back, attention_back, moved_back / device.memory, 2 * kernels, device
-    )
+    gaps_s = kernels * device.gap_s
+    forward = Pass(matmul, attention, moved / device.memory, gaps_s)
+    backward = Pass(matmul_back, attention_back, moved_back / device.memory, 2 * gaps_s)
     return LayerTime(forward, backward, _recomputed(workload, recompute, forward))
 
 
@@ -449,40 +330,14 @@ def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
     return others + sum(products)
 
 
-def _timed(
-    matmul: float, attention: float, elementwise: float, kernels: float, device: Device
-) -> Pass:
-    """A pass whose kernels the host launches one by one."""
-    busy = matmul + attention + elementwise
-    started = kernels * device.efficiency["kernel.launch_s"]
-    launch = max(kernels * device.gap_s, started - busy)
-    return Pass(matmul, attention, elementwise, launch)
-
-
-# First and last stage
-
-
-class Ends(NamedTuple):
-    """Time of the first and the last stage outside the layers, forward and backward."""
-
-    embedding: tuple[Pass, Pass]
-    head: tuple[Pass, Pass]
+# Last stage
 
 
 @lru_cache(maxsize=1 << 13)
-def ends_time(workload: Workload, part: Slice, loss: LossKernel, device: Device) -> Ends:
-    """Embedding, and final logits with their loss, of one micro batch."""
-    moved = part.tokens * workload.spec.hidden / device.memory
-    # Rows are read and written; their gradients are read and added up in fp32.
-    lookup = Pass(elementwise=2 * device.width * moved)
-    summed = Pass(elementwise=(device.width + 8) * moved * workload.spec.trained_embedding)
-    return Ends((lookup, summed), _head_time(workload, part, loss, device))
-
-
-def _head_time(
+def head_time(
     workload: Workload, part: Slice, loss: LossKernel, device: Device
 ) -> tuple[Pass, Pass]:
-    """Logits and loss; in chunks, the backward pass repeats the forward pass.
+    """Both passes of logits and loss; in chunks, the backward pass repeats the forward pass.
 
     Per logit and pass: a fused loss reads and writes it once; otherwise it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.

@@ -1,9 +1,7 @@
 """Optimizers whose updates need whole tensors, each computed by one rank, its owner
-(`toolkit/engines/owners.py`): the work of the busiest owner of a pipeline stage."""
+(`toolkit/engines/owners.py`): an owner's even share of the work of a pipeline stage."""
 
-import heapq
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -15,15 +13,16 @@ from toolkit.plan.cost.workload import Workload
 
 
 def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
-    """Seconds that the busiest rank of a pipeline stage needs for the tensors that it owns."""
+    """Seconds that a rank of a pipeline stage needs for the tensors that it owns, if they are
+    spread evenly over the ranks that hold them."""
     updates, layout = place.workload.updates, place.layout
     if updates is None:
         return 0.0
-    ranks = layout.world // layout.pp
-    if updates.whole.by_replicas and replicated(layout):
-        ranks = layout.ep
     chunks = stage_layers(place.workload.spec.layers, *layout.division)
-    return _owner_s(updates, chunks, layout.pp, stage, ranks, layout.ep, device)
+    dense_s, experts_s = _stage_s(updates, chunks, layout.pp, stage, device)
+    if updates.whole.by_replicas and replicated(layout):
+        return dense_s + experts_s / layout.ep
+    return (dense_s + experts_s) * layout.pp / layout.world
 
 
 def replicated(layout: Layout) -> bool:
@@ -42,46 +41,14 @@ def owned_bytes(workload: Workload, layout: Layout, stage: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _owner_s(
-    updates: OwnerUpdates, chunks: Sequence[int], pp: int, stage: int, ranks: int, ep: int,
-    device: Device,
-) -> float:  # fmt: skip
-    """Every rank that holds a part of a tensor may own it: the stage's `ranks`, or those that
-    hold this expert. With flat partitions (ZeRO 1 and 2, the distributed optimizer) fewer ranks
-    hold a part of a tensor: they count as if every rank did.
-    """
-    tensors = updates.of_stage(chunks, pp, stage)
-
-    def seconds(experts: Collection[bool], groups: int) -> float:
-        costs: Counter[float] = Counter()
-        for tensor, count in tensors.items():
-            if tensor.expert in experts:
-                costs[_update_s(tensor.shape, updates, device)] += count
-        each = {cost: count // groups for cost, count in costs.items()}
-        return busiest(each, ranks // groups)
-
-    if ep == 1:
-        return seconds((True, False), 1)
-    return seconds((False,), 1) + seconds((True,), ep)
-
-
-def _update_s(shape: tuple[int, ...], updates: OwnerUpdates, device: Device) -> float:
-    whole = updates.whole
-    times, products = whole.products(shape, updates.own)
-    return whole.moved_bytes * prod(shape) / device.memory + times * sum(
-        matmul_s(*sizes, device, plain=True) for sizes in products
-    )
-
-
-def busiest(costs: Mapping[float, int], ranks: int) -> float:
-    """The largest load if tensors are assigned in descending order of cost, each to the rank
-    with the least load; `costs` with the number of tensors of each."""
-    loads, everywhere = [0.0] * ranks, 0.0
-    for cost, count in sorted(costs.items(), reverse=True):
-        left = count
-        if max(loads) - loads[0] <= cost:  # then equal ones are assigned round-robin
-            everywhere += cost * (count // ranks)
-            left = count % ranks
-        for _ in range(left):
-            heapq.heapreplace(loads, loads[0] + cost)
-    return everywhere + max(loads)
+def _stage_s(
+    updates: OwnerUpdates, chunks: Sequence[int], pp: int, stage: int, device: Device
+) -> tuple[float, float]:
+    """Of all tensors of a stage together: those of all ranks, and those of experts."""
+    whole, seconds = updates.whole, [0.0, 0.0]
+    for tensor, count in updates.of_stage(chunks, pp, stage).items():
+        times, products = whole.products(tensor.shape, updates.own)
+        moved_s = whole.moved_bytes * prod(tensor.shape) / device.memory
+        products_s = sum(matmul_s(*sizes, device, plain=True) for sizes in products)
+        seconds[tensor.expert] += count * (moved_s + times * products_s)
+    return seconds[0], seconds[1]

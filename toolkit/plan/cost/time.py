@@ -18,10 +18,10 @@ from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.operators import (
     SAVED_PRODUCTS,
     Device,
-    Ends,
     LayerTime,
+    Pass,
     device,
-    ends_time,
+    head_time,
     layer_time,
 )
 from toolkit.plan.cost.stages import (
@@ -34,10 +34,7 @@ from toolkit.plan.cost.traffic import (
     LayerTraffic,
     PlacedLayout,
     data_traffic,
-    ends_traffic_s,
     layer_traffic,
-    pipeline_message_s,
-    tied_embedding_s,
 )
 from toolkit.plan.cost.update import offload_parts_s, optimizer_s
 from toolkit.plan.cost.workload import Workload
@@ -48,21 +45,19 @@ class StepTime:
     """Seconds of one optimizer step on the busiest stage; the parts add up to `total_s`."""
 
     compute: Mapping[str, float]
-    """By kind: matmul, attention, elementwise, launch, recompute, logits, embedding."""
+    """By kind: matmul, attention, elementwise, launch, recompute, logits."""
     communication: Mapping[str, float]
-    """Exposed: tensor, context, expert, pipeline, data_gather, data_reduce."""
+    """Exposed: tensor, context, expert, data_gather, data_reduce."""
     bubble_s: float
     """Waiting for other pipeline stages."""
     optimizer_s: float
     offload_s: float
     """Transfers to and from host and NVMe that do not overlap with computation."""
     overhead_s: float
-    """Host work per step, and waiting for the slowest node."""
+    """Waiting for the slowest node."""
     passes: list[tuple[float, float]]
     """Forward, with exposed collectives inside the layers, and backward, with recompute, of one
     micro batch, by pipeline rank: all its chunks together."""
-    message_s: float
-    """Sending one activation or gradient to the neighbour stage."""
     tokens: int
     """Of one step."""
     gpus: int
@@ -125,23 +120,22 @@ class StepTime:
 
 
 class StageParts(NamedTuple):
-    """What all stages have in common, and the additional parts of the first and last one."""
+    """What all stages have in common, and the additional part of the last one."""
 
     layer: LayerTime
     traffic: LayerTraffic
     recomputed: tuple[float, ...]
     """Layers that recompute covers, by pipeline rank."""
-    ends: Ends
-    ends_traffic_s: float
-    """Collectives of the embedding or of the logits, in each pass."""
+    head: tuple[Pass, Pass]
+    """Forward and backward of logits and loss."""
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """Both passes of a layer, what recompute adds, and both passes of both ends."""
+        """Both passes of a layer, what recompute adds, and both passes of the head."""
         layer = self.layer.forward.total + self.traffic.forward
         layer += self.layer.backward.total + self.traffic.backward
-        ends = sum(one.total for end in self.ends for one in end) + 4 * self.ends_traffic_s
-        return layer, self.layer.recompute.total + self.traffic.again, ends
+        head = sum(one.total for one in self.head)
+        return layer, self.layer.recompute.total + self.traffic.again, head
 
     def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
         """Forward and backward of every stage for one micro batch, by its layers."""
@@ -152,12 +146,8 @@ class StageParts(NamedTuple):
             (count * forward, count * backward + recomputed * again)
             for count, recomputed in zip(counts, self.recomputed, strict=True)
         ]
-        for stage, (ahead, back) in ((0, self.ends.embedding), (-1, self.ends.head)):
-            forward, backward = found[stage]
-            found[stage] = (
-                forward + ahead.total + self.ends_traffic_s,
-                backward + back.total + self.ends_traffic_s,
-            )
+        ahead, back = self.head
+        found[-1] = (found[-1][0] + ahead.total, found[-1][1] + back.total)
         return found
 
 
@@ -174,11 +164,6 @@ class BusiestStage:
     """What a rank of the busiest stage holds."""
 
     @property
-    def ends(self) -> int:
-        """Whether it is the first stage, the last one, or both."""
-        return (self.share.stage == 0) + (self.share.stage == self.place.layout.pp - 1)
-
-    @property
     def others_s(self) -> float:
         """One micro batch on all other stages."""
         return sum(map(sum, self.passes)) - sum(self.passes[self.share.stage])
@@ -187,12 +172,6 @@ class BusiestStage:
     def data(self) -> DataTraffic:
         """The communication of data parallelism."""
         return data_traffic(self.place, self.share, *self.passes[self.share.stage])
-
-    @property
-    def waited(self) -> float:
-        """Share of a running pipeline's messages that computation waits for."""
-        overlaps = self.place.workload.pipeline_overlap and self.place.layout.vpp > 1
-        return self.place.efficiency["overlap.megatron"] if overlaps else 1.0
 
 
 def busiest_stage(
@@ -222,19 +201,19 @@ def least_step_s(
     workload, one, layers = workload.in_layout(layout), _of_layers(layout), workload.spec.layers
     most = max(layers_of_stages(layers, *layout.division))
     again = sum(recomputed_of_stages(layout.recompute, layers, *layout.division))
-    known = _layers_and_ends_s(workload, one, cluster, layout.pp == 1)
+    known = _layers_and_head_s(workload, one, cluster, layout.pp == 1)
     for size in sizes:
         if size not in known:
             parts = _parts(workload, replace(layout, micro_batch=size), cluster, DEFAULT)
             known[size] = parts.seconds
-        layer_s, again_s, ends_s = known[size]
-        whole = layers * layer_s + again * again_s + ends_s
+        layer_s, again_s, head_s = known[size]
+        whole = layers * layer_s + again * again_s + head_s
         busiest = max(most * layer_s, whole / layout.pp)
         yield layout.gradient_accumulation / size * busiest + (whole - busiest) / layout.vpp
 
 
 @lru_cache(maxsize=1 << 10)
-def _layers_and_ends_s(
+def _layers_and_head_s(
     *_where: Workload | Layout | Cluster | bool,
 ) -> dict[int, tuple[float, ...]]:
     """Known seconds by micro batch."""
@@ -250,20 +229,18 @@ def step_time(
     """
     busiest = busiest_stage(workload, layout, cluster, efficiency)
     place, share = busiest.place, busiest.share
-    message = pipeline_message_s(place)
     compute = _compute(busiest)
     bubble = busiest.others_s / layout.vpp
     update = optimizer_s(place, share, busiest.machine)
     offload = offload_parts_s(place, share, update, *busiest.passes[share.stage])
     return StepTime(
         compute=compute,
-        communication=_communication(busiest, message),
+        communication=_communication(busiest),
         bubble_s=bubble,
         optimizer_s=update,
         offload_s=sum(offload.values()),
         overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
         passes=busiest.passes,
-        message_s=message,
         tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
@@ -275,7 +252,7 @@ def step_time(
 def _parts(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
 ) -> StageParts:
-    parts = _layer_and_ends(workload, _of_layers(layout), cluster, efficiency)
+    parts = _layer_and_head(workload, _of_layers(layout), cluster, efficiency)
     spec, division = workload.spec, layout.division
     # In a pipeline, a stage whose layers all train is the slowest.
     layer = parts.layer.reached(spec.reached) if layout.pp == 1 else parts.layer
@@ -285,7 +262,7 @@ def _parts(
 
 
 def _of_layers(layout: Layout) -> Layout:
-    """What decides how long a layer, the embedding and the head take for one micro batch."""
+    """What decides how long a layer and the head take for one micro batch."""
     return Layout(
         dp=layout.dp if layout.ep > 1 else 1,
         tp=layout.tp,
@@ -300,7 +277,7 @@ def _of_layers(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=1 << 13)
-def _layer_and_ends(
+def _layer_and_head(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
 ) -> StageParts:
     """The parts of stages whose layers are not counted yet."""
@@ -308,9 +285,8 @@ def _layer_and_ends(
     machine = device(cluster.gpu, workload, efficiency)
     part = place.slice
     layer = layer_time(workload, part, layout.recompute, machine)
-    traffic = layer_traffic(place, layer.forward.attention)
-    ends = ends_time(workload, part, layout.loss, machine)
-    return StageParts(layer, traffic, (), ends, ends_traffic_s(place, traffic.tensor))
+    traffic = layer_traffic(place)
+    return StageParts(layer, traffic, (), head_time(workload, part, layout.loss, machine))
 
 
 def _compute(busiest: BusiestStage) -> dict[str, float]:
@@ -322,57 +298,35 @@ def _compute(busiest: BusiestStage) -> dict[str, float]:
         kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
         for kind in ("matmul", "attention", "elementwise", "launch")
     }
-    ends = {"embedding": 0.0, "logits": 0.0}
-    if share.stage == 0:
-        ends["embedding"] = steps * sum(one.total for one in parts.ends.embedding)
-    if share.stage == layout.pp - 1:
-        ends["logits"] = steps * sum(one.total for one in parts.ends.head)
+    head = sum(one.total for one in parts.head) if share.stage == layout.pp - 1 else 0.0
     again = steps * parts.recomputed[share.stage] * layer.recompute.total
-    return {**kinds, "recompute": again, **ends}
+    return {**kinds, "recompute": again, "logits": steps * head}
 
 
-def _communication(busiest: BusiestStage, message_s: float) -> dict[str, float]:
+def _communication(busiest: BusiestStage) -> dict[str, float]:
     """Exposed seconds per step of the stage's traffic, by kind."""
-    place, parts = busiest.place, busiest.parts
-    layout, traffic, data = place.layout, parts.traffic, busiest.data
+    parts = busiest.parts
+    layout, traffic, data = busiest.place.layout, parts.traffic, busiest.data
     steps = layout.gradient_accumulation
     many = steps * busiest.share.layers
     recomputed = parts.recomputed[busiest.share.stage]
     again = recomputed * traffic.tensor_again
-    again += busiest.ends * 2 * parts.ends_traffic_s
-    exchanged = 0.0
-    for one in traffic.exchanged.values():
-        exchanged += many * (1 + one.back) * one.forward.exposed_s
     return {
         "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
-        "context": exchanged + steps * recomputed * traffic.context_again,
+        "context": many * 2 * traffic.context + steps * recomputed * traffic.context_again,
         "expert": many * 2 * traffic.expert,
-        "pipeline": _pipeline_s(place, message_s, busiest.waited),
         "data_gather": data.gather_s,
-        "data_reduce": data.reduce_s + tied_embedding_s(place),
+        "data_reduce": data.reduce_s,
     }
 
 
-def _pipeline_s(place: PlacedLayout, message_s: float, waited: float) -> float:
-    """Messages of a rank that computation waits for.
-
-    1F1B exchanges an activation and a gradient per micro batch and chunk; current Megatron's
-    interleaved schedule can overlap this with the next chunk's computation. Filling and
-    draining the pipeline waits for every message.
-    """
-    layout = place.layout
-    running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
-    return running + 2 * message_s * (layout.pp - 1)
-
-
 def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
-    """Host work, and waiting for the slowest of n nodes whose speeds spread by `straggler`:
-    the expected largest of n normal values is about √(2·ln n) standard deviations."""
+    """Waiting for the slowest of n nodes whose speeds spread by `straggler`: the expected
+    largest of n normal values is about √(2·ln n) standard deviations."""
     nodes = place.layout.world / place.cluster.gpus_per_node
-    waited = 0.0
-    if nodes > 1:
-        waited = place.efficiency["straggler"] * sqrt(2 * log(nodes)) * computed_s
-    return place.efficiency["step.host_s"] + waited
+    if nodes <= 1:
+        return 0.0
+    return place.efficiency["straggler"] * sqrt(2 * log(nodes)) * computed_s
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from toolkit.plan.cost.collectives import Collectives
 from toolkit.plan.cost.derivation import Derivation, Symbol, amount, total
 from toolkit.plan.cost.efficiency import TABLE
-from toolkit.plan.cost.exchange import SOURCES
+from toolkit.plan.cost.exchange import GATHERED, SENT
 from toolkit.plan.cost.operators import (
     BACKWARD_SCORES,
     Pass,
@@ -17,13 +17,10 @@ from toolkit.plan.cost.time import BusiestStage, StepTime
 from toolkit.plan.cost.traffic import (
     Overlapped,
     layer_collectives,
-    pipeline_message_s,
-    tied_embedding_s,
 )
 from toolkit.plan.cost.update import UPDATE_BYTES, offload_parts_s, updated_parameters
 
 _RING = "Thakur et al. 2005: a ring moves (n - 1)/n of the data; rates: NCCL tests"
-_PASSED = "each member sends to its neighbour, in turn; rates: NCCL tests"
 _SENT_TO_ALL = "an equal part to each member: the slower of both links; rates: NCCL tests"
 _NOT_HIDDEN = "what computation does not hide, or by how much it slows computation down"
 _BUBBLE = "Narayanan et al., arXiv:2104.04473, section 2.2"
@@ -34,7 +31,7 @@ def time_derivations(busiest: BusiestStage, time: StepTime) -> dict[str, Derivat
     """By the names of `time_parts`, for the stage that the others wait for."""
     return {
         **_layers(busiest, time.compute),
-        **_ends(busiest, time.compute),
+        "logits": _head(busiest, time.compute["logits"]),
         **_waiting(busiest, time.communication),
         "pipeline bubble": Derivation(
             time.bubble_s,
@@ -81,7 +78,7 @@ def _layers(busiest: BusiestStage, compute: Mapping[str, float]) -> dict[str, De
         one, two = getattr(layer.forward, kind), getattr(layer.backward, kind)
         return {f"forward_{suffix}": scale * one, f"backward_{suffix}": scale * two}
 
-    flops = layer_flops(spec, place.slice)
+    flops = layer_flops(place.workload, place.slice)
     back = flops * (1 + spec.trained_products) * (spec.reached if place.layout.pp == 1 else 1.0)
     one_layer = layer.forward.matmul + layer.backward.matmul
     rate = _matmul_rate(busiest)
@@ -93,13 +90,12 @@ def _layers(busiest: BusiestStage, compute: Mapping[str, float]) -> dict[str, De
     }
     memory = _share_of(machine.memory, "memory_bytes_per_s", "memory", busiest)
     moved = {**passes("elementwise", "bytes", machine.memory), "memory_bytes_per_s": memory}
-    gaps = "gaps between kernels, or what the host needs longer to start them than they run"
     return {
         "matmul": Derivation(
             compute["matmul"],
             "micro_batches * layers * (forward_flops + backward_flops) / (flops_per_s * shape)",
             {**often, **matmul},
-            "shape: what tiles, waves and inner sizes leave (operators.py)",
+            "shape: what inner sizes leave (operators.py)",
         ),
         "attention": _attention(busiest, compute["attention"], often),
         "elementwise": Derivation(
@@ -112,7 +108,7 @@ def _layers(busiest: BusiestStage, compute: Mapping[str, float]) -> dict[str, De
             compute["launch"],
             "micro_batches * layers * (forward_s + backward_s)",
             {**often, **passes("launch", "s")},
-            f"{gaps}; {_origin('kernel.launch_s')}",
+            f"gaps between kernels; {_origin('kernel.gap_s')}",
         ),
         "recompute": Derivation(
             compute["recompute"],
@@ -180,26 +176,18 @@ def _attention(busiest: BusiestStage, value: float, often: Mapping[str, float]) 
     )
 
 
-def _ends(busiest: BusiestStage, compute: Mapping[str, float]) -> dict[str, Derivation]:
-    """Embedding and logits, of the first and the last stage."""
-    ends = busiest.parts.ends
-    sources = {
-        "embedding": (ends.embedding, "rows read and written; gradients added up in fp32"),
-        "logits": (ends.head, "the head's products, and the loss's reads and writes per logit"),
-    }
-    return {
-        kind: Derivation(
-            compute[kind],
-            "micro_batches * (forward_s + backward_s)",
-            {
-                "micro_batches": busiest.place.layout.gradient_accumulation,
-                "forward_s": _kinds(ahead),
-                "backward_s": _kinds(back),
-            },
-            source,
-        )
-        for kind, ((ahead, back), source) in sources.items()
-    }
+def _head(busiest: BusiestStage, value: float) -> Derivation:
+    ahead, back = busiest.parts.head
+    return Derivation(
+        value,
+        "micro_batches * (forward_s + backward_s)",
+        {
+            "micro_batches": busiest.place.layout.gradient_accumulation,
+            "forward_s": _kinds(ahead),
+            "backward_s": _kinds(back),
+        },
+        "the head's products, and the loss's reads and writes per logit",
+    )
 
 
 # Communication
@@ -213,16 +201,12 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
     tensor: dict[str, Symbol] = {
         "forward_s": _collectives(traffic.tensor, layer_collectives(place)),
         "backward_s": traffic.tensor_back,
-        "ends": busiest.ends,
     }
-    terms = ["layers * (forward_s + backward_s)", "ends * forward_s"]
-    if place.workload.embeds_whole:
-        terms[1], tensor["end_s"] = "ends * end_s", 2 * busiest.parts.ends_traffic_s
+    terms = ["layers * (forward_s + backward_s)"]
     if traffic.tensor_again:
         terms.append("recomputed * again_s")
         tensor["recomputed"] = busiest.parts.recomputed[busiest.share.stage]
         tensor["again_s"] = traffic.tensor_again
-    reduced = {"tied_embedding_s": tied_embedding_s(place)}
     found = {
         "tensor": Derivation(
             waited["tensor"],
@@ -237,54 +221,29 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
             {**inside, "forward_s": traffic.expert},
             "all-to-all of the tokens, there and back",
         ),
-        "pipeline": Derivation(
-            waited["pipeline"],
-            "2 * message_s * (waited * chunks * micro_batches + stages - 1)",
-            {
-                "message_s": pipeline_message_s(place),
-                "waited": busiest.waited,
-                "chunks": layout.vpp,
-                **often,
-                "stages": layout.pp,
-            },
-            f"an activation and a gradient per chunk: {_BUBBLE}",
-        ),
         "data_gather": _overlapped(waited["data_gather"], data.gather),
-        "data_reduce": _overlapped(waited["data_reduce"], data.reduce, reduced),
+        "data_reduce": _overlapped(waited["data_reduce"], data.reduce),
     }
     return {f"waiting: {kind}": one for kind, one in found.items()}
 
 
 def _context(busiest: BusiestStage, value: float, inside: Mapping[str, float]) -> Derivation:
     """What a context group exchanges, and its gradients."""
-    traffic, symbols = busiest.parts.traffic, dict[str, Symbol](inside)
-    terms = []
-    for name, one in traffic.exchanged.items():
-        terms.append(f"{1 + one.back} * {name}_s")
-        symbols[f"{name}_s"] = _exposed(one.forward)
-    formula = f"micro_batches * layers * ({' + '.join(terms)})"
+    traffic = busiest.parts.traffic
+    symbols: dict[str, Symbol] = {
+        **inside,
+        "forward_s": _collectives(traffic.context, traffic.exchanged),
+    }
+    formula = "micro_batches * layers * 2 * forward_s"
     if traffic.context_again:
         formula += " + micro_batches * recomputed * again_s"
         symbols["recomputed"] = busiest.parts.recomputed[busiest.share.stage]
         symbols["again_s"] = traffic.context_again
-    return Derivation(value, formula, symbols, SOURCES[busiest.place.layout.exchange])
+    source = GATHERED if busiest.place.context.heads == 1 else SENT
+    return Derivation(value, formula, symbols, source)
 
 
-def _exposed(one: Overlapped) -> Symbol:
-    sent = _collectives(one.sent_s, one.sent)
-    if not one.computed_s and not one.slowed:
-        return sent
-    return Derivation(
-        one.exposed_s,
-        "max(sent_s - computed_s, slowed * sent_s)",
-        {"sent_s": sent, "computed_s": one.computed_s, "slowed": one.slowed},
-        _NOT_HIDDEN,
-    )
-
-
-def _overlapped(
-    value: float, parts: Mapping[str, Overlapped], more: Mapping[str, float] = {}
-) -> Derivation:
+def _overlapped(value: float, parts: Mapping[str, Overlapped]) -> Derivation:
     exposed: dict[str, Symbol] = {
         f"{name}_s": Derivation(
             one.exposed_s,
@@ -300,7 +259,7 @@ def _overlapped(
         for name, one in parts.items()
         if one.times
     }
-    return total(value, {**exposed, **more})
+    return total(value, exposed)
 
 
 def _collectives(value: float, sent: "list[Collectives] | tuple[Collectives, ...]") -> Symbol:
@@ -316,25 +275,11 @@ def _collectives(value: float, sent: "list[Collectives] | tuple[Collectives, ...
 
 
 def _collective(one: Collectives) -> Derivation:
-    """By a ring, or by a tree where latency dominates."""
     group, times = one.group, one.times
-    if one.kind == "circulate":
-        return Derivation(
-            one.seconds,
-            "(ranks - 1) * (own_bytes / link_bytes_per_s + latency_s)",
-            {
-                "ranks": group.size,
-                "own_bytes": one.nbytes,
-                "link_bytes_per_s": group.bytes_per_s,
-                "latency_s": group.links.far_latency_s,
-            },
-            _PASSED,
-        )
     if one.kind == "all_to_all":
         return Derivation(
             one.seconds,
-            "times * (own_bytes * max(near / near_bytes_per_s, far / far_bytes_per_s)"
-            " + latency_s)",
+            "times * own_bytes * max(near / near_bytes_per_s, far / far_bytes_per_s)",
             {
                 "times": times,
                 "own_bytes": one.nbytes,
@@ -342,27 +287,16 @@ def _collective(one: Collectives) -> Derivation:
                 "near_bytes_per_s": group.links.near_bytes_per_s,
                 "far": group.far_share,
                 "far_bytes_per_s": group.links.far_bytes_per_s,
-                "latency_s": group.step_latency_s,
             },
             _SENT_TO_ALL,
         )
-    moved, latency = "bytes * (ranks - 1) / ranks", group.ring_latency_s
-    tree = one.nbytes / group.bytes_per_s + group.tree_latency_s
-    if one.kind == "all_reduce":
-        times *= 2
-        if tree < group.all_gather_s(one.nbytes):
-            moved, latency = "bytes", group.tree_latency_s
     symbols = {
-        "times": times,
+        "times": times * (2 if one.kind == "all_reduce" else 1),
         "tensor_bytes": one.nbytes,
         "ranks": group.size,
         "link_bytes_per_s": group.bytes_per_s,
-        "latency_s": latency,
     }
-    if moved == "bytes":
-        del symbols["ranks"]
-    moved = moved.replace("bytes", "tensor_bytes")
-    formula = f"times * ({moved} / link_bytes_per_s + latency_s)"
+    formula = "times * tensor_bytes * (ranks - 1) / ranks / link_bytes_per_s"
     return Derivation(one.seconds, formula, symbols, _RING)
 
 
@@ -402,11 +336,15 @@ def _offload(busiest: BusiestStage, time: StepTime) -> Derivation:
 def _overhead(busiest: BusiestStage, time: StepTime) -> Derivation:
     place = busiest.place
     nodes = place.layout.world / place.cluster.gpus_per_node
-    formula, symbols = "host_s", {"host_s": place.efficiency["step.host_s"]}
-    source = _origin("step.host_s")
-    if nodes > 1:
-        formula += " + spread * sqrt(2 * log(nodes)) * computed_s"
-        symbols |= {"spread": place.efficiency["straggler"], "nodes": nodes}
-        symbols["computed_s"] = sum(time.compute.values()) + time.bubble_s
-        source += f"; spread of the nodes' speeds: {_origin('straggler')}"
-    return Derivation(time.overhead_s, formula, symbols, source)
+    if nodes <= 1:
+        return Derivation(0.0, "0", {})
+    return Derivation(
+        time.overhead_s,
+        "spread * sqrt(2 * log(nodes)) * computed_s",
+        {
+            "spread": place.efficiency["straggler"],
+            "nodes": nodes,
+            "computed_s": sum(time.compute.values()) + time.bubble_s,
+        },
+        f"spread of the nodes' speeds: {_origin('straggler')}",
+    )

@@ -5,7 +5,7 @@ longer than computation, or slows computation down.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from toolkit.plan.cost.collectives import CollectiveKind, Collectives, Group, Ne
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.exchange import ContextSplit, context_split
-from toolkit.plan.cost.operators import Slice
+from toolkit.plan.cost.layer import Slice
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
 
@@ -74,14 +74,6 @@ class Overlapped(NamedTuple):
         return self.times * exposed(self.sent_s, self.computed_s, self.slowed)
 
 
-class ContextTraffic(NamedTuple):
-    """What a context group exchanges in a layer."""
-
-    forward: Overlapped
-    back: int
-    """How many times as much the backward pass sends."""
-
-
 @dataclass(frozen=True)
 class LayerTraffic:
     """Exposed seconds of one layer and micro batch, in each pass."""
@@ -91,10 +83,10 @@ class LayerTraffic:
     tensor_again: float = 0.0
     """Repeated by recompute, with that of experts."""
     context: float = 0.0
-    context_back: float = 0.0
+    """Of its forward pass; the backward pass sends the gradients of the same."""
     context_again: float = 0.0
-    exchanged: Mapping[str, ContextTraffic] = field(default_factory=dict)
-    """What the context group's seconds are of, by kind."""
+    exchanged: tuple[Collectives, ...] = ()
+    """What the context group's seconds are of."""
     expert: float = 0.0
 
     @property
@@ -110,28 +102,24 @@ class LayerTraffic:
     @property
     def backward(self) -> float:
         """Added to the backward pass."""
-        return self.tensor_back + self.context_back + self.expert
+        return self.tensor_back + self.context + self.expert
 
 
-def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
-    """Collectives inside a layer whose attention takes `attention_s`."""
+def layer_traffic(place: PlacedLayout) -> LayerTraffic:
+    """Collectives inside a layer."""
     tensor, expert = _layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
     layout = place.layout
-    exchanged = _exchanged(place, attention_s) if layout.cp > 1 else {}
-    context = context_back = again = context_again = 0.0
-    for one in exchanged.values():
-        context += one.forward.exposed_s
-        context_back += one.back * one.forward.exposed_s
+    exchanged = _exchanged(place) if layout.cp > 1 else ()
+    context = sum(one.seconds for one in exchanged)
+    again = context_again = 0.0
     if layout.recompute == "full" or isinstance(layout.recompute, int):
         again, context_again = tensor + expert, context
     elif layout.recompute == "selective" and place.workload.cost.selective == "products":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
     elif layout.recompute == "selective":
         context_again = context
-    return LayerTraffic(
-        tensor, back, again, context, context_back, context_again, exchanged, expert
-    )
+    return LayerTraffic(tensor, back, again, context, context_again, exchanged, expert)
 
 
 def layer_collectives(place: PlacedLayout) -> list[Collectives]:
@@ -170,47 +158,17 @@ def _backward_share(place: PlacedLayout) -> float:
     return 0.5 + 0.5 * slowed if place.layout.sequence_parallel else slowed
 
 
-def ends_traffic_s(place: PlacedLayout, layer_s: float) -> float:
-    """Exposed seconds of embedding or head in one pass, if a layer's take `layer_s`: one
-    all-reduce. Of a whole embedding there are none; the logits of a split head are gathered,
-    and the gradient of its input is summed."""
-    workload, layout = place.workload, place.layout
-    if layout.tp == 1 or not workload.embeds_whole:
-        return layer_s / 2
-    spec, ring = workload.spec, place.group(layout.tp, 1)
-    if workload.head_rows(layout.tp) == spec.vocab:
-        return 0.0
-    token_bytes = workload.width * place.tokens
-    gathered = Collectives("all_gather", ring, token_bytes * spec.vocab, 1)
-    summed = Collectives("all_reduce", ring, token_bytes * spec.hidden, 1)
-    return (gathered.seconds + summed.seconds) / 4  # both ends, both passes
-
-
-def _exchanged(place: PlacedLayout, attention_s: float) -> dict[str, ContextTraffic]:
-    """Gathered keys and values, whose gradients are scattered, and heads that are sent, have
-    to arrive before attention; what travels around arrives while attention computes with what
-    came before, and on the way back so do the gradients. Ranks that split heads are
-    neighbours."""
+def _exchanged(place: PlacedLayout) -> tuple[Collectives, ...]:
+    """Gathered keys and values, or heads that are sent: they have to arrive before attention,
+    and their gradients go back."""
     layout, width, split = place.layout, place.workload.width, place.context
-    if layout.exchange == "all_gather":
-        group = place.group(layout.cp, layout.tp)
-        gathered = Collectives("all_gather", group, 2 * width * split.attended_key)
-        return {"gathered": ContextTraffic(Overlapped((gathered,), 0.0, 0.0), 1)}
-    found = {}
-    if split.heads > 1:
-        group, own = place.group(split.heads, layout.tp), width * split.query
-        sent = (
-            Collectives("all_to_all", group, own, 2),
-            Collectives("all_to_all", group, width * split.sent_key, 2),
-        )
-        found["heads"] = ContextTraffic(Overlapped(sent, 0.0, 0.0), 1)
-    if split.rings > 1:
-        ring = place.group(split.rings, layout.tp * split.heads)
-        passed = Collectives("circulate", ring, 2 * width * split.sent_key)
-        compute = attention_s * (split.rings - 1) / split.rings
-        slowed = place.efficiency["overlap.megatron"]
-        found["passed"] = ContextTraffic(Overlapped((passed,), compute, slowed), 2)
-    return found
+    group = place.group(layout.cp, layout.tp)
+    if split.heads == 1:
+        return (Collectives("all_gather", group, 2 * width * split.attended_key),)
+    return (
+        Collectives("all_to_all", group, width * split.query, 2),
+        Collectives("all_to_all", group, width * split.sent_key, 2),
+    )
 
 
 def _expert_s(place: PlacedLayout) -> float:
@@ -223,16 +181,6 @@ def _expert_s(place: PlacedLayout) -> float:
         place.workload.width * place.tokens * spec.experts_per_token * spec.hidden / layout.tp
     )
     return 2 * everyone.all_to_all_s(size) * spec.moe_layers / spec.layers
-
-
-def pipeline_message_s(place: PlacedLayout) -> float:
-    """One activation, or its gradient, to the neighbour stage. Tensor-parallel ranks send a
-    part each (Narayanan et al. 2021, arXiv:2104.04473, section 4.1)."""
-    layout = place.layout
-    if layout.pp == 1:
-        return 0.0
-    size = place.workload.width * place.tokens * place.workload.spec.hidden / layout.tp
-    return place.network.message_s(size, layout.world // layout.pp)
 
 
 def reduce_bytes(workload: Workload) -> float:
@@ -336,18 +284,6 @@ def _replicated(
     beside = workload.reduce_overlap
     backward = Overlapped((reduce,), backward_s * beside, slowed * beside, times)
     return DataTraffic(gathers, {"backward": backward})
-
-
-def tied_embedding_s(place: PlacedLayout) -> float:
-    """The first and the last stage sum their gradients of a shared embedding."""
-    layout, spec = place.layout, place.workload.spec
-    frozen = spec.adapters or (spec.frozen and spec.frozen.embedding)
-    if layout.pp == 1 or not spec.tied_embeddings or frozen:
-        return 0.0
-    pair = place.group(2, layout.world - layout.world // layout.pp)
-    return pair.all_reduce_s(
-        reduce_bytes(place.workload) * spec.vocab * spec.hidden / layout.tp
-    )
 
 
 def exposed(sent: float, compute: float, slowed: float) -> float:

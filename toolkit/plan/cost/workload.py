@@ -61,8 +61,6 @@ class Workload:
     with the gradients of the weights (Megatron since 2022); all: also cut into pieces next to
     the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
     parallel)."""
-    pipeline_overlap: bool = True
-    """Messages of the interleaved schedule overlap with the next chunk."""
     keeps_sent: bool = False
     """The interleaved schedule keeps sent outputs until the backward pass, which does not need
     their values: gloo would send what takes their place."""

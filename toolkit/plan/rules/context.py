@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from toolkit.errors import Problem
-from toolkit.layout import Exchange, Layout, Pair, head_ranks
+from toolkit.layout import Exchange, Layout, Pair
 from toolkit.models.config_keys import is_attention_dropout
 from toolkit.models.families import settings_of
 from toolkit.models.families.common import frequencies_limit
@@ -41,17 +41,11 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
         return (job.kernels.context,)
     if degree == 1:
         return (Layout.exchange,)
-    tensor = _number(parallel.tensor)
-    heads, keys = (max(1, one // tensor) for one in (job.spec.heads, job.spec.kv_heads))
+    heads = max(1, job.spec.heads // _number(parallel.tensor))
     found: list[Exchange] = ["all_gather"]
     if heads % degree == 0:
         found.append("ulysses")
-    if job.cluster.gpu != "cpu":  # no GPU has run a ring yet: recipes may ask for one
-        return tuple(found)
-    found.append("ring")
-    if 1 < head_ranks("ulysses_ring", degree, keys) < degree:  # else a ring, or ulysses
-        found.append("ulysses_ring")
-    return tuple(found)
+    return tuple(found)  # no GPU has run a ring yet: recipes may ask for one
 
 
 def unused(recipe: Recipe) -> Iterator[Problem]:
