@@ -224,6 +224,14 @@ def test_the_stages_hold_the_whole_model_once() -> None:
         assert sum(share.layers for share in shares) == 32
 
 
+def test_filling_the_pipeline_waits_for_every_message() -> None:
+    layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=8)
+    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
+    message = 2 * 8192 * 4096 / (450e9 * DEFAULT["link.nvlink"])
+    # Two per micro batch, and seven there and seven back.
+    assert found.communication["pipeline"] == pytest.approx(message * (2 * 8 + 14))
+
+
 def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
     once = Layout(dp=8, zero_stage=3, micro_batch=4, gradient_accumulation=1)
     cluster = parse_cluster("8xh100-80gb")

@@ -30,6 +30,11 @@ class Network:
         together = max(1, min(size, self.island // stride))
         return Group(size, -(-size // together), self)
 
+    def message_s(self, message_bytes: float, stride: int) -> float:
+        """One message to the rank at distance `stride`."""
+        near = stride < self.island
+        return message_bytes / (self.near_bytes_per_s if near else self.far_bytes_per_s)
+
 
 @dataclass(frozen=True)
 class Group:

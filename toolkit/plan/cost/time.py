@@ -35,6 +35,8 @@ from toolkit.plan.cost.traffic import (
     PlacedLayout,
     data_traffic,
     layer_traffic,
+    messages_waited,
+    pipeline_message_s,
 )
 from toolkit.plan.cost.update import offload_parts_s, optimizer_s
 from toolkit.plan.cost.workload import Workload
@@ -47,7 +49,7 @@ class StepTime:
     compute: Mapping[str, float]
     """By kind: matmul, attention, elementwise, launch, recompute, logits."""
     communication: Mapping[str, float]
-    """Exposed: tensor, context, expert, data_gather, data_reduce."""
+    """Exposed: tensor, context, expert, pipeline, data_gather, data_reduce."""
     bubble_s: float
     """Waiting for other pipeline stages."""
     optimizer_s: float
@@ -315,6 +317,7 @@ def _communication(busiest: BusiestStage) -> dict[str, float]:
         "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
         "context": many * 2 * traffic.context + steps * recomputed * traffic.context_again,
         "expert": many * 2 * traffic.expert,
+        "pipeline": messages_waited(busiest.place) * pipeline_message_s(busiest.place),
         "data_gather": data.gather_s,
         "data_reduce": data.reduce_s,
     }

@@ -17,6 +17,8 @@ from toolkit.plan.cost.time import BusiestStage, StepTime
 from toolkit.plan.cost.traffic import (
     Overlapped,
     layer_collectives,
+    messages_waited,
+    pipeline_message_s,
 )
 from toolkit.plan.cost.update import UPDATE_BYTES, offload_parts_s, updated_parameters
 
@@ -220,6 +222,12 @@ def _waiting(busiest: BusiestStage, waited: Mapping[str, float]) -> dict[str, De
             "micro_batches * layers * 2 * forward_s",
             {**inside, "forward_s": traffic.expert},
             "all-to-all of the tokens, there and back",
+        ),
+        "pipeline": Derivation(
+            waited["pipeline"],
+            "messages * message_s",
+            {"messages": messages_waited(place), "message_s": pipeline_message_s(place)},
+            f"an activation and a gradient per chunk: {_BUBBLE}",
         ),
         "data_gather": _overlapped(waited["data_gather"], data.gather),
         "data_reduce": _overlapped(waited["data_reduce"], data.reduce),

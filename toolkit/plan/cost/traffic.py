@@ -183,6 +183,25 @@ def _expert_s(place: PlacedLayout) -> float:
     return 2 * everyone.all_to_all_s(size) * spec.moe_layers / spec.layers
 
 
+def pipeline_message_s(place: PlacedLayout) -> float:
+    """One activation, or its gradient, to the neighbour stage. Tensor-parallel ranks send a
+    part each (Narayanan et al. 2021, arXiv:2104.04473, section 4.1)."""
+    layout = place.layout
+    if layout.pp == 1:
+        return 0.0
+    size = place.workload.width * place.tokens * place.workload.spec.hidden / layout.tp
+    return place.network.message_s(size, layout.world // layout.pp)
+
+
+def messages_waited(place: PlacedLayout) -> float:
+    """Messages per step that a rank waits for: of each micro batch and chunk an activation and
+    a gradient, which the interleaved schedule sends beside the next chunk's computation, and
+    all while the pipeline is filled and drained."""
+    layout = place.layout
+    waited = place.efficiency["overlap.megatron"] if layout.vpp > 1 else 1.0
+    return 2 * (waited * layout.vpp * layout.gradient_accumulation + layout.pp - 1)
+
+
 def reduce_bytes(workload: Workload) -> float:
     """Bytes per gradient element on the wire."""
     return FP32_BYTES if workload.reduce_bytes is None else workload.reduce_bytes
