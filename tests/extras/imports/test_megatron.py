@@ -80,7 +80,9 @@ def test_any_layout_loads_it_and_what_it_saves_comes_back(tmp_path: Path, dmt: D
         saved, back = tmp_path / case / "saved", tmp_path / case / "back"
         (saved / TRACKER).write_text("7\n")
         dmt("checkpoint", "import", tmp_path / case / "recipe.yaml", saved, "--to", back)
-        check_equal(back, tmp_path / case / "hf")
+        ours = tensors_of(back)  # in fp32, as the ranks compute
+        for name, tensor in tensors_of(tmp_path / case / "hf").items():
+            assert torch.equal(ours[name].bfloat16(), tensor), name
 
 
 @pytest.mark.slow
