@@ -118,7 +118,6 @@ def test_ligers_kernels_are_in_the_place_of_compiled_layers() -> None:
     single = planned(LLAMA, kernels__compile="none", **asked)
     assert plan.step_time_s is not None and single.step_time_s is not None
     assert plan.step_time_s < single.step_time_s
-    assert plan.memory_gib < single.memory_gib
     one = {"parallel__engine": "fsdp", "parallel__expert": 1}
     with_experts = planned(QWEN3, kernels__fused="liger", **one)
     assert with_experts.layout.fused == "liger"
