@@ -121,15 +121,17 @@ def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -
     slow = 1.0
     while candidate := candidates.following(times):
         order.append(candidate)
-        # As on a machine where only tensor parallelism is fast, and one engine does not run.
-        tensor, engine = candidate.layout.tp == 2, candidate.pair.engine
+        # As on a machine where only tensor parallelism is fast, and pipelines do not run.
+        layout = candidate.layout
         slow += 0.01
-        time = None if engine == "ddp" else slow * (0.1 if tensor else 1.0)
+        time = None if layout.pp == 2 else slow * (0.1 if layout.tp == 2 else 1.0)
         times[key_of(settings_of(candidate))] = time
     assert len(order) == len({*order}) == 12
-    assert order[:6] == search.strategies(6)
+    strategies = search.strategies(6)
+    count = len(strategies)
+    assert count > 3 and order[:count] == strategies
     fastest = next(one for one in order if one.layout.tp == 2)
-    assert all(differences(one, fastest) == 1 for one in order[6:9])
+    assert all(differences(one, fastest) == 1 for one in order[count : count + 3])
 
 
 def test_failures_are_tried_again_until_one_layout_was_measured(
