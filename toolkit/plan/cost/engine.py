@@ -55,19 +55,6 @@ class EngineCost:
         sharded."""
         return False
 
-    def embeds_whole(self, model: ModelName) -> bool:
-        """Whether each tensor-parallel rank has the whole embedding and all logits."""
-        return False
-
-    def attends_whole(self, model: ModelName, family: str) -> bool:
-        """Whether each tensor-parallel rank computes the attention of all heads."""
-        return False
-
-    def input_sums(self, model: ModelName, family: str) -> int | None:
-        """All-reduces of a layer's backward pass over the tensor group, none of which overlaps;
-        None: two, as the workload overlaps them."""
-        return None
-
     def whole_gradients(self, layout: Layout) -> bool:
         """Does a rank hold the gradients of all parameters that it computes with, not only of
         its shard?"""

@@ -67,10 +67,10 @@ def context_split(
     workload: Workload, exchange: Exchange, tp: int, cp: int, tokens: float
 ) -> ContextSplit:
     """Of `tokens` on each rank."""
-    spec, split = workload.spec, workload.head_ranks(tp)
-    keys = max(1, spec.kv_heads // split)
+    spec = workload.spec
+    keys = max(1, spec.kv_heads // tp)
     heads = cp if exchange == "ulysses" else 1
     of_heads = tokens * spec.head_dim
-    key = of_heads * spec.kv_heads / split
+    key = of_heads * spec.kv_heads / tp
     repeated = lcm(keys, heads) // keys
-    return ContextSplit(cp, heads, of_heads * spec.heads / split, key, key * repeated)
+    return ContextSplit(cp, heads, of_heads * spec.heads / tp, key, key * repeated)

@@ -305,7 +305,7 @@ def _eager_norms(workload: Workload) -> bool:
 
 def _kernel(workload: Workload, part: Slice) -> float:
     """What attention itself keeps between the query-key product and its output."""
-    rows = part.tokens / workload.head_ranks(part.tp) * workload.spec.heads
+    rows = part.tokens / part.tp * workload.spec.heads
     if workload.attention == "fused":  # FlashAttention, arXiv:2205.14135: fp32 row sums
         return FP32_BYTES * rows
     width, scores = workload.width, rows * workload.sequence_length
@@ -382,7 +382,7 @@ def _gradients(
     if workload.tiled_mlp:  # of one chunk, which is computed again
         kept = width * _activation(workload)[2] * inner
         mlp = (mlp + kept) / mlp_chunks(part.stream * spec.hidden)
-    scores = part.tokens / workload.head_ranks(part.tp) * spec.heads * workload.sequence_length
+    scores = part.tokens / part.tp * spec.heads * workload.sequence_length
     around = width * 2 * part.tokens * spec.hidden
     if workload.attention == "eager":
         own = eager(workload).workspace.nbytes(width) * scores

@@ -435,7 +435,7 @@ def micro_batch_memory(
     rows = workload.logit_rows(tp)
     logits = logits_at_once(workload, loss, int(tokens), tp)
     head = logits.each * tokens * rows / logits.chunks
-    head += logits.per_weight * workload.head_rows(tp) * spec.hidden
+    head += logits.per_weight * workload.logit_rows(tp) * spec.hidden
     return MicroBatchMemory(
         stored=layer.stored.total,
         whole=layer.whole,
@@ -470,7 +470,7 @@ def logits_at_once(workload: Workload, loss: LossKernel, tokens: int, tp: int) -
         at_once = -(-tokens // -(-spec.vocab // spec.hidden))
         chunks = -(-tokens // min(tokens, 1 << (at_once - 1).bit_length()))
         return LogitsAtOnce(2 * width, chunks, width)
-    chunks = loss_chunks(loss, tokens, spec.vocab, 1 if workload.embeds_whole else tp)
+    chunks = loss_chunks(loss, tokens, spec.vocab, tp)
     return LogitsAtOnce(bytes_per_logit(workload, tp), chunks, width if chunks > 1 else 0)
 
 

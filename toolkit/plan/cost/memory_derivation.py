@@ -156,7 +156,7 @@ def _logits(workload: Workload, layout: Layout, memory: Memory) -> Derivation:
         "chunks": logits.chunks,
     }
     if logits.per_weight:
-        weights = workload.head_rows(tp) * spec.hidden
+        weights = workload.logit_rows(tp) * spec.hidden
         formula = f"{formula} + gradient_bytes"
         symbols["gradient_bytes"] = logits.per_weight * weights
     return Derivation(memory.logits, formula, symbols, "how the loss is computed: counted")

@@ -189,7 +189,7 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
     if workload.attention == "fused":
         return _fused_attention_s(workload, part, device)
     spec, width = workload.spec, device.width
-    scores = part.tokens * workload.sequence_length * spec.heads / workload.head_ranks(part.tp)
+    scores = part.tokens * workload.sequence_length * spec.heads / part.tp
     flops = 2.0 * scores * spec.head_dim
     # Each of two products reads or writes all scores; head_dim is too small to hide that.
     one = max(flops / device.plain_matmul, width * scores / device.memory)
@@ -222,7 +222,7 @@ def fused_attention(workload: Workload, part: Slice, device: Device) -> tuple[fl
     """FLOPs of the forward pass of the fused kernel, and FLOP/s."""
     spec, sequence = workload.spec, workload.sequence_length
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
-    heads = spec.heads / workload.head_ranks(part.tp)
+    heads = spec.heads / part.tp
     flops = 4.0 * part.tokens * heads * spec.head_dim * keys
     on_rank = sequence / part.cp
     return flops, device.attention * on_rank / (on_rank + device.half_sequence)
@@ -343,7 +343,7 @@ def head_time(
     maximum, exponential, sum and logarithm each read or write it.
     """
     spec, tokens = workload.spec, float(part.tokens)
-    rows = workload.head_rows(part.tp)
+    rows = workload.logit_rows(part.tp)
     forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
     backward = matmul_s(tokens, spec.hidden, rows, device, plain=True) if spec.reached else 0.0
     if spec.trained_head:

@@ -82,24 +82,22 @@ def stage_share(
     pp: int,
     vpp: int,
     stage: int,
-    embedding_tp: int = 0,
     stages: tuple[int, ...] = (),
 ) -> StageShare:
     """The share of one rank of pipeline rank `stage`.
 
     Norms, routers and learned positions are replicated on every tensor-parallel rank; an expert
-    is whole on its rank with expert parallel, otherwise split like a dense MLP. `embedding_tp`
-    splits the embedding, and the head with it if they are one; 0: `tp` does. `stages`: as of
+    is whole on its rank with expert parallel, otherwise split like a dense MLP. `stages`: as of
     `stage_layers`.
     """
     parts = spec.parameters
     layers = layers_of_stages(spec.layers, pp, vpp, stages)[stage]
     split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
     experts = parts.experts / (ep if ep > 1 else tp)
-    matrix = _vocabulary(spec, embedding_tp or tp)
+    matrix = _vocabulary(spec, tp)
     output = 0.0
     if stage == pp - 1:
-        output = matrix if spec.tied_embeddings else _vocabulary(spec, tp)
+        output = matrix
     vocabulary = 0.0 if spec.tied_embeddings and pp == 1 else output
     if stage == 0:
         vocabulary += matrix + parts.position_embedding
@@ -117,7 +115,7 @@ def stage_share(
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp, stages), initial=0))
     held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
-    frozen = _frozen(spec, spec.frozen, share, held, (tp, ep, embedding_tp or tp))
+    frozen = _frozen(spec, spec.frozen, share, held, (tp, ep, tp))
     return share._replace(frozen=frozen)
 
 

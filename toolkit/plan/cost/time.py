@@ -351,34 +351,6 @@ def _flops_per_token(
     return found
 
 
-def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
-    """FLOPs of one rank of a pipeline stage in a step, as its kernels compute them.
-
-    Attention counts every key, and its backward pass recomputes the scores: 5 products after
-    the forward pass's 2 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
-    """
-    spec, length = workload.spec, workload.sequence_length
-    head = 2.0 * spec.vocab * spec.hidden
-    forward = spec.forward_flops_per_token(length, causal=False)
-    attention = forward - _weight_flops(spec)
-    held = layers_of_stages(spec.layers, *layout.division)[stage]
-    some = recomputed_of_stages(layout.recompute, spec.layers, *layout.division)[stage]
-    again = _recomputed_flops(
-        workload.in_layout(layout), layout.recompute, some / held, forward
-    )
-    reached = float(spec.reached > 0)
-    layers = spec.flops_per_token(length, causal=False) - head * (
-        1 + reached + spec.trained_head
-    )
-    if workload.attention == "fused":
-        layers += spec.reached * 0.5 * attention
-    mine = (layers + spec.reached * again) * held / spec.layers
-    if stage == layout.pp - 1:
-        mine += (1 + reached + spec.trained_head + (layout.loss != "whole")) * head
-    samples = layout.micro_batch * layout.gradient_accumulation
-    return mine * samples * workload.sample_tokens / (layout.cp * layout.tp)
-
-
 def _recomputed_flops(
     workload: Workload, recompute: Recompute, share: float, forward: float
 ) -> float:

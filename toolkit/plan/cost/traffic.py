@@ -150,8 +150,6 @@ def _backward_share(place: PlacedLayout) -> float:
     of the backward pass without sequence parallel, half of it with it.
     """
     workload = place.workload
-    if sums := workload.cost.input_sums(workload.model, workload.spec.family):
-        return sums / 2
     if workload.tensor_overlap != "backward":
         return 1.0
     slowed = place.efficiency["overlap.megatron"]

@@ -131,30 +131,15 @@ class Workload:
         """The engine-specific costs."""
         return BACKENDS[self.engine].cost
 
-    @cached_property
-    def embeds_whole(self) -> bool:
-        """Whether each tensor-parallel rank has the whole embedding and all logits."""
-        return self.cost.embeds_whole(self.model)
-
-    def head_ranks(self, tp: int) -> int:
-        """Over how many ranks attention is split: 1 where each computes all heads."""
-        return 1 if self.cost.attends_whole(self.model, self.spec.family) else tp
-
     def logit_rows(self, tp: int) -> float:
-        """Tokens of the vocabulary whose logits a tensor-parallel rank has."""
-        rows = self.spec.vocab
-        return rows if self.embeds_whole else padded_vocab(rows, tp) / tp
-
-    def head_rows(self, tp: int) -> float:
-        """Rows of the head that it multiplies with."""
-        whole = self.embeds_whole and (self.spec.tied_embeddings or self.spec.vocab % tp > 0)
-        return self.spec.vocab if whole else padded_vocab(self.spec.vocab, tp) / tp
+        """Rows of the head on a tensor-parallel rank, padded: logits of one token."""
+        return padded_vocab(self.spec.vocab, tp) / tp
 
     def share(
         self, tp: int, ep: int, pp: int, vpp: int, stages: tuple[int, ...], stage: int
     ) -> StageShare:
         """See `stage_share`."""
-        return stage_share(self.spec, tp, ep, pp, vpp, stage, int(self.embeds_whole), stages)
+        return stage_share(self.spec, tp, ep, pp, vpp, stage, stages)
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones. Liger's
