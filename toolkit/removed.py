@@ -32,6 +32,9 @@ SETTINGS: dict[str, str] = {
             "bf16.bf16_master_weights_and_grads",
         }.items()
     },
+    "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
+    "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
+    "and state model.hub: FOLDER",
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.conftest import RECIPE, ZERO_2, Project
-from tests.e2e.exported import assert_export_reproduces_validation
 from tests.e2e.product import curve, dmt, events, run, settings
 from tests.forked import ForkedRanks
 from tests.models.small import FAMILIES
@@ -151,40 +150,6 @@ def test_a_start_from_a_checkpoint_keeps_the_files_of_its_model(project: Project
     first = tuned(project, "first", f"{{hub: {base}, init: pretrained}}", base)
     model = f"{{hub: {base}, init: checkpoint, checkpoint: {first}}}"
     tuned(project, "second", model, base)
-
-
-MEGATRON = ["parallel.engine=megatron", "parallel.tensor=2", "cluster.gpus_per_node=2"]
-FSDP = ["parallel.engine=fsdp", "parallel.zero.stage=3", "cluster.gpus_per_node=2"]
-
-
-@pytest.mark.parametrize(
-    ("tied", "layout"), [(False, MEGATRON), (True, FSDP)], ids=["megatron", "fsdp"]
-)
-def test_rows_for_a_larger_tokenizer_train_and_export_as_those_of_transformers(
-    project: Project, tied: bool, layout: list[str]
-):
-    folder = project.folder / f"rows-{tied}"
-    config = AutoConfig.for_model(
-        "llama", **FAMILIES["llama"] | {"vocab_size": 200, "tie_word_embeddings": tied}
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    # Of a mean near 0, the first norm would enlarge the noise in which the two differ.
-    model.get_input_embeddings().weight.data += 0.1
-    model.save_pretrained(folder / "small")
-    model.resize_token_embeddings(257)
-    model.save_pretrained(folder / "resized")
-    recipe = recipe_with(project, folder.name, "{init: pretrained, hub: unset}")
-    small = [f"model.hub={folder / 'small'}", "model.resize_embeddings=auto"]
-    one_rank = ["cluster.gpus_per_node=1", f"model.hub={folder / 'resized'}"]
-    for name, overrides in (("ours", [*layout, *small]), ("theirs", one_rank)):
-        arguments = (recipe, ["training.steps=4", *overrides], folder / name)
-        world = 2 if name == "ours" else 1
-        ranks = ForkedRanks(train_recipe, arguments, world, project.folder)
-        assert ranks.end() == [0] * world, ranks.printed()
-    assert_same(folder / "ours", folder / "theirs", 1e-5)
-    stored = json.loads((folder / "ours" / "export" / "config.json").read_text())
-    assert stored["vocab_size"] == 257
-    assert_export_reproduces_validation(project.folder / "data", folder / "ours")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -171,9 +171,6 @@ MISTAKES = {
     "adapters of rank 0": M(
         "launch:", "adapter: {rank: 0, alpha: 8}\nlaunch:", "adapter.rank", "1 or more"
     ),
-    "more rows without loaded weights": M(
-        "init: random", "resize_embeddings: auto", "model.resize_embeddings", "vocab_size"
-    ),
     "adapters and frozen weights": M(
         "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of the two"
     ),

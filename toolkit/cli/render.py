@@ -9,7 +9,6 @@ import typer
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
-from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
@@ -56,7 +55,7 @@ def render(
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
-    loaded = with_embedding_rows(adopt_engine_config(load_recipe(recipe, overrides)))
+    loaded = adopt_engine_config(load_recipe(recipe, overrides))
     if to == _ACCELERATE:
         loaded = accelerate_file.in_scripts(loaded)
     plan = plan_recipe(loaded, explained=False)

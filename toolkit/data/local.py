@@ -35,7 +35,6 @@ from toolkit.data.tokenizers import (
     BYTES_VOCAB_SIZE,
     check_vocabulary,
     count_tokens,
-    load_tokenizer,
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
 from toolkit.launcher import LAUNCHERS
@@ -81,33 +80,10 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         with suppress(PlanError):  # reported by the planner
             config = model_config(recipe.model, download=False)
     yield from _adapter_problems(recipe.adapter, config)
-    fixed = recipe.model.resize_embeddings != "auto"
-    yield from _tokenizer_problems(data, _vocabulary(config) if fixed else None)
+    yield from _tokenizer_problems(data, _vocabulary(config))
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
         yield from wrong or _template_problems(data, source)
-
-
-def with_embedding_rows(recipe: Recipe, *, download: bool = True) -> Recipe:
-    """The recipe with the number that `model.resize_embeddings: auto` means: the tokenizer's
-    tokens; null if the model has as many.
-
-    Without `download`, a tokenizer that is not in a local folder leaves it at auto. Raises
-    DataError for one that cannot be loaded, PlanError as `model_config` does.
-    """
-    data, model = recipe.data, recipe.model
-    if model.resize_embeddings != "auto":
-        return recipe
-    tokens = None
-    with suppress(DataError):  # reported by `local_problems`, or when it is loaded
-        tokens = _count_tokens(data.tokenizer)
-    if tokens is None:
-        if not download:
-            return recipe
-        tokens = len(load_tokenizer(data.tokenizer, data.tokenizer_revision, base=Path.cwd()))
-    own = _vocabulary(model_config(model))
-    rows = tokens if own is not None and tokens > own else None
-    return recipe.with_values({"model.resize_embeddings": rows})
 
 
 def _count_tokens(name: str) -> int | None:

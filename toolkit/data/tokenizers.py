@@ -104,9 +104,11 @@ def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
         raise DataError(
             f"the tokenizer `{name}` has {n_tokens:,} tokens; the model's vocabulary has "
             f"{vocab_size:,}",
-            fix="use the tokenizer that belongs to the model; or add rows to loaded weights: "
-            "model.resize_embeddings: auto; or, with `init: random`, set "
-            f"`model.config.vocab_size` to {n_tokens} or more",
+            fix="use the tokenizer that belongs to the model; or, with `init: random`, set "
+            f"`model.config.vocab_size` to {n_tokens} or more; or add rows to a copy: "
+            "model = AutoModelForCausalLM.from_pretrained(HUB); "
+            f"model.resize_token_embeddings({n_tokens}); model.save_pretrained(FOLDER); and "
+            "state model.hub: FOLDER",
         )
 
 

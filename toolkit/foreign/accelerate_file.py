@@ -126,8 +126,6 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
         found["parallel.balance"] = recipe.parallel.balance
     if recipe.parallel.offload_activations:
         found["parallel.offload_activations"] = "true"
-    if recipe.model.resize_embeddings is not None:
-        found["model.resize_embeddings"] = str(recipe.model.resize_embeddings)
     return found
 
 

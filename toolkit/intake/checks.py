@@ -183,18 +183,6 @@ def _model_source(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.checkpoint", found, allowed, fix)
 
 
-def _resize(recipe: Recipe) -> Iterator[Problem]:
-    rows, model = recipe.model.resize_embeddings, recipe.model
-    if rows is not None and model.init == "random":
-        allowed = "null: without loaded weights, the vocabulary is simply set"
-        fix = "remove it, and set model.config.vocab_size"
-        yield Problem("model.resize_embeddings", f"{rows} with `init: random`", allowed, fix)
-    elif rows is not None and recipe.adapter is not None:
-        allowed = "null with adapter: new rows would never train, and PEFT's folder lacks them"
-        fix = "remove `adapter`, or use the model's own tokenizer"
-        yield Problem("model.resize_embeddings", f"{rows} with adapter", allowed, fix)
-
-
 def _frozen_twice(recipe: Recipe) -> Iterator[Problem]:
     if recipe.adapter is not None and recipe.model.freeze:
         found = f"{', '.join(recipe.model.freeze)} together with adapter"
@@ -581,7 +569,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("optimizer", "adapter"), _optimizer),
     Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
-    Rule(("model.resize_embeddings", "model.init", "adapter"), _resize),
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),

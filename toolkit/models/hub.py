@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
-from toolkit.models.families import published, settings_of
+from toolkit.models.families import published
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.untrusted import read_json
 
@@ -26,24 +26,12 @@ class ShapeUnknown(PlanError):
 
 
 def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
-    """The Hugging Face config of a recipe's model: stated, or read from `hub`, with the rows
-    of `resize_embeddings`.
+    """The Hugging Face config of a recipe's model: stated, or read from `hub`.
 
     Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
-    it cannot be read or has more rows, ShapeUnknown if the network is the reason.
+    it cannot be read, ShapeUnknown if the network is the reason.
     """
-    config, rows = model.config, model.resize_embeddings
-    if config is None:
-        config = _config_of_hub(model, download)
-    if not isinstance(rows, int):
-        return config
-    if rows < (own := settings_of(config)["vocab_size"]):
-        raise PlanError(
-            f"model.resize_embeddings: {rows:,}; the model has {own:,} tokens, and rows are "
-            "only added",
-            fix=f"set it to auto, or to {own} or more",
-        )
-    return {**config, "vocab_size": rows}
+    return _config_of_hub(model, download) if model.config is None else model.config
 
 
 def ignored_keys(model: ModelSection, *, download: bool = True) -> str | None:

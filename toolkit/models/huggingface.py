@@ -41,7 +41,6 @@ from toolkit.models.saved_names import saved_tensors
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
     RandomWeights,
-    ResizedWeights,
     SafetensorsWeights,
     SaveFormat,
     WeightSource,
@@ -111,8 +110,6 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             _compare(stated, config, model.hub)
     else:
         config = AutoConfig.for_model(**stated)
-    if isinstance(model.resize_embeddings, int):
-        config.vocab_size = model.resize_embeddings
     for key in filter(is_dropout, config.to_dict()):
         if key not in stated:
             setattr(config, key, 0.0)
@@ -216,9 +213,7 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
     if model.init == "random":
         return RandomWeights(meta_model(config), seed)
     assert model.hub is not None, "checked at load"
-    stored = stored_config(model, config)
-    weights = pretrained_weights(snapshot_folder(model.hub, model.revision), stored)
-    return resized(weights, model, config, seed)
+    return pretrained_weights(snapshot_folder(model.hub, model.revision), config)
 
 
 def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWeights:
@@ -236,22 +231,6 @@ def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWei
         for head, embedding in tied.items():
             weights.stored_copy(head, embedding)  # refuses one that differs; once per run
     return weights
-
-
-def stored_config(model: ModelSection, config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the loaded weights: `config` without the rows that the recipe adds."""
-    if model.resize_embeddings is None:
-        return config
-    return build_config(model.with_values({"resize_embeddings": None}))
-
-
-def resized(
-    weights: WeightSource, model: ModelSection, config: PretrainedConfig, seed: int
-) -> WeightSource:
-    """Loaded weights with the rows that the recipe adds; `config` has them."""
-    if model.resize_embeddings is None:
-        return weights
-    return ResizedWeights(weights, parameter_shapes(config), seed)
 
 
 _OF_PEFT = re.compile(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)")

@@ -301,7 +301,7 @@ class RandomWeights:
         return _cut(block, self)
 
 
-def _cut(block: Block, source: "RandomWeights | ResizedWeights | SafetensorsWeights") -> Tensor:
+def _cut(block: Block, source: "RandomWeights | SafetensorsWeights") -> Tensor:
     """A rectangle of what `source` reads, a few rows at a time."""
     name, start, stop, length = source.tensors.flat_rows(block)
     each, apart = block.stored.steps
@@ -341,68 +341,6 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         deque(threads.map(draw, blocks), maxlen=0)  # raises what a thread raised
-
-
-# --- more rows than are stored ---------------------------------------------------------
-
-
-class ResizedWeights:
-    """The weights of `source` in a model with more rows of embedding and head.
-
-    A new row is the mean of the source's rows plus noise with 1e-9 of each column's variance,
-    drawn from the seed, the tensor's name and the element's position. This is what
-    transformers' `resize_token_embeddings` does, but for the correlation of the columns' noise.
-    """
-
-    def __init__(
-        self, source: WeightSource, shapes: Mapping[str, tuple[int, ...]], seed: int
-    ) -> None:
-        self.source, self.shapes, self.seed = source, shapes, seed
-        self.tensors = CheckpointTensors(shapes)
-        self._old_rows: dict[str, tuple[Any, Any]] = {}
-        """Mean and standard deviation of the columns, float32, of the tensors read so far."""
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `WeightSource.read`; old rows in the source's dtype, if no new ones follow."""
-        held = prod(self.source.shapes[name])
-        if stop <= held:
-            return self.source.read(name, start, stop)
-        new = self._new(name, max(start, held), stop)
-        return new if start >= held else torch.cat([self.source.read(name, start, held), new])
-
-    def read_block(self, block: Block) -> Tensor:
-        """See `WeightSource.read_block`."""
-        if self.source.shapes.get(block.tensor) == self.shapes.get(block.tensor):
-            return self.source.read_block(block)
-        return _cut(block, self)
-
-    def _new(self, name: str, start: int, stop: int) -> Tensor:
-        if name not in self._old_rows:
-            self._old_rows[name] = self._columns(name)
-        mean, deviation = self._old_rows[name]
-        values = np.empty(stop - start, dtype=np.float32)
-        _standard_normal(self.seed, Piece(name, self.shapes[name]), start, values)
-        columns = np.arange(start, stop) % len(mean)
-        return torch.from_numpy(mean[columns] + _NOISE * deviation[columns] * values)
-
-    def _columns(self, name: str) -> tuple[Any, Any]:
-        """See `_old_rows`; numpy adds row after row, the same on all ranks."""
-        rows, *rest = self.source.shapes[name]
-        length = prod(rest)
-        step = max(1, DRAWN_AT_ONCE // length)
-        total = squares = np.zeros(length)
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            values = self.source.read(name, first * length, last * length).double().numpy()
-            total = total + values.reshape(-1, length).sum(axis=0)
-            squares = squares + np.square(values).reshape(-1, length).sum(axis=0)
-        mean = total / rows
-        deviation = np.sqrt(np.maximum(squares / rows - mean**2, 0.0))
-        return mean.astype(np.float32), deviation.astype(np.float32)
-
-
-_NOISE = np.float32(1e-9**0.5)
-"""Standard deviation of new rows, relative to that of the old ones; transformers' number."""
 
 
 # --- pretrained -----------------------------------------------------------------------

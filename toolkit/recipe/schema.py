@@ -164,10 +164,6 @@ class ModelSection(Section):
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""
-    resize_embeddings: Literal["auto"] | Positive | None = None
-    """With loaded weights: rows of embedding and head, for a tokenizer that has more tokens
-    than the model. `auto`: as many as the tokenizer, but never fewer than the model. New rows
-    start as the mean of the others (docs/models.md). null: such a tokenizer is refused."""
     freeze: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
     """Parameters that do not train: patterns of their names in a Hugging Face checkpoint, e.g.
     `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and no optimizer
@@ -178,9 +174,7 @@ class ModelSection(Section):
     @property
     def stated_vocabulary(self) -> int | None:
         """The model's tokens, as far as this section alone says."""
-        if self.resize_embeddings == "auto":
-            return None
-        return self.resize_embeddings or (self.config or {}).get("vocab_size")
+        return (self.config or {}).get("vocab_size")
 
 
 class SourceSection(Section):

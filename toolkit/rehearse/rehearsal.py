@@ -222,7 +222,6 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
             "model.hub": None,
             "model.revision": None,
             "model.init": "random",
-            "model.resize_embeddings": None,
             "model.config": config,
             "model.freeze": freeze,
             "data.stages": (),

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.checkpoint.checkpoints import locate
-from toolkit.data.local import local_problems, with_embedding_rows
+from toolkit.data.local import local_problems
 from toolkit.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -94,10 +94,9 @@ def decide(
     """Plan a recipe and render its backend's configuration; writes nothing.
 
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
-    tokenizer is loaded for `model.resize_embeddings: auto`, and no commit of a data set is
-    looked up. `explained`: see `plan_of`.
+    commit of a data set is looked up. `explained`: see `plan_of`.
     """
-    recipe = with_embedding_rows(resolved(adopt_engine_config(recipe)), download=download)
+    recipe = resolved(adopt_engine_config(recipe))
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = _with_start(recipe, run_dir)
     if download:

@@ -193,8 +193,7 @@ class RunCheckpoints:
 
     def _start(self, config: PretrainedConfig, phases: Phases) -> WeightSource | None:
         """The weights of another run that the recipe starts from; None without one."""
-        model, seed = self.assignment.recipe.model, self.assignment.recipe.training.seed
-        start = model.checkpoint
+        start = self.assignment.recipe.model.checkpoint
         if start is None:
             return None
         saved = SavedState(
@@ -205,14 +204,12 @@ class RunCheckpoints:
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
                 fix=_EXPORTED.format(saved.folder),
             )
-        stored = hf.stored_config(model, config)
-        if problems := [*_shape_problems(saved.shapes, hf.checkpoint_shapes(stored))]:
+        if problems := [*_shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
                 fix="state that model's config in model.config",
             )
-        weights = SavedWeights(saved, hf.parameter_shapes(stored))
-        return hf.resized(weights, model, config, seed)
+        return SavedWeights(saved, hf.parameter_shapes(config))
 
     def have_ended(self, found: ResumePoint, steps: int) -> bool:
         """Whether the run of `steps` steps finished with this checkpoint; prints a message.

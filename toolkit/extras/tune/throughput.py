@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.backend import adopt_engine_config
-from toolkit.data.local import with_embedding_rows
 from toolkit.errors import PlanError, Stopped
 from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
@@ -177,7 +176,7 @@ class Tuning:
 
 def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
     """The recipe as it is trained, and all its layouts. Raises as `explore` does."""
-    recipe = with_embedding_rows(adopt_engine_config(recipe))
+    recipe = adopt_engine_config(recipe)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
     return recipe, explore(recipe, cluster)
