@@ -93,7 +93,7 @@ def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> N
 def test_four_ranks() -> None:
     cases = [
         Case("ddp", 2),
-        Case("deepspeed", 2, 1, family=MIXTRAL, parallel={"expert": 4, "model": "hf"}),
+        Case("deepspeed", 2, 1, family=MIXTRAL),
         megatron(tensor=2, expert=2, family=MIXTRAL),
         megatron(pipeline=2, context=2),
         megatron(tensor=2, pipeline=2),

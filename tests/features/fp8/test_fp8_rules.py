@@ -68,19 +68,13 @@ def test_where_products_are_not_in_8_bits(
 
 def test_auto_finds_where_they_are() -> None:
     pairs = able_pairs(job(LLAMA, {}, Fp8Section()))
-    assert {pair.engine for pair in pairs} == {"deepspeed", "ddp"}
+    assert {pair.engine for pair in pairs} == {"deepspeed"}
 
 
-def test_they_pay_where_layers_are_compiled() -> None:
-    """Single operators spend more on rounding than 8 bits save."""
+def test_products_in_8_bits_are_planned_faster() -> None:
     one = {"parallel__engine": "fsdp", "cluster__nodes": 1, "training__sequence_length": 8192}
-    times = {
-        (bool(on), parts): planned(LLAMA_8B, **one, **on, kernels__compile=parts).step_time_s
-        for on in ({}, ON)
-        for parts in ("none", "layers")
-    }
-    assert times[True, "layers"] < times[False, "layers"]
-    assert times[True, "none"] > times[False, "none"]
+    times = [planned(LLAMA_8B, **one, **on).step_time_s for on in ({}, ON)]
+    assert times[1] < times[0]
 
 
 @pytest.mark.parametrize(
