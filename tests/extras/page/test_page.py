@@ -135,6 +135,15 @@ def test_charts_for_which_there_is_no_room(tmp_path: Path) -> None:
     )
 
 
+def test_a_thinned_curve_and_left_out_marks_are_told(tmp_path: Path) -> None:
+    skips = [event(step, "skip", step=step) for step in range(1, 206)]
+    long, short = (write(tmp_path / name, skips, metrics(steps, 2.0))
+                   for name, steps in (("long", 801), ("short", 800)))  # fmt: skip
+    units = [data_of(run)["charts"][0]["unit"] for run in (long, short)]
+    assert ["thinned" in unit for unit in units] == [True, False]
+    assert section(data_of(long), "What happened")["note"] == "The last 200 of 205."
+
+
 def test_ranks_that_are_behind(tmp_path: Path) -> None:
     run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
     (run / "heartbeats").mkdir()

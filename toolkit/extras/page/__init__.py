@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
-from toolkit.extras.page.charts import charts, happened, marks
+from toolkit.extras.page.charts import MOST_MARKS, charts, happened, marks
 from toolkit.extras.page.sections import Section, sections, tiles
 from toolkit.extras.page.thinning import Curves
 from toolkit.report.compare import (
@@ -85,7 +85,9 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
                 "state": state,
                 "why": why,
                 "tiles": tiles(record),
-                "marks": [{"step": one["step"], "tone": one["tone"]} for one in found],
+                "marks": [
+                    {"step": one["step"], "tone": one["tone"]} for one in found[-MOST_MARKS:]
+                ],
                 "sections": [*sections(record), *happened(found)],
                 "missing": record.missing,
             }

@@ -16,7 +16,7 @@ from toolkit.run.events import VALIDATION
 BUCKETS = 400
 """Of a curve with more points than twice as many; a chart is about as many pixels wide."""
 MOST_MARKS = 200
-"""Of a run: the last ones."""
+"""Of a run, the last ones; the page says how many there are."""
 MOST_CHARTS = 40
 """Of all runs; the page says which metrics have none."""
 _MOST_DRAWN = 8
@@ -82,11 +82,15 @@ def _chart(
         lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
     if not lines:
         return None
-    return _of(name, title, unit, lines)
+    return _of(name, title, unit, lines, thinned=any(one.is_thinned(buckets) for one in curves))
 
 
-def _of(name: str, title: str, unit: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _of(
+    name: str, title: str, unit: str, lines: list[dict[str, Any]], *, thinned: bool = False
+) -> dict[str, Any]:
     """A chart, and what it shows in words."""
+    if thinned:
+        unit = f"{unit}{'; ' if unit else ''}thinned: lowest and highest of each range"
     drawn = [value for value in lines[0]["y"] if value is not None]
     said = "no finite value"
     if drawn:
@@ -154,7 +158,8 @@ def _ranks(
                 lines.append({"run": run, "label": f"rank {rank}", **points})
     if lines:
         title, unit = "Waits of each rank", "seconds per step, for data or for a core"
-        yield _of("ranks", title, unit, lines)
+        thinned = any(one.is_thinned(buckets) for one in curves)
+        yield _of("ranks", title, unit, lines, thinned=thinned)
 
 
 def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
@@ -206,7 +211,7 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
                     "what": _what(event),
                 }
             )
-    return found[-MOST_MARKS:]
+    return found
 
 
 def _mark(kind: str) -> dict[str, str]:
@@ -215,9 +220,12 @@ def _mark(kind: str) -> dict[str, str]:
 
 
 def happened(found: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
-    """The marks in words; nothing without any."""
-    if rows := [[f"{one['step']:g}", one["word"], one["time"], one["what"]] for one in found]:
-        yield {"title": "What happened", "table": [["step", "", "time (UTC)", "why"], *rows]}
+    """The last marks in words; nothing without any."""
+    shown = found[-MOST_MARKS:]
+    if rows := [[f"{one['step']:g}", one["word"], one["time"], one["what"]] for one in shown]:
+        note = f"The last {len(rows)} of {len(found)}." if len(found) > len(rows) else ""
+        table = [["step", "", "time (UTC)", "why"], *rows]
+        yield {"title": "What happened", "note": note, "table": table}
 
 
 def _stages(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

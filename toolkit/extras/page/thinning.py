@@ -64,6 +64,10 @@ class Curves:
         """Everything that lines state, in the order of the first that does."""
         return [*dict.fromkeys(name for line in self.metrics for name in line)]
 
+    def is_thinned(self, buckets: int) -> bool:
+        """Whether not every line is drawn."""
+        return len(self.metrics) > 2 * buckets
+
     def points(self, name: str, buckets: int) -> dict[str, list[Any]] | None:
         """A column over the steps, thinned; None where no line has a finite value."""
         return self.thinned(self.column(name), buckets)
