@@ -17,7 +17,6 @@ ALLOWED = {
     "plan/rules/models.py: can_recompute_some": "the model implementation megatron",
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "registry.py: ENGINES": "the registry",
-    "foreign/megatron_flags.py: layout_flags": "Megatron-LM's layout",
     "doctor/needs.py: _packages": "the model implementation megatron",
     "launcher.py: LAUNCHERS": "the launcher deepspeed",
     "launchers/__init__.py: DEEPSPEED": "its package deepspeed",

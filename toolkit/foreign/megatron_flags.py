@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.engines.megatron import config as megatron_config
+from toolkit.backend import BACKENDS
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, head_ranks, stage_layers
 from toolkit.plan.plan import Plan
@@ -120,7 +120,8 @@ def layout_flags(recipe: Recipe, plan: Plan) -> str:
 
     Raises PlanError where the plan is of another engine, or has no such flags.
     """
-    if plan.engine != "megatron":
+    config = BACKENDS[plan.engine].render(recipe, plan.layout)
+    if "transformer" not in config:
         raise PlanError(
             f"{recipe.name} runs on the engine {plan.engine}, whose layout Megatron-LM lacks",
             fix="--set parallel.engine=megatron",
@@ -130,8 +131,7 @@ def layout_flags(recipe: Recipe, plan: Plan) -> str:
             f"{recipe.name} has uneven ranks, and Megatron-LM equal ones",
             fix="--set parallel.shares=[] --set parallel.balance=none",
         )
-    layout, config = plan.layout, megatron_config.render(recipe, plan.layout)
-    transformer = config["transformer"]
+    layout, transformer = plan.layout, config["transformer"]
     flags = [
         *_values(transformer, _LAYOUT_VALUES),
         *_switches(transformer, _LAYOUT_SWITCHES),
