@@ -182,7 +182,6 @@ what another row states."""
 Row = str | TargetKey | Rule | NotCarried
 """Of a table; a string is a setting of the recipe with the same values."""
 
-ONLY_MEMORY = NotCarried("memory or speed only: the plan decides it")
 NO_EFFECT = NotCarried("has no effect with this value")
 
 NO_SETTING = "a recipe has no such setting"

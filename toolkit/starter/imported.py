@@ -30,8 +30,6 @@ COLUMN = 40
 """Where comments begin, unless the setting is longer."""
 DRAFTED = "not in the files: dmt init's usual value"
 _KINDS = {"pretrain": "hf", "sft": "chat", "lora": "chat", "dpo": "preference"}
-_CHANGING = ("training", "optimizer", "schedule", "data", "adapter", "model")
-"""Sections in which another value changes what is trained."""
 _FIX = "change that setting in the file, or write the recipe by hand"
 
 
