@@ -1,9 +1,9 @@
-"""Accelerators by name: memory and peak speed, from the vendors' data sheets."""
+"""Accelerators by name: memory, peak speed, and the machines that are usually built of them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
@@ -14,6 +14,27 @@ TERA = 1e12
 
 Generation = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 """NVIDIA's in the order of their years."""
+
+
+LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared"]
+"""shared: processes of one machine that communicate through its memory."""
+
+
+class UsualMachine(NamedTuple):
+    """The usual surroundings of an accelerator; bandwidths in GB/s, links' each way."""
+
+    gpus_per_node: int
+    node_link: LinkKind
+    node_gb_per_s: float
+    network: LinkKind
+    network_gb_per_s: float
+    """Of one accelerator."""
+    host_memory_gib: float
+    host_gb_per_s: float
+    nvme_gb_per_s: float
+    host_memory_gb_per_s: float
+    nvme_gib: float
+    link_domain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,8 @@ class Gpu:
     user's own; None: its own."""
     measured: "Gpu | None" = None
     """Speeds that were measured on this machine, in the fields of the peaks."""
+    machine: UsualMachine | None = None
+    """What it is usually built into."""
 
     def peak_flops(self, precision: str) -> float | None:
         """Peak dense FLOP/s for a recipe's `training.precision`; None when there is none.
@@ -52,112 +75,89 @@ class Gpu:
         ]
 
 
-def _gpu(
-    name: str,
-    generation: Generation,
-    memory_gib: float,
-    memory_gb_per_s: float,
-    **peaks_tera: float,
-) -> Gpu:
-    peaks: dict[str, Any] = {unit: peak * TERA for unit, peak in peaks_tera.items()}
-    return Gpu(
-        name,
-        memory_gib,
-        **peaks,
-        memory_bytes_per_s=memory_gb_per_s * GIGA,
-        generation=generation,
-    )
+# The usual machines. NVLink and Infinity Fabric: data sheets print both directions together
+# (V100 300, A100 600, H100 900, B200 1,800, MI300X 7 × 128 GB/s): half of that. Networks: one
+# adapter per accelerator (DGX A100: HDR, 200 Gb/s; DGX H100, H200, B200 and GB200: NDR,
+# 400 Gb/s; MI300X: 400 GbE RoCE), four EDR (100 Gb/s) for eight V100 in DGX-1. PCIe x16:
+# 16 GB/s (3.0), 32 (4.0), 64 (5.0); Grace's NVLink-C2C: 450. Host memory and disks: the DGX
+# user guides (DGX-1 512 GB and 4 × 1.92 TB; A100, H100 and B200 2 TB and 8 × 3.84 TB; half of
+# a DGX's per GB200 tray, which has two Grace of 480 GB), with 3.2 GB/s per PCIe 3 disk and 6.5
+# per PCIe 4 disk. Host memory bandwidth by channels: two processors with 4 × DDR4-2400 (DGX-1),
+# 8 × DDR4-3200 (A100), 8 × DDR5-4800 (H100); 512 GB/s per Grace.
+_DGX_1 = UsualMachine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154, 7_000)
+_DGX_A100 = UsualMachine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410, 28_000)
+_DGX_H100 = UsualMachine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614, 28_000)
+_DGX_B200 = UsualMachine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614, 28_000)
+_DGX_B300 = UsualMachine(8, "nvlink", 900, "infiniband", 100, 2048, 64, 52, 614, 28_000)
+_NVL72 = UsualMachine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 14_000, 72)
+_GRACE = UsualMachine(1, "nvlink", 450, "infiniband", 50, 480, 450, 13, 512, 7_000)
+_XGMI = UsualMachine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614, 28_000)
+_PCIE_A100 = UsualMachine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410, 7_000)
+_PCIE_H100 = UsualMachine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26, 614, 7_000)
+# Parts without an HGX board, as they are commonly built in: assumed, without NVLink bridges.
+_INFERENCE = UsualMachine(4, "pcie", 32, "ethernet", 3.125, 512, 32, 13, 410, 4_000)
+_TURING = UsualMachine(4, "pcie", 16, "ethernet", 3.125, 256, 16, 6.4, 154, 1_000)
+_DESKTOP = UsualMachine(2, "pcie", 32, "ethernet", 1.25, 128, 32, 6.5, 51, 1_000)
+_DESKTOP_5 = UsualMachine(2, "pcie", 64, "ethernet", 1.25, 128, 64, 6.5, 77, 1_000)
+# A host with two channels of DDR4, 10 Gb/s Ethernet and one disk.
+_HOST = UsualMachine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40, 500)
 
-
-_A100 = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
+_A100 = (19.5, 156.0, 312.0)
 # H100 and H200 sheets print figures with 2:4 sparsity: half of 989, 1,979 and 3,958.
-_H100_SXM = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5, "fp8": 1979.0}
+_H100 = (67.0, 494.5, 989.5, 1979.0)
 
-# GeForce and RTX: the tensor cores' rate with fp32 sums, which training needs.
-_GPUS = (
-    # NVIDIA V100 data sheet (SXM2): 15.7 TFLOPS single, 125 TFLOPS tensor, 32 GB, 900 GB/s.
-    # Volta has neither bf16 nor TF32.
-    _gpu("v100-32gb", "volta", 31.7, 900, fp32=15.7, fp16=125.0),
-    # NVIDIA A100 data sheets, 40 GB and 80 GB; PCIe and SXM have the same peaks, memory of
-    # 1,555 (40 GB), 1,935 (80 GB PCIe) and 2,039 GB/s (80 GB SXM).
-    _gpu("a100-40gb", "ampere", 39.4, 1555, **_A100),
-    _gpu("a100-40gb-pcie", "ampere", 39.4, 1555, **_A100),
-    _gpu("a100-80gb", "ampere", 79.1, 2039, **_A100),
-    _gpu("a100-80gb-pcie", "ampere", 79.1, 1935, **_A100),
-    # NVIDIA H100 data sheet, SXM column: 3.35 TB/s.
-    _gpu("h100-80gb", "hopper", 79.1, 3350, **_H100_SXM),
+# Name, generation, GiB, GB/s, machine; TFLOP/s of fp32, TF32, 16 bits and fp8. Figures of the
+# vendors' data sheets; of GeForce and RTX cards the white papers' (appendix A), whose tensor
+# cores' rate is that with fp32 sums, which training needs.
+_ROWS: tuple[
+    tuple[str, Generation, float, float, UsualMachine, tuple[float | None, ...]], ...
+] = (
+    ("v100-32gb", "volta", 31.7, 900, _DGX_1, (15.7, None, 125.0)),  # neither bf16 nor TF32
+    ("a100-40gb", "ampere", 39.4, 1555, _DGX_A100, _A100),
+    ("a100-40gb-pcie", "ampere", 39.4, 1555, _PCIE_A100, _A100),
+    ("a100-80gb", "ampere", 79.1, 2039, _DGX_A100, _A100),
+    ("a100-80gb-pcie", "ampere", 79.1, 1935, _PCIE_A100, _A100),
+    ("h100-80gb", "hopper", 79.1, 3350, _DGX_H100, _H100),
     # An H100 SXM with 96 GB of HBM2e at 500 W, as torchtitan's benchmarks describe theirs. No
     # data sheet is public: peaks of the SXM part, which torchtitan computes its MFU with;
     # memory as six stacks of HBM2e; the H100 PCIe has five (2,039 GB/s).
-    _gpu("h100-96gb", "hopper", 95.0, 2447, **_H100_SXM),
-    # NVIDIA H100 data sheet, PCIe column (51; 756, 1,513 and 3,026 with sparsity), 2.0 TB/s.
-    _gpu(
-        "h100-80gb-pcie", "hopper", 79.1, 2000,
-        fp32=51.0, tf32=378.0, fp16=756.5, bf16=756.5, fp8=1513.0,
-    ),
-    # NVIDIA H200 data sheet, SXM column: an H100 with 141 GB at 4.8 TB/s.
-    _gpu("h200", "hopper", 139.7, 4800, **_H100_SXM),
-    # NVIDIA HGX B200 (Blackwell data sheet), per GPU: 75; 2,200, 4,500 and 9,000 with
-    # sparsity; 180 GB, 7.7 TB/s.
-    _gpu(
-        "b200", "blackwell", 178.3, 7700,
-        fp32=75.0, tf32=1100.0, fp16=2250.0, bf16=2250.0, fp8=4500.0,
-    ),
-    # NVIDIA GB200 NVL72 (Blackwell data sheet), per GPU: 80; 2,500, 5,000 and 10,000 with
-    # sparsity; 186 GB, 8 TB/s.
-    _gpu(
-        "gb200", "blackwell", 184.3, 8000,
-        fp32=80.0, tf32=1250.0, fp16=2500.0, bf16=2500.0, fp8=5000.0,
-    ),
-    # NVIDIA HGX B300 data sheet, per GPU: 75; 2,250, 4,500 and 9,000 with sparsity; 288 GB,
-    # 8 TB/s.
-    _gpu(
-        "b300", "blackwell", 267.6, 8000,
-        fp32=75.0, tf32=1125.0, fp16=2250.0, bf16=2250.0, fp8=4500.0,
-    ),
-    # NVIDIA GH200 Grace Hopper data sheet: an H100 with 96 GB of HBM3 at 4 TB/s.
-    _gpu("gh200", "hopper", 94.5, 4000, **_H100_SXM),
-    # NVIDIA H20 data sheet: 44; 74, 148 and 296; 96 GB of HBM3 at 4 TB/s.
-    _gpu(
-        "h20", "hopper", 95.0, 4000, fp32=44.0, tf32=74.0, fp16=148.0, bf16=148.0, fp8=296.0
-    ),
-    # NVIDIA L40S data sheet: 91.6; 183, 362 and 733 without sparsity; 48 GB, 864 GB/s.
-    _gpu(
-        "l40s", "ada", 44.4, 864,
-        fp32=91.6, tf32=183.0, fp16=362.05, bf16=362.05, fp8=733.0,
-    ),
-    # NVIDIA L4 data sheet: 30.3; 120, 242 and 485 with sparsity; 24 GB, 300 GB/s.
-    _gpu("l4", "ada", 22.0, 300, fp32=30.3, tf32=60.0, fp16=121.0, bf16=121.0, fp8=242.5),
-    # NVIDIA Ada white paper, appendix A: 82.6; 82.6, 165.2 and 330.3; 24 GB, 1,008 GB/s.
-    _gpu(
-        "rtx4090", "ada", 23.5, 1008,
-        fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2, fp8=330.3,
-    ),
-    # NVIDIA RTX Blackwell white paper, appendix A: 104.8; 104.8, 209.5 and 419; 32 GB,
-    # 1,792 GB/s.
-    _gpu(
-        "rtx5090", "blackwell", 31.3, 1792,
-        fp32=104.8, tf32=104.8, fp16=209.5, bf16=209.5, fp8=419.0,
-    ),
-    # NVIDIA Ampere GA102 white paper, appendix A (RTX 3090: 35.6; 35.6 and 71; 24 GB, 936 GB/s;
-    # RTX A6000: 38.7; 77.4 and 154.8; 48 GB, 768 GB/s).
-    _gpu("rtx3090", "ampere", 23.6, 936, fp32=35.6, tf32=35.6, fp16=71.0, bf16=71.0),
-    _gpu("a6000", "ampere", 47.4, 768, fp32=38.7, tf32=77.4, fp16=154.8, bf16=154.8),
-    # NVIDIA A10 and A10G data sheets: 31.2; 62.5 and 125, and 35; 35 and 70; 24 GB, 600 GB/s.
-    _gpu("a10", "ampere", 21.9, 600, fp32=31.2, tf32=62.5, fp16=125.0, bf16=125.0),
-    _gpu("a10g", "ampere", 21.9, 600, fp32=35.0, tf32=35.0, fp16=70.0, bf16=70.0),
-    # NVIDIA T4 data sheet: 8.1; 65; 16 GB, 320 GB/s. Turing has neither bf16 nor TF32.
-    _gpu("t4", "turing", 14.5, 320, fp32=8.1, fp16=65.0),
-    # AMD Instinct MI300X data sheet: matrix peaks without sparsity; 192 GB, 5.3 TB/s.
-    _gpu(
-        "mi300x", "cdna3", 191.6, 5300,
-        fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9,
-    ),
-    # The host's processor: memory and speed depend on the machine.
-    Gpu("cpu", None),
-)  # fmt: skip
+    ("h100-96gb", "hopper", 95.0, 2447, _DGX_H100, _H100),
+    ("h100-80gb-pcie", "hopper", 79.1, 2000, _PCIE_H100, (51.0, 378.0, 756.5, 1513.0)),
+    ("h200", "hopper", 139.7, 4800, _DGX_H100, _H100),
+    # HGX B200 and GB200 NVL72: figures with sparsity, halved.
+    ("b200", "blackwell", 178.3, 7700, _DGX_B200, (75.0, 1100.0, 2250.0, 4500.0)),
+    ("gb200", "blackwell", 184.3, 8000, _NVL72, (80.0, 1250.0, 2500.0, 5000.0)),
+    ("b300", "blackwell", 267.6, 8000, _DGX_B300, (75.0, 1125.0, 2250.0, 4500.0)),
+    ("gh200", "hopper", 94.5, 4000, _GRACE, _H100),
+    ("h20", "hopper", 95.0, 4000, _DGX_H100, (44.0, 74.0, 148.0, 296.0)),
+    ("l40s", "ada", 44.4, 864, _INFERENCE, (91.6, 183.0, 362.05, 733.0)),
+    ("l4", "ada", 22.0, 300, _INFERENCE, (30.3, 60.0, 121.0, 242.5)),
+    ("rtx4090", "ada", 23.5, 1008, _DESKTOP, (82.6, 82.6, 165.2, 330.3)),
+    ("rtx5090", "blackwell", 31.3, 1792, _DESKTOP_5, (104.8, 104.8, 209.5, 419.0)),
+    ("rtx3090", "ampere", 23.6, 936, _DESKTOP, (35.6, 35.6, 71.0)),
+    ("a6000", "ampere", 47.4, 768, _DESKTOP, (38.7, 77.4, 154.8)),
+    ("a10", "ampere", 21.9, 600, _INFERENCE, (31.2, 62.5, 125.0)),
+    ("a10g", "ampere", 21.9, 600, _INFERENCE, (35.0, 35.0, 70.0)),
+    ("t4", "turing", 14.5, 320, _TURING, (8.1, None, 65.0)),  # neither bf16 nor TF32
+    ("mi300x", "cdna3", 191.6, 5300, _XGMI, (163.4, 653.7, 1307.4, 2614.9)),
+)
 
-GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _GPUS}
+
+def _listed() -> Iterator[Gpu]:
+    for name, generation, memory_gib, gb_per_s, machine, peaks in _ROWS:
+        fp32, tf32, half, fp8 = (
+            None if peak is None else peak * TERA for peak in (*peaks, None)[:4]
+        )
+        bf16 = None if generation in ("volta", "turing") else half
+        speed = gb_per_s * GIGA
+        yield Gpu(
+            name, memory_gib, fp32, tf32, half, bf16, fp8, speed, generation, machine=machine
+        )
+    # The host's processor: memory and speed depend on the machine.
+    yield Gpu("cpu", None, machine=_HOST)
+
+
+GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _listed()}
 
 
 def accelerator(stated: str | GpuSection) -> Gpu:

@@ -9,67 +9,57 @@ price_per_gpu_hour: 2.5
 ```
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.hardware.catalogue import GIGA, GPUS, Gpu, described, figures, gpu
-from toolkit.hardware.cluster import (
-    LINK_KINDS,
-    Cluster,
-    Link,
-    default_cluster,
-    link,
-    parse_cluster,
-)
+from toolkit.hardware.catalogue import GIGA, Gpu, LinkKind, figures
+from toolkit.hardware.cluster import Cluster, Link, default_cluster, link, parse_cluster
 from toolkit.recipe import yaml_nodes
+from toolkit.recipe.describe import settings
+from toolkit.recipe.schema import GPU_MAP, GPU_NAME, GpuChoice, Tflops
+from toolkit.recipe.section import Degree, PositiveFloat, Section
 from toolkit.text.suggest import did_you_mean
 
-COUNT, NUMBER, TEXT, KIND = (
-    "an integer ≥ 1",
-    "a number > 0",
-    "a name",
-    f"one of {', '.join(LINK_KINDS)}",
-)
-_FLOPS = dict.fromkeys(("fp32", "tf32", "fp16", "bf16", "fp8"), NUMBER)
-_LINK = {
-    "kind": KIND,
-    "gigabytes_per_s": NUMBER,
-    "gigabits_per_s": NUMBER,
-}
-_GPU = {
-    "like": TEXT,
-    "name": TEXT,
-    "memory_gib": NUMBER,
-    "memory_gigabytes_per_s": NUMBER,
-    "tflops": _FLOPS,
-}
-_MEASURED = {
-    "tflops": _FLOPS,
-    "memory_gigabytes_per_s": NUMBER,
-    "node_link_gigabytes_per_s": NUMBER,
-    "network_gigabytes_per_s": NUMBER,
-}
-KEYS: Mapping[str, Any] = {
-    "name": TEXT,
-    "nodes": COUNT,
-    "gpus_per_node": COUNT,
-    "gpu": _GPU,
-    "node_link": _LINK,
-    "link_domain": COUNT,
-    "network": _LINK,
-    "host_memory_gib": NUMBER,
-    "host_memory_gigabytes_per_s": NUMBER,
-    "host_link_gigabytes_per_s": NUMBER,
-    "nvme_gigabytes_per_s": NUMBER,
-    "nvme_gib": NUMBER,
-    "price_per_gpu_hour": NUMBER,
-    "measured": _MEASURED,
-}
-"""Every key of the file and what it takes; bandwidths are each way."""
-REQUIRED = ("nodes", "gpus_per_node", "gpu")
+
+class LinkFigures(Section):
+    """What differs from the usual link."""
+
+    kind: LinkKind | None = None
+    gigabytes_per_s: PositiveFloat | None = None
+    gigabits_per_s: PositiveFloat | None = None
+
+
+class MeasuredSection(Section):
+    """Speeds that were measured on the machine."""
+
+    tflops: Tflops | None = None
+    memory_gigabytes_per_s: PositiveFloat | None = None
+    node_link_gigabytes_per_s: PositiveFloat | None = None
+    network_gigabytes_per_s: PositiveFloat | None = None
+
+
+class ClusterFile(Section):
+    """Every key of the file; bandwidths are each way."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    nodes: Degree
+    gpus_per_node: Degree
+    gpu: GpuChoice
+    node_link: LinkFigures = LinkFigures()
+    link_domain: Degree | None = None
+    network: LinkFigures = LinkFigures()
+    host_memory_gib: PositiveFloat | None = None
+    host_memory_gigabytes_per_s: PositiveFloat | None = None
+    host_link_gigabytes_per_s: PositiveFloat | None = None
+    nvme_gigabytes_per_s: PositiveFloat | None = None
+    nvme_gib: PositiveFloat | None = None
+    price_per_gpu_hour: PositiveFloat | None = None
+    measured: MeasuredSection = MeasuredSection()
 
 
 def find_cluster(text: str | Cluster) -> Cluster:
@@ -98,118 +88,84 @@ def load_cluster(path: Path) -> Cluster:
         ) from error
     root, problems = yaml_nodes.parse(text, str(path))
     if not isinstance(root, yaml_nodes.Mapping):
-        allowed = f"a map of {', '.join(KEYS)}"
+        allowed = f"a map of {', '.join(ClusterFile.model_fields)}"
         raise RecipeError([Problem("(file)", "something else", allowed, "", str(path))])
-    problems += [*_problems(root, KEYS, ""), *_missing(root, str(path))]
-    if problems:
-        raise RecipeError(problems)
-    return _cluster(yaml_nodes.to_data(root))
-
-
-def _problems(
-    node: yaml_nodes.Mapping, keys: Mapping[str, Any], above: str
-) -> Iterator[Problem]:
-    for key, entry in node.entries.items():
-        dotted, value = f"{above}{key}", entry.node
-        if key not in keys:
-            fix = did_you_mean(key, keys, "remove it")
-            found = "an unknown key"
-            yield Problem(dotted, found, ", ".join(keys), fix, *entry.place)
-        elif isinstance(keys[key], Mapping) and isinstance(value, yaml_nodes.Mapping):
-            yield from _problems(value, keys[key], f"{dotted}.")
-        elif problem := _wrong(dotted, value, keys[key]):
-            yield problem
-
-
-def _missing(root: yaml_nodes.Mapping, file: str) -> Iterator[Problem]:
-    """Keys without which there is no cluster, and speeds that are stated twice."""
-    for key in REQUIRED:
-        if key not in root.entries:
-            yield Problem(key, "nothing", _accepted(KEYS[key]), f"add `{key}:`", file)
-    for key, entry in root.entries.items():
-        inner = entry.node.entries if isinstance(entry.node, yaml_nodes.Mapping) else {}
-        if key == "gpu" and inner and "like" not in inner:
-            fix = "name the accelerator that comes closest"
-            yield Problem("gpu.like", "nothing", ", ".join(GPUS), fix, *entry.place)
-        if "gigabytes_per_s" in inner and "gigabits_per_s" in inner:
-            found = "both gigabytes_per_s and gigabits_per_s"
-            yield Problem(key, found, "one of them", "remove one", *entry.place)
-
-
-def _wrong(key: str, node: yaml_nodes.Node, accepted: Any) -> Problem | None:
-    """What is wrong with a value, if anything."""
-    value = node.value if isinstance(node, yaml_nodes.Scalar) else None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    number = whole or isinstance(value, float)
-    right = {
-        COUNT: whole and 1 <= value <= 65536,  # type: ignore[operator]
-        NUMBER: number and value > 0,  # type: ignore[operator]
-        TEXT: isinstance(value, str) and 0 < len(value) <= 100,
-        KIND: value in LINK_KINDS,
-    }
-    if key == "gpu":
-        return _wrong_gpu(key, node)
-    if not isinstance(accepted, Mapping) and right[accepted]:
-        if key == "gpu.like":
-            return _wrong_gpu(key, node)
-        return None
-    found = node.text if isinstance(node, yaml_nodes.Scalar) else "a list or map"
-    return Problem(key, found[:80], _accepted(accepted), "", *node.place)
-
-
-def _wrong_gpu(key: str, node: yaml_nodes.Node) -> Problem | None:
-    """What is wrong with an accelerator's name."""
-    name = node.value if isinstance(node, yaml_nodes.Scalar) else None
+    data = yaml_nodes.to_data(root)
     try:
-        gpu(name if isinstance(name, str) else "")
-    except PlanError as error:
-        known = error.message.partition("known: ")[2]
-        return Problem(key, repr(name)[:80], known, error.fix, *node.place)
-    return None
+        stated = ClusterFile.model_validate(data)
+    except ValidationError as error:
+        problems += [_problem(one["loc"], one["type"], root) for one in error.errors()]
+    problems += _disagreeing(root, data)
+    if problems:
+        raise RecipeError(list({problem.key: problem for problem in problems}.values()))
+    return _cluster(stated)
 
 
-def _accepted(accepted: Any) -> str:
-    if accepted is _GPU:
-        return "an accelerator of the catalogue, or a map with `like`"
-    if isinstance(accepted, Mapping):
-        return f"a map of {', '.join(accepted)}"
-    return str(accepted)
+def _problem(where: tuple[int | str, ...], kind: str, root: yaml_nodes.Mapping) -> Problem:
+    """One of pydantic's errors, at its line."""
+    path = [str(part) for part in where if part not in (GPU_NAME, GPU_MAP, "[key]")]
+    node: yaml_nodes.Node = root
+    place, known = root.place, settings(ClusterFile)
+    for part in path:
+        if isinstance(node, yaml_nodes.Mapping) and part in node.entries:
+            place, node = node.entries[part].place, node.entries[part].node
+    *above, name = path
+    if kind == "extra_forbidden":
+        section = known[".".join(above)].sections[0] if above else ClusterFile
+        keys = section.model_fields
+        fix = did_you_mean(name, keys, "remove it")
+        return Problem(".".join(path), "an unknown key", ", ".join(keys), fix, *place)
+    key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in known)
+    accepted, found = known[key].allowed, getattr(node, "text", "a list or map")
+    if kind == "missing":
+        return Problem(key, "nothing", accepted, f"add `{name}:`", *place)
+    return Problem(key, found[:80], accepted, "", *place)
 
 
-def _cluster(data: Mapping[str, Any]) -> Cluster:
+def _disagreeing(root: yaml_nodes.Mapping, data: dict[str, Any]) -> Iterator[Problem]:
+    """An accelerator that the catalogue lacks, and speeds that are stated twice."""
+    for key in ("node_link", "network"):
+        if isinstance(data.get(key), dict) and len({*data[key]} - {"kind"}) == 2:
+            found = "both gigabytes_per_s and gigabits_per_s"
+            yield Problem(key, found, "one of them", "remove one", *root.entries[key].place)
+    stated = data.get("gpu")
+    key, name = (
+        ("gpu.like", stated.get("like")) if isinstance(stated, dict) else ("gpu", stated)
+    )
+    if isinstance(name, str) and name:
+        try:
+            default_cluster(1, 1, name)
+        except PlanError as error:
+            known = error.message.partition("known: ")[2]
+            place = root.entries["gpu"].place
+            yield Problem(key, repr(name)[:80], known, error.fix, *place)
+
+
+def _cluster(stated: ClusterFile) -> Cluster:
     """The usual cluster of this accelerator with what the file says in its place."""
-    stated = data["gpu"] if isinstance(data["gpu"], dict) else {"like": data["gpu"]}
-    measured = data.get("measured", {})
-    base = default_cluster(data["nodes"], data["gpus_per_node"], stated["like"])
+    base = default_cluster(stated.nodes, stated.gpus_per_node, stated.gpu)
+    measured, like = stated.measured, base.gpu.like or base.gpu.name
     changes: dict[str, Any] = {
-        "gpu": _gpu(stated, base.gpu, measured),
         "node_link": _link(
-            data.get("node_link", {}), base.node_link, measured.get("node_link_gigabytes_per_s")
+            stated.node_link, base.node_link, measured.node_link_gigabytes_per_s
         ),
-        "network": _link(
-            data.get("network", {}), base.network, measured.get("network_gigabytes_per_s")
-        ),
+        "network": _link(stated.network, base.network, measured.network_gigabytes_per_s),
     }
-    plain = "name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain"
-    changes |= {key: data[key] for key in plain if key in data}
+    if speeds := figures(measured.model_dump(exclude_none=True)):
+        speed = Gpu(f"{like} as measured", None, **speeds)
+        changes["gpu"] = replace(base.gpu, measured=speed)
+    for key in ("name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain"):
+        changes[key] = getattr(stated, key) or getattr(base, key)
     for key in ("host_memory", "host_link", "nvme"):
-        if f"{key}_gigabytes_per_s" in data:
-            changes[f"{key}_bytes_per_s"] = data[f"{key}_gigabytes_per_s"] * GIGA
+        if speed := getattr(stated, f"{key}_gigabytes_per_s"):
+            changes[f"{key}_bytes_per_s"] = speed * GIGA
     return replace(base, **changes)
 
 
-def _gpu(stated: Mapping[str, Any], base: Gpu, measured: Mapping[str, Any]) -> Gpu:
-    """An accelerator of the catalogue with some figures replaced by the user's."""
-    found = described(base, stated)
-    if speeds := figures(measured):
-        found = replace(found, measured=Gpu(f"{base.name} as measured", None, **speeds))
-    return found
-
-
-def _link(stated: Mapping[str, Any], base: Link, measured: float | None) -> Link:
+def _link(stated: LinkFigures, base: Link, measured: float | None) -> Link:
     """A link with some figures replaced by the user's."""
-    speed = stated.get("gigabytes_per_s", base.bytes_per_s / GIGA)
-    if "gigabits_per_s" in stated:
-        speed = stated["gigabits_per_s"] / 8
-    found = link(stated.get("kind", base.kind), speed)
+    speed = stated.gigabytes_per_s or base.bytes_per_s / GIGA
+    if stated.gigabits_per_s:
+        speed = stated.gigabits_per_s / 8
+    found = link(stated.kind or base.kind, speed)
     return replace(found, measured_bytes_per_s=measured and measured * GIGA)
