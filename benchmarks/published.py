@@ -230,8 +230,6 @@ class Case:
             pp=pp,
             vpp=self._chunks(pp),
             cp=cp,
-            # Transformer Engine's default (`cp_comm_type`: p2p) is a ring.
-            exchange="all_gather" if "all-gather" in self._notes else "ring",
             ep=ep,
             sequence_parallel=bool(sequence),
             zero_stage=self._zero,  # type: ignore[arg-type]

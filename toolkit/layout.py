@@ -23,7 +23,7 @@ AttentionKernel = Literal["sdpa", "cudnn", "flash", "varlen", "eager"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]
-Exchange = Literal["all_gather", "ulysses", "ring", "ulysses_ring"]
+Exchange = Literal["all_gather", "ulysses"]
 """How the ranks of a context group exchange keys and values (models/context/)."""
 MlpKernel = Literal["whole", "tiled"]
 
@@ -173,12 +173,6 @@ def loss_chunks(kernel: LossKernel, tokens: int, vocab: int, tp: int = 1) -> int
     """In how many chunks a rank computes the loss of a micro batch of so many tokens."""
     logits = tokens * padded_vocab(vocab, tp) // tp
     return 1 if kernel == "whole" else max(2, -(-logits // _CHUNK_LOGITS))
-
-
-def head_ranks(exchange: Exchange, cp: int, key_heads: int) -> int:
-    """How many ranks of a context group split attention by heads; `key_heads`: those of keys on
-    a rank. Nested, as many as divide them: keys need not be repeated, and rings do the rest."""
-    return {"ulysses": cp, "ulysses_ring": math.gcd(cp, key_heads)}.get(exchange, 1)
 
 
 def mlp_chunks(elements: float) -> int:

@@ -1,4 +1,4 @@
-"""Torch's context parallel on CPUs, for which it has no kernels: its own ring over the operator
+"""Torch's context parallel on CPUs, for which it has no kernels: its ring over the operator
 that computes attention there, so that what Accelerate and Trainer do around it can be run."""
 
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ ENGINES = {
     "fsdp2": ["parallel.engine=fsdp", "parallel.zero.stage=3"],
 }
 BF16 = [*ENGINES["zero3"], "training.precision=bf16", "parallel.recompute=full"]
-CONTEXT = [*ENGINES["fsdp2"], "parallel.context=2", "kernels.context=ring"]
+CONTEXT = [*ENGINES["fsdp2"], "parallel.context=2", "kernels.context=all_gather"]
 SWITCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 

@@ -247,7 +247,6 @@ ON_FOUR = (
 MESHES = {
     "copies": (("parallel.replicate=2",), (2, 2, 1, None)),
     "gathered": (("parallel.context=2", "kernels.context=all_gather"), (1, 2, 2, "allgather")),
-    "ring": (("parallel.context=4", "kernels.context=ring"), (1, 1, 4, "alltoall")),
 }
 """Overrides; replicas, shards, context, and how its ranks exchange."""
 

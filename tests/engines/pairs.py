@@ -161,11 +161,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "fused": {"none": {}, "megatron": _kernels(fused="megatron")},
     "experts": {"apart": {}, "grouped": _kernels(experts="grouped")},
     "attention": {"auto": {}, "eager": _kernels(attention="eager")},
-    "exchange": {
-        "auto": {},
-        "ulysses": _kernels(context="ulysses"),
-        "ring": _kernels(context="ring"),
-    },
+    "exchange": {"auto": {}, "ulysses": _kernels(context="ulysses")},
     "balance": {
         "none": {},
         "loss": {

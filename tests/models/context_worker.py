@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -19,10 +18,8 @@ from toolkit.layout import Exchange, Layout
 from toolkit.models import context as context_module
 from toolkit.models import documents
 from toolkit.models import huggingface as hf
-from toolkit.models.context import Context, all_gather, flash_blocks, ring
-from toolkit.models.context.collectives import own_group
-from toolkit.models.context.ring import Ring
-from toolkit.models.context.ulysses import Ulysses
+from toolkit.models.context import Context
+from toolkit.models.context.exchanges import gathered, own_group
 from toolkit.models.documents import Scores
 from toolkit.models.log_probs import label_log_probs
 
@@ -31,7 +28,7 @@ SEGMENTS = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
 for _row, _begin in ((0, 3), (0, 13), (1, 16), (1, 30), (1, 31)):
     SEGMENTS[_row, _begin:] += 1
 WORLD = 4
-EXCHANGES: tuple[Exchange, ...] = ("all_gather", "ulysses", "ring", "ulysses_ring")
+EXCHANGES: tuple[Exchange, ...] = ("all_gather", "ulysses")
 CASES: Mapping[str, Mapping[str, Any]] = {
     "one document": {},
     "packed": {"packed": True, "groups": 1},
@@ -52,21 +49,16 @@ def compare(ranks: Ranks) -> dict[str, float]:
         batch = layout.data_rank(ranks.rank)
         for exchange in EXCHANGES:
             named = f"{exchange} cp{degree}"
-            for groups in (1, 2, 4):
-                context = Context.of(replace(layout, exchange=exchange), groups)
-                for name, case in CASES.items():
-                    if case.get("groups", 2) == groups:
-                        errors[f"{named}: {name}"] = attention_error(context, case, batch)
-            context = Context.of(replace(layout, exchange=exchange), 2)
+            context = Context.of(replace(layout, exchange=exchange))
+            for name, case in CASES.items():
+                errors[f"{named}: {name}"] = attention_error(context, case, batch)
             errors |= leaks(context, named)
             errors[f"{named}: a closed group's name"] = names_again(layout, exchange)
             for family in ("llama", "gemma2", "gpt_oss")[: 3 if degree == 4 else 1]:
                 errors[f"{named}: {family}"] = model_error(context, family, batch)
-            # Nested at degree 4; at degree 2 it is one of the others.
-            for fault in FAULTS if (degree == 4) == (exchange == "ulysses_ring") else ():
+            for fault in FAULTS if degree == 2 else ():
                 with planted(fault, context) as wrong:
                     errors[f"{named} with {fault}"] = model_error(wrong, "llama", batch)
-        errors |= flash_errors(layout)
     return errors
 
 
@@ -158,14 +150,14 @@ def leaks(context: Context, named: str) -> dict[str, float]:
 
 
 def names_again(layout: Layout, exchange: Exchange) -> float:
-    """How many names of closed groups the next ones have: their ranks would look for each
-    other under addresses that no longer answer."""
+    """1 if a new group has the name of a closed one: its ranks would look for each other under
+    addresses that no longer answer."""
     names = []
     for _ in range(2):
-        context = Context.of(replace(layout, exchange=exchange), 2)
-        names.append({group.group_name for group in context.made})
+        context = Context.of(replace(layout, exchange=exchange))
+        names.append(context.group.group_name)
         context.close()
-    return len(names[0] & names[1])
+    return float(names[0] == names[1])
 
 
 def model_error(context: Context, family: str, seed: int) -> float:
@@ -217,75 +209,11 @@ def planted(fault: str, context: Context) -> Iterator[Context]:
             part = lambda self, batch: replace(own(self, batch), positions=local)  # noqa: E731
             stack.enter_context(patch.object(Context, "part", part))
         elif fault == "whole rows summed":
-            summed = partial(all_gather.gathered, summed=True)
+            summed = partial(gathered, summed=True)
             of_all = lambda x, group, **_: summed(x, group)  # noqa: E731
             stack.enter_context(patch.object(context_module, "gathered", of_all))
-        elif context.degree == WORLD:  # heads and rings change places
-            nested = context.exchange
-            assert isinstance(nested, Ulysses) and isinstance(nested.between, Ring)
-            context = replace(
-                context, exchange=Ulysses(nested.between.group, between=Ring(nested.group))
-            )
-        else:  # of attention alone: those of other data
-            others, kind = own_group([[0, 2], [1, 3]]), type(context.exchange)
-            context = replace(context, exchange=kind(others))
+        else:  # in attention alone: ranks with other data
+            others = replace(context, group=own_group([[0, 2], [1, 3]]))
+            attend = partial(Context.attend, others)
+            stack.enter_context(patch.object(Context, "attend", attend))
         yield context
-
-
-def flash_errors(layout: Layout) -> dict[str, float]:
-    """Of rings with CUDA's blocks, whose kernel is plain products."""
-    kernels = {"_FORWARD": flash_forward, "_BACKWARD": flash_backward}
-    context = Context.of(replace(layout, exchange="ring"), 2)
-    with (
-        patch.multiple(flash_blocks, **kernels),
-        patch.dict(ring.VISIBLE, cpu=flash_blocks.visible),
-    ):
-        return {
-            f"flash ring cp{layout.cp}: {name}": attention_error(context, CASES[name], 0)
-            for name in ("one document", "packed", "packed, sinks")
-        }
-
-
-def _segments(cum_q: Tensor, cum_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    for (q, q_end), (k, k_end) in zip(
-        pairwise(cum_q.tolist()), pairwise(cum_k.tolist()), strict=True
-    ):
-        if q < q_end and k < k_end:
-            yield slice(q, q_end), slice(k, k_end)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
-    return scores.masked_fill(hidden, float("-inf")) if causal else scores
-
-
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> Any:
-    """As `aten._flash_attention_forward`; nothing that can be used where there are no keys."""
-    cum_q, cum_k, _, _, _, causal, _ = rest
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.inf)
-    for queries, keys in _segments(cum_q, cum_k):
-        scores = _scores(q[queries], k[keys], causal, scale)
-        lse[:, queries] = scores.logsumexp(-1)
-        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
-    return out, lse, None, None, None
-
-
-def flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-    scale: float,
-) -> Any:  # fmt: skip
-    cum_q, cum_k, _, _, _, causal, _, _ = rest
-    groups, times = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
-    of_q, of_k, of_v = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    for a, b in _segments(cum_q, cum_k):
-        weights = (_scores(q[a], k[b], causal, scale) - lse[:, a, None]).exp()
-        of_v[b] = torch.einsum("hqk,qhd->khd", weights, gradient[a])
-        of_weights = torch.einsum("qhd,khd->hqk", gradient[a], v[b])
-        inner = (gradient[a] * out[a]).sum(-1).T[..., None]
-        of_scores = weights * (of_weights - inner) * scale
-        of_q[a] = torch.einsum("hqk,khd->qhd", of_scores, k[b])
-        of_k[b] = torch.einsum("hqk,qhd->khd", of_scores, q[a])
-    return of_q, *(x.unflatten(1, (groups, times)).sum(2) for x in (of_k, of_v))

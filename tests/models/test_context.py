@@ -6,9 +6,7 @@ import torch
 from tests.forked import call_ranks
 from tests.models.context_worker import CASES, EXCHANGES, FAULTS, SEGMENTS, WORLD, compare
 from toolkit.batch import MicroBatch
-from toolkit.models.context import flash_blocks
-from toolkit.models.context.runs import SplitRows, bounds, natural, own, run_ends, shares
-from toolkit.models.documents import Scores
+from toolkit.models.context.runs import bounds, natural, own, run_ends, shares
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +36,7 @@ def test_every_exchange_computes_what_whole_rows_do(
 def test_a_planted_fault_is_noticed(
     exchange: str, fault: str, errors: dict[str, float]
 ) -> None:
-    degree = 4 if exchange == "ulysses_ring" else 2
-    assert errors[f"{exchange} cp{degree} with {fault}"] > 1e-2
-
-
-def test_a_ring_on_cuda_asks_its_kernel_for_the_same(errors: dict[str, float]) -> None:
-    """Its blocks with the kernel in plain products, and its arguments with torch's."""
-    found = {name: error for name, error in errors.items() if name.startswith("flash")}
-    assert len(found) == 6
-    assert max(found.values()) < 1e-12
-    ends = torch.tensor([0, 20, 32], dtype=torch.int32, device="meta")
-    rows = SplitRows(ends, 1, 32, 1, 2)
-    q, k, out = (torch.empty(16, h, 8, dtype=torch.bfloat16, device="meta") for h in (4, 2, 4))
-    for pair in flash_blocks.visible(rows, 1, Scores(0.3)):
-        part, lse = pair.forward(q, k, k)
-        assert part.shape == (8, 4, 8) and lse.shape == (8, 4)
-        whole_lse = torch.empty(16, 4, device="meta")
-        of_block = [x.shape for x in pair.backward(out, q, k, k, out, whole_lse)]
-        assert of_block == [(8, 4, 8), (8, 2, 8), (8, 2, 8)]
+    assert errors[f"{exchange} cp2 with {fault}"] > 1e-2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -550,10 +550,10 @@ MISTAKES = {
         *("parallel.context", "to 1", "context"),
     ),
     "Megatron's exchange": M(
-        "launch:", "kernels: {context: p2p}\nlaunch:", "kernels.context", "ring"
+        "launch:", "kernels: {context: p2p}\nlaunch:", "kernels.context", "write all_gather"
     ),
     "exchange without ranks": M(
-        "launch:", "kernels: {context: ring}\nlaunch:", "kernels.context", "context to 2"
+        "launch:", "kernels: {context: ulysses}\nlaunch:", "kernels.context", "context to 2"
     ),
     "Megatron's context": M(
         "engine: auto",

@@ -12,7 +12,7 @@ from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
 from toolkit.features.base import Settings, hooks
 from toolkit.layout import AttentionKernel, Layout, ModelName
-from toolkit.models.families import MegatronModel, model_spec
+from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
@@ -101,8 +101,7 @@ class EngineSetup:
 
         if self.layout.cp == 1 or self.model == "megatron":
             return None
-        heads = model_spec(self.model_config.to_dict()).kv_heads
-        return Context.of(self.layout, heads)
+        return Context.of(self.layout)
 
     @classmethod
     def of(

@@ -18,7 +18,9 @@ from toolkit.foreign.base import (
     ForeignSetting,
     Leftover,
     Nearest,
+    NotCarried,
     OneOf,
+    Result,
     Row,
     Settings,
     SettingSource,
@@ -113,13 +115,14 @@ def _context(setting: ForeignSetting, settings: Settings) -> list[Stated]:
     return found
 
 
-def _exchange(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:
+def _exchange(setting: ForeignSetting, settings: Settings) -> list[Result] | None:
     """What it means only matters where torch's context parallel is on."""
     size = settings.get(_CONTEXT[0])
     if size is None or size.value == 1:
         return None
-    exchange = EXCHANGES.get(str(setting.value), setting.value)
-    return [Stated("kernels.context", exchange, setting)]
+    if exchange := EXCHANGES.get(str(setting.value)):
+        return [Stated("kernels.context", exchange, setting)]
+    return [NotCarried("without effect on the result", "kernels.context")]
 
 
 def _reshard(setting: ForeignSetting, settings: Settings) -> list[Stated] | None:

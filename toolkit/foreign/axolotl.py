@@ -41,7 +41,7 @@ from toolkit.recipe.schema import ColumnName, Recipe
 
 RL = {"dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "orpo": ("orpo", None)}
 """`rl`: our objective and its loss."""
-RINGS = {"varlen_llama3": "all_gather", "batch_ring": "ring"}
+RINGS = {"varlen_llama3": "all_gather"}
 LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
 FIELDS: Mapping[str, ColumnName] = {
     "field_messages": "prompt",

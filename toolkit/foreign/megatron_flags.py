@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.errors import PlanError
-from toolkit.layout import Layout, head_ranks, stage_layers
+from toolkit.layout import Layout, stage_layers
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 
@@ -98,12 +98,7 @@ _DDP_SWITCHES = {
     **_switches_on("use_distributed_optimizer overlap_grad_reduce overlap_param_gather"),
 }
 
-EXCHANGES = {
-    "all_gather": "all_gather",
-    "ulysses": "a2a",
-    "ring": "p2p",
-    "ulysses_ring": "a2a+p2p",
-}
+EXCHANGES = {"all_gather": "all_gather", "ulysses": "a2a"}
 """Transformer Engine's words for those of `kernels.context`."""
 
 
@@ -141,7 +136,7 @@ def layout_flags(recipe: Recipe, plan: Plan) -> str:
             else ()
         ),
         *_pipeline_arguments(transformer, layout),
-        *_context_arguments(transformer, layout),
+        *_context_arguments(layout),
         *_switches(config.get("ddp", {}), _DDP_SWITCHES),
         ("--micro-batch-size", str(layout.micro_batch)),
         ("--global-batch-size", str(recipe.training.global_batch_size)),
@@ -181,14 +176,7 @@ def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Argum
         yield ("--no-overlap-p2p-communication",)
 
 
-def _context_arguments(transformer: Mapping[str, Any], layout: Layout) -> Arguments:
-    """How Transformer Engine's attention exchanges keys and values: nested, by heads inside."""
+def _context_arguments(layout: Layout) -> Arguments:
+    """How Transformer Engine's attention exchanges keys and values."""
     if layout.cp > 1:
         yield "--cp-comm-type", EXCHANGES[layout.exchange]
-    if layout.exchange == "ulysses_ring":
-        heads = head_ranks(layout.exchange, layout.cp, _key_heads(transformer, layout))
-        yield "--hierarchical-context-parallel-sizes", str(heads), str(layout.cp // heads)
-
-
-def _key_heads(transformer: Mapping[str, Any], layout: Layout) -> int:
-    return max(1, int(transformer["num_query_groups"]) // layout.tp)

@@ -36,7 +36,7 @@ from toolkit.foreign.base import (
 from toolkit.foreign.megatron_flags import OPTIMIZER_KEYS, RUN_KEYS, WSD_DECAYS
 from toolkit.foreign.options import read_options
 from toolkit.foreign.shell_flags import read_flags
-from toolkit.foreign.values import Implied, TableTarget, value_in
+from toolkit.foreign.values import Chosen, Implied, TableTarget, value_in
 from toolkit.recipe.schema import Recipe
 
 _OPTIONS = read_options("megatron_lm", __file__)
@@ -169,7 +169,11 @@ _ONLY_READ: Mapping[str, Row] = {
         if (_number(flags, "--tensor-model-parallel-size") or 1) > 1
         else NotCarried("not in effect without tensor parallel")
     ],
-    "--cp-comm-type": TargetKey("kernels.context", translated("kernels.context")),
+    "--cp-comm-type": Chosen(
+        "kernels.context",
+        {word: exchange for exchange, word in megatron_flags.EXCHANGES.items()},
+        NotCarried("without effect on the result"),
+    ),
     "--tokenizer-model": TargetKey("data.tokenizer", str),
     **{flag: rules.sources(ours) for flag, ours in _DATA.items()},
     "--tokenizer-type": rules.tokenizer,

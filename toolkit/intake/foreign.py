@@ -76,7 +76,7 @@ _NAMES = {
         "context_parallel_size context_parallel_degree context_parallel cp cp_size "
         "sequence_parallel_size sequence_parallel_degree sp_size ring_degree "
         "ulysses_sequence_parallel_size ulysses_parallel_size",
-    Foreign("kernels.context", "one of all_gather, ulysses, ring, ulysses_ring"):
+    Foreign("kernels.context", "all_gather or ulysses"):
         "cp_comm_type cp_comm_strategy cp_mode ring_attn_func",
     Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
     Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
@@ -185,8 +185,6 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "kernels.context": {
         "allgather": "all_gather",
         "a2a": "ulysses",
-        "p2p": "ring",
-        "a2a+p2p": "ulysses_ring",
     },
     "parallel.zero.offload_optimizer": {"true": "cpu", "false": "none"},
     "parallel.zero.offload_parameters": {"true": "cpu", "false": "none"},
@@ -198,6 +196,7 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 
 
 _NO_RL = "this release trains on given answers only: write dpo or orpo, with preferences"
+_NO_RING = "write all_gather, which has the same losses: rings were removed"
 _PACKS = "write greedy for chats, best_fit for documents"
 _NO_ONE_BIT = (
     "DeepSpeed 0.19 has no 1-bit optimizers: write adamw; parallel.outer sends fewer bytes"
@@ -214,6 +213,10 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     },
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
+    "kernels.context": {
+        **dict.fromkeys(("ring", "p2p", "alltoall", "batch_ring"), _NO_RING),
+        **dict.fromkeys(("ulysses_ring", "a2a+p2p"), "write ulysses: rings were removed"),
+    },
 }
 """Values, lowercase, by our setting, that this release lacks or splits: what to write."""
 for _feature in FEATURES.values():

@@ -26,7 +26,7 @@ IMPLEMENTATION = "documents"
 """Name of this attention in the config of a transformers model."""
 _TAKES = frozenset(signature(varlen_attn).parameters)
 """Its arguments, which later versions of torch have more of."""
-WIDTHS = 8
+_WIDTHS = 8
 """FlashAttention's head sizes are multiples of it."""
 _INPUTS = ("position_bias", "indices", "block_indices")
 """What some of transformers' layers also pass to their attention, and this one lacks."""
@@ -161,7 +161,7 @@ def _by_lengths(
             x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value)
         )
     size, own = query.shape[-1], value.shape[-1]
-    width = -(-max(size, own) // WIDTHS) * WIDTHS
+    width = -(-max(size, own) // _WIDTHS) * _WIDTHS
     scale = size**-0.5 if scale is None else scale
     options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0)}
     if "window_size" not in _TAKES:  # torch 2.10
@@ -232,24 +232,17 @@ def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """What no fused kernel computes, with transformers' fp32 softmax."""
-    weights, v = masked_products(q, k, v, mask, scores)
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
-        weights = torch.cat([weights, sinks], dim=-1)
-    return weights.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
-
-
-def masked_products(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """The input of the softmax without sinks, in fp32, and a value for each head."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     weights = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
         weights = torch.tanh(weights / scores.cap) * scores.cap
     if mask is not None:
         weights = weights.masked_fill(~mask, float("-inf"))
-    return weights.to(torch.promote_types(weights.dtype, torch.float32)), v
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    return weights.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 class _Rows(NamedTuple):

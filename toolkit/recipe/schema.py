@@ -1007,8 +1007,7 @@ class KernelsSection(Section):
     context: Exchange | Auto = "auto"
     """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
     gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
-    heads; `ring`, they travel from rank to rank, so that none holds them all; `ulysses_ring`,
-    ulysses inside rings."""
+    heads."""
     mlp: MlpKernel = "whole"
     """The MLP of a layer (not its experts): `whole`, for all tokens of a micro batch at once;
     `tiled`, for a part of the positions at a time, which is computed again in the backward

@@ -208,7 +208,7 @@ class MegatronShard(TrainedModel):
         from toolkit.models.megatron.model import leave_groups
 
         groups.mpu = None
-        leave_groups(self.chunks[0].context)
+        leave_groups()
 
 
 def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor:

@@ -23,8 +23,7 @@ class FsdpInAccelerate(InAccelerate):
         "and toolkit.accelerate.accelerator(RECIPE) do so in fp32.",
     )
     recomputes = True
-    # Torch's all-to-all passes keys and values on to the next rank: a ring.
-    exchanges = {"all_gather": "allgather", "ring": "alltoall"}
+    exchanges = {"all_gather": "allgather"}
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """If not, whole gradients are kept until the last micro batch."""

@@ -387,6 +387,5 @@ class MegatronEngine(Engine):
         for replica in self.replicas:
             # Hooks of its parameters hold it, in C++, where no garbage collection looks.
             vars(replica).clear()
-        context = self.chunks[0].context
         del self.replicas, self.optimizer, self.chunks
-        leave_groups(context)
+        leave_groups()

@@ -12,34 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.batch import MicroBatch
-from toolkit.layout import Layout, head_ranks
-from toolkit.models.context.all_gather import AllGather
-from toolkit.models.context.collectives import gathered, own_group
-from toolkit.models.context.exchange import AttentionExchange
-from toolkit.models.context.ring import Ring
+from toolkit.layout import Exchange, Layout
+from toolkit.models.context.exchanges import ATTENTION, gathered, own_group
 from toolkit.models.context.runs import natural, own
-from toolkit.models.context.ulysses import Ulysses
 from toolkit.models.documents import Scores
-
-
-def exchange_of(layout: Layout, group: dist.ProcessGroup, key_heads: int) -> AttentionExchange:
-    """The layout's exchange in this rank's context group, for keys and values of so many heads
-    on a rank; collective among all ranks.
-
-    Nested: ulysses in groups of consecutive ranks, rings of those in equal places. The runs of
-    a group's ranks adjoin: each group has two runs of a row, as a rank of the ring needs them.
-    """
-    if layout.exchange == "all_gather":
-        return AllGather(group)
-    inside = head_ranks(layout.exchange, layout.cp, key_heads)
-    if inside in (1, layout.cp):
-        return Ring(group) if inside == 1 else Ulysses(group)
-    groups = layout.context_groups
-    near = [
-        one[first : first + inside] for one in groups for first in range(0, layout.cp, inside)
-    ]
-    far = [one[first::inside] for one in groups for first in range(inside)]
-    return Ulysses(own_group(near), between=Ring(own_group(far)))
 
 
 @dataclass(frozen=True)
@@ -47,35 +23,20 @@ class Context:
     """One rank's context group."""
 
     group: dist.ProcessGroup
-    exchange: AttentionExchange
-    made: tuple[dist.ProcessGroup, ...] = ()
-    """Groups that exist for it alone."""
+    exchange: Exchange
 
     @classmethod
-    def of(cls, layout: Layout, key_heads: int) -> "Context":
-        """This rank's group, as `Layout.data_rank` numbers them; collective among all ranks.
-
-        `key_heads`: of keys and values, on one tensor-parallel rank.
-        """
-        group = own_group(layout.context_groups)
-        context = cls.over(group, layout, key_heads)
-        return replace(context, made=(group, *context.made))
-
-    @classmethod
-    def over(cls, group: dist.ProcessGroup, layout: Layout, key_heads: int) -> "Context":
-        """The same in this rank's group, which exists; collective among all ranks."""
-        kind = exchange_of(layout, group, key_heads)
-        between = kind.between if isinstance(kind, Ulysses) else None
-        return cls(group, kind, () if between is None else (kind.group, between.group))
+    def of(cls, layout: Layout) -> "Context":
+        """A new group, as `Layout.data_rank` numbers the ranks; collective among all ranks."""
+        return cls(own_group(layout.context_groups), layout.exchange)
 
     def close(self) -> None:
-        """Destroy the groups that were made for it, the last one first; on every rank."""
-        for group in reversed(self.made):
-            dist.destroy_process_group(group)
+        """Destroy the group that `of` made, on every rank."""
+        dist.destroy_process_group(self.group)
 
     @property
     def degree(self) -> int:
-        """Over how many ranks a row is spread."""
+        """Number of ranks over which a row is spread."""
         return self.group.size()
 
     @property
@@ -123,4 +84,4 @@ class Context:
 
         `ends`: as `MicroBatch.ends`, of whole rows; row boundaries where a row is a document.
         """
-        return self.exchange.attend(query, key, value, ends, scores)
+        return ATTENTION[self.exchange](query, key, value, ends, scores, self.group)

@@ -4,30 +4,8 @@ A row is cut into twice as many equal runs as there are ranks; rank r computes r
 counted from the end, run r again. So the queries of all ranks see equally many keys.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class SplitRows:
-    """Rows of `length` whose documents have `ends`, as rank `rank` of `ranks` sees them."""
-
-    ends: Tensor
-    batch: int
-    length: int
-    rank: int
-    ranks: int
-
-    @property
-    def run(self) -> int:
-        """Length of a run."""
-        return self.length // (2 * self.ranks)
-
-    def bounds(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """See `bounds`."""
-        return bounds(self.length, rank, self.ranks)
 
 
 def bounds(length: int, rank: int, ranks: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -67,10 +45,10 @@ def run_ends(ends: Tensor, length: int, first: int, end: int) -> tuple[Tensor, T
     row = begins.div(length, rounding_mode="floor") * length
     seen = torch.minimum(torch.maximum(row + end, begins), ends[1:])
     keys = torch.cat([torch.stack([begins, seen], dim=1).flatten(), ends[-1:]])
-    return ends_within(keys, length, first, end), keys.int()
+    return _ends_within(keys, length, first, end), keys.int()
 
 
-def ends_within(ends: Tensor, length: int, first: int, end: int) -> Tensor:
+def _ends_within(ends: Tensor, length: int, first: int, end: int) -> Tensor:
     """`ends` counted in positions [first, end) of every row alone."""
     row, place = ends.div(length, rounding_mode="floor"), ends.remainder(length)
     return (row * (end - first) + (place - first).clamp(0, end - first)).int()

@@ -272,16 +272,13 @@ def seed_dropout() -> None:
     model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
 
 
-def leave_groups(context: Context | None = None) -> None:
-    """Destroy what `join_groups` created, and before it what `context` made of it: the threads
-    of a forgotten group continue.
+def leave_groups() -> None:
+    """Destroy what `join_groups` created: the threads of a forgotten group continue.
 
     The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
     """
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # which holds the last 32 models, and their groups
-    if context is not None:
-        context.close()
     groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
     for group in reversed(groups):
@@ -301,7 +298,9 @@ def build_chunks(
     `layout`. Call `join_groups` first.
     """
     config = transformer_config(transformer)
-    context = _context(config, layout)
+    context = None
+    if layout.cp > 1:
+        context = Context(parallel_state.get_context_parallel_group(), layout.exchange)
     if config.bias_activation_fusion:
         compiled.prepare()
     stages = config.virtual_pipeline_model_parallel_size or 1
@@ -338,15 +337,6 @@ def build_chunks(
         chunks.append(chunk)
     save_less(chunks, layout)
     return chunks
-
-
-def _context(config: TransformerConfig, layout: Layout) -> Context | None:
-    if layout.cp == 1:
-        return None
-    latent = config.multi_latent_attention  # keys and values of every head
-    heads = config.num_attention_heads if latent else config.num_query_groups
-    group = parallel_state.get_context_parallel_group()
-    return Context.over(group, layout, max(1, heads // layout.tp))
 
 
 def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:

@@ -3,8 +3,7 @@
 Each rank computes two of the 2·cp equal runs of a row, one from each end, so that under a
 causal mask all have equal work (Llama 3, arXiv:2407.21783, section 3.3.2). They gather keys and
 values (`all_gather`), or send each other heads, so that each attends with a part of them
-(`ulysses`); keys of fewer heads than ranks are repeated. A stated ring is planned as an
-all-gather: no GPU has run one.
+(`ulysses`); keys of fewer heads than ranks are repeated.
 """
 
 from dataclasses import dataclass

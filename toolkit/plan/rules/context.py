@@ -42,10 +42,7 @@ def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ..
     if degree == 1:
         return (Layout.exchange,)
     heads = max(1, job.spec.heads // _number(parallel.tensor))
-    found: list[Exchange] = ["all_gather"]
-    if heads % degree == 0:
-        found.append("ulysses")
-    return tuple(found)  # no GPU has run a ring yet: recipes may ask for one
+    return ("all_gather",) if heads % degree else ("all_gather", "ulysses")
 
 
 def unused(recipe: Recipe) -> Iterator[Problem]:
@@ -84,20 +81,6 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
             f"a divisor of the {heads} attention heads of a rank with kernels.context: ulysses"
         )
         yield _refused(asked.context, allowed, str(near), ", or kernels.context to auto")
-    if job.kernels.context in ("ring", "ulysses_ring") and (why := _no_ring(job)):
-        yield Problem(
-            "kernels.context",
-            f"{job.kernels.context} with {why}",
-            "all_gather or ulysses",
-            "set kernels.context to all_gather",
-        )
-
-
-def _no_ring(job: PlanRequest) -> str:
-    """What no kernel computes in the parts that travel in a ring."""
-    if job.cluster.gpu == "cpu" or not job.spec.sliding_layers:
-        return ""
-    return "windows on GPUs, whose kernel counts them from the end of each part"
 
 
 def _no_parts(job: PlanRequest) -> str:
