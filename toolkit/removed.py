@@ -72,6 +72,9 @@ COMMANDS: dict[str, str] = {
     "tune --throughput": "leave it out: `dmt tune RECIPE` measures layouts",
     "tune --transfer": "search narrower models yourself, and carry the rate over",
     "tune --sweep": "write a sweep of W&B whose program is `dmt launch` (docs/tuning.md)",
+    "tune --prune": "leave it out: trials that are worse than others end early",
+    "tune --no-prune": "train the points yourself with `dmt launch --set KEY=VALUE`",
+    "tune --hang-seconds": "use --set launch.hang_timeout_s=SECONDS",
     "tune --agent": "let the sweep's program be `dmt launch` (docs/tuning.md)",
     "watch": "`watch -n5 dmt report RUN` while the run trains, or a tracker (`logging`)",
     "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "

@@ -5,26 +5,31 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes import ROOT
 from toolkit.errors import PlanError, RunFailed
-from toolkit.extras.tune.outcome import outcome_of
+from toolkit.extras.tune import search as searching
 from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
-from toolkit.extras.tune.search_command import SearchOptions, request_of
-from toolkit.extras.tune.space import Choices, Range, SearchSpace
-from toolkit.extras.tune.trial import DeviceSlice, Ending, Followed, TrialResult, device_slices
+from toolkit.extras.tune.space import Parameter
+from toolkit.extras.tune.trial import (
+    DeviceSlice,
+    Ending,
+    Followed,
+    TrialResult,
+    check_waits,
+    device_slices,
+)
 from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 EVERY = ("evaluation.every_steps=20", "schedule.min_learning_rate=0")
-SPACE = SearchSpace(
-    (
-        Range("optimizer.learning_rate", 1e-4, 1.0, log=True),
-        Choices("optimizer.weight_decay", ("0.0", "0.1", "1.0")),
-    )
-)
+SPACE = [
+    Parameter("optimizer.learning_rate", 1e-4, 1.0, log=True),
+    Parameter("optimizer.weight_decay", choices=("0.0", "0.1", "1.0")),
+]
 
 
 class Killed(Exception):
@@ -41,14 +46,17 @@ class Runner:
 
     def __call__(
         self,
+        recipe: Path,
         overrides: Sequence[str],
         folder: Path,
         devices: DeviceSlice,
         on_progress: Callable[[Followed], bool],
         *,
+        hang_s: float,
         interrupted: Callable[[], bool],
     ) -> TrialResult:
-        del devices
+        del recipe, devices, hang_s
+        (folder / "checkpoints/step-00000020").mkdir(parents=True, exist_ok=True)
         number = int(folder.name)
         self.ran[number] = list(overrides)
         followed, done = Followed(), self.steps.setdefault(number, [])
@@ -68,59 +76,58 @@ class Runner:
         return TrialResult("done", step=200)
 
 
-def request(folder: Path, trials: int = 8) -> SearchRequest:
-    return SearchRequest(TINY, EVERY, SPACE, folder / "search", trials, [DeviceSlice(0)])
+def searched(tmp_path: Path, runner: Runner, **changes: Any) -> HyperparameterSearch:
+    """A search whose trials are the runner's."""
+    request = SearchRequest(TINY, EVERY, SPACE, tmp_path / "search", 8, [DeviceSlice(0)], 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "run_trial", runner)
+        search = HyperparameterSearch(replace(request, **changes))
+        assert search.run()
+    return search
 
 
-def test_what_a_kill_left_is_continued(tmp_path: Path) -> None:
+def test_a_killed_search_continues(tmp_path: Path) -> None:
     """With the same settings, in the same folder; no other trial is run again."""
     first = Runner(killed_in=2)
     with pytest.raises(Killed):
-        HyperparameterSearch(request(tmp_path), first).run()
+        searched(tmp_path, first)
     second = Runner()
-    search = HyperparameterSearch(request(tmp_path), second)
-    assert search.run()
+    points = searched(tmp_path, second).points()
     assert [*first.ran] == [0, 1, 2] and [*second.ran] == [2, 3, 4, 5, 6, 7]
     assert second.ran[2] == first.ran[2]
-    trials = search.study.get_trials()
-    assert [one.number for one in trials] == [*range(8)]
-    assert all(one.state.is_finished() for one in trials)
-    assert trials[2].intermediate_values.keys() >= {20, 40}
+    assert sorted(one.number for one in points) == [*range(8)]
+    assert {one.ending for one in points} == {"done", "stopped"}
     with pytest.raises(PlanError, match="a search of another recipe"):
-        other = replace(request(tmp_path), overrides=(*EVERY, "training.seed=2"))
-        HyperparameterSearch(other, second)
+        searched(tmp_path, second, overrides=(*EVERY, "training.seed=2"))
 
 
 def test_an_answer(tmp_path: Path) -> None:
-    """Hopeless trials end early; the best is near 0.01, on which the importance depends."""
-    search = HyperparameterSearch(request(tmp_path, 16), Runner())
-    assert search.run()
-    found = outcome_of(search)
-    assert (
-        found.best is not None and 3e-3 < found.best.settings["optimizer.learning_rate"] < 3e-2
-    )
-    assert {one.ending for one in found.points} == {"done", "stopped"}
-    assert {one.steps for one in found.points if one.ending == "stopped"} <= {60, 120}
-    assert found.importance["optimizer.learning_rate"] > 0.5
+    """Hopeless trials end early; the best is near 0.01, and only it keeps checkpoints."""
+    search = searched(tmp_path, Runner(), trials=16)
+    best = search.best()
+    assert best is not None and 3e-3 < best.settings["optimizer.learning_rate"] < 3e-2
+    assert search.points()[0] == best
+    stopped = {one.steps for one in search.points() if one.ending == "stopped"}
+    assert stopped and stopped <= {60, 120}
+    kept = [one.parent.name for one in tmp_path.rglob("checkpoints")]
+    assert kept == [f"{best.number:04d}"]
 
 
 def test_trials_without_a_result(tmp_path: Path) -> None:
     """A search gives up when nothing can be trained, and names the reason."""
     with pytest.raises(RunFailed, match=r"none of 5 trials .* hung: as it was told"):
-        HyperparameterSearch(request(tmp_path), Runner("hung")).run()
-    mended = HyperparameterSearch(request(tmp_path), Runner())
-    assert mended.run() and len(mended.study.get_trials()) == 5 + 8
-    low = SearchSpace((Range("optimizer.learning_rate", 1e-6, 1e-5),))
-    refused = replace(request(tmp_path), space=low, overrides=(), folder=tmp_path / "refused")
+        searched(tmp_path, Runner("hung"))
+    assert len(searched(tmp_path, Runner()).points()) == 5 + 8
+    low = [Parameter("optimizer.learning_rate", 1e-6, 1e-5)]
     with pytest.raises(PlanError, match="min_learning_rate"):
-        HyperparameterSearch(refused, Runner()).run()
+        searched(tmp_path, Runner(), space=low, overrides=(), folder=tmp_path / "refused")
 
 
 def test_rungs() -> None:
     """A quarter of the run, a step with a loss, and behind every trial's warm-up."""
     recipe = load_recipe(TINY, EVERY)
     assert first_rung(recipe, SPACE) == 60
-    warm = SearchSpace((Range("schedule.warmup_steps", 0, 70, whole=True),))
+    warm = [Parameter("schedule.warmup_steps", 0, 70, whole=True)]
     assert first_rung(recipe, warm) == 80
     assert first_rung(load_recipe(TINY, ["evaluation.every_steps=200"]), SPACE) is None
 
@@ -133,20 +140,8 @@ def test_slices_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sorted(one.cores) for one in slices] == [[2, 3], [4, 5]]
 
 
-def test_a_launcher_that_does_not_wait(tmp_path: Path) -> None:
-    """Refused before anything is queued."""
-    options = SearchOptions(
-        tmp_path / "space.yaml",
-        tmp_path / "search",
-        None,
-        8,
-        1,
-        0,
-        True,
-        300,
-        False,
-    )
-    options.space.write_text("training.seed: [1, 2]\n")  # type: ignore[union-attr]
+def test_a_launcher_that_does_not_wait() -> None:
+    """Trials of one node are started by `local`; on two nodes they are refused."""
+    check_waits(load_recipe(TINY, ["launch.launcher=slurm"]))
     with pytest.raises(PlanError, match="slurm hands its jobs over"):
-        request_of(TINY, [*EVERY, "launch.launcher=slurm"], options)
-    assert request_of(TINY, [*EVERY, "launch.launcher=ray"], options).devices
+        check_waits(load_recipe(TINY, ["launch.launcher=slurm", "cluster.nodes=2"]))

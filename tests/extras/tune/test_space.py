@@ -1,4 +1,4 @@
-"""What a search may vary: each mistake in a space is named with its line and its fix."""
+"""Spaces of a search: each mistake is named with its line and its fix."""
 
 from pathlib import Path
 
@@ -6,37 +6,35 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.errors import RecipeError
-from toolkit.extras.tune.space import Choices, Range, SearchSpace, load_space
+from toolkit.extras.tune.space import Parameter, load_space, overrides_of
 from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 
 
-def space(tmp_path: Path, text: str) -> SearchSpace:
+def space(tmp_path: Path, text: str) -> list[Parameter]:
     file = tmp_path / "space.yaml"
     file.write_text(text, encoding="utf-8")
     return load_space(file, TINY)
 
 
 def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
-    found = space(
+    loaded = space(
         tmp_path,
         "optimizer.learning_rate: {low: 1.0e-4, high: 1, log: true}\n"
         "schedule.warmup_steps: {low: 0, high: 100, step: 10}\n"
-        "optimizer.weight_decay: {low: 0, high: 0.3, step: 0.1}\n"
         "optimizer.betas: [[0.9, 0.95], [0.9, 0.99]]\n"
         "parallel.zero.stage: [1, auto]\n"
         "model.config.hidden_size: {low: 64, high: 128, step: 64}\n",
     )
-    assert found.parameters == (
-        Range("optimizer.learning_rate", 1e-4, 1.0, log=True),
-        Range("schedule.warmup_steps", 0, 100, step=10, whole=True),
-        Range("optimizer.weight_decay", 0.0, 0.3, step=0.1),
-        Choices("optimizer.betas", ("[0.9, 0.95]", "[0.9, 0.99]")),
-        Choices("parallel.zero.stage", ("1", "auto")),
-        Range("model.config.hidden_size", 64, 128, step=64, whole=True),
-    )
-    overrides = found.overrides(
+    assert loaded == [
+        Parameter("optimizer.learning_rate", 1e-4, 1.0, log=True),
+        Parameter("schedule.warmup_steps", 0, 100, step=10, whole=True),
+        Parameter("optimizer.betas", choices=("[0.9, 0.95]", "[0.9, 0.99]")),
+        Parameter("parallel.zero.stage", choices=("1", "auto")),
+        Parameter("model.config.hidden_size", 64, 128, step=64, whole=True),
+    ]
+    overrides = overrides_of(
         {"optimizer.learning_rate": 1e-05, "optimizer.betas": "[0.9, 0.99]"}
     )
     optimizer = load_recipe(TINY, [*overrides, "schedule.min_learning_rate=0"]).optimizer
@@ -48,8 +46,8 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
     [
         ("optimizer.learning_rat: [1, 2]", "optimizer.learning_rat", "`learning_rate`?"),
         ("optimizer.weight_decay: [0, -1]", "optimizer.weight_decay", "write 0 or more"),
-        ("schedule.warmup_steps: {low: 0.5, high: 2}", "schedule.warmup_steps", "whole"),
-        ("training.seed: {low: 0, high: 9, step: 0.5}", "training.seed.step", ""),
+        ("schedule.warmup_steps: {low: 0.5, high: 2}", "schedule.warmup_steps", "integers"),
+        ("training.seed: {low: 0, high: 9, step: 0.5}", "training.seed", "integers"),
         ("schedule.name: {low: 1, high: 2}", "schedule.name", "write choices"),
         ("parallel.zero.stage: [1, 5]", "parallel.zero.stage", "remove it"),
         ("optimizer: {eps: [1, 2]}", "optimizer", "`optimizer.eps: …`"),
@@ -57,16 +55,11 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("training.seed: [3, 3]", "training.seed", "--set training.seed=VALUE"),
         ("cluster.nodes: [1, 2]", "cluster.nodes", "remove it"),
         ("data.tokenizer: [bytes, gpt2]", "data.tokenizer", "remove it"),
-        ("optimizer.eps: {low: 1.0e-8, hig: 2}", "optimizer.eps.hig", "did you mean `high`?"),
-        ("optimizer.eps: {low: 2, high: 1}", "optimizer.eps", "exchange them"),
-        ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps.low", "above 0"),
-        ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "remove one"),
-        ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps.low", ""),
-        ("training.seed: {low: 64, high: 128, step: 48}", "training.seed.step", "112 or 160"),
-        ("optimizer.eps: {low: 0.1, high: 0.5, step: 0.3}", "optimizer.eps.step", "0.4 or 0.7"),
-        ("model.config.x: {low: 64, high: 128.0}", "model.config.x", "high: 128, or low: 64.0"),
-        ("training.steps: {low: 10, high: 20}", "training.steps", "remove it"),
-        ("training.precision: [fp32, bf16]", "training.precision", "remove it"),
+        ("optimizer.eps: {low: 1.0e-8, hig: 2}", "optimizer.eps", "remove hig"),
+        ("optimizer.eps: {low: 2, high: 1}", "optimizer.eps", "more than `low`"),
+        ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps", "more than 0"),
+        ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "or `step`"),
+        ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps", "`low` a number"),
     ],
 )  # fmt: skip
 def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:

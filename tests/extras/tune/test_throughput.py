@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,7 @@ from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
 from toolkit.errors import DirectoryInUse, PlanError, Stopped
 from toolkit.extras.tune import throughput, trial
-from toolkit.extras.tune.candidates import Candidates, differences, key_of, settings_of
-from toolkit.extras.tune.throughput import _Judge
+from toolkit.extras.tune.throughput import Judge, Tuning, differences, key_of, settings_of
 from toolkit.extras.tune.trial import Followed, TrialResult
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
@@ -74,6 +73,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     words = ["tune", recipe, "--steps", 3]
     words += ["--set", "training.micro_batch_size=auto", "--cluster", "cluster.yaml"]
+    words += ["--set", "launch.hang_timeout_s=15"]
     expected = dmt(*words, "--dry-run", "--json").json
     assert [one["layout"]["micro_batch"] for one in expected] == [4, 2, 1]
     assert not (tmp_path / "runs").exists()
@@ -89,7 +89,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert first.count("\n") == 1
     results.write_text(first + '{"number": 1, "lay')  # killed while it wrote
 
-    dmt(*words, "--trials", 2, "--hang-seconds", 5)  # for the layout that hangs only
+    dmt(*words, "--trials", 2)
     found = dmt(*words, "--json").json
     assert results.read_text().startswith(first)
     assert len(starts.commands) == 2, "no layout is measured twice"
@@ -115,11 +115,11 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
 def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -> None:
     recipe = load_recipe("recipes/tiny/llama-bytes.yaml", "parallel.engine=auto")
     search = explore(recipe)
-    candidates = Candidates(search, 12)
+    tuning = Tuning(Path("x"), (), recipe, search, Path("x"), 12, 3, 60)
     times: dict[str, float | None] = {}
     order = []
     slow = 1.0
-    while candidate := candidates.following(times):
+    while candidate := tuning.following(times):
         order.append(candidate)
         # As on a machine where only tensor parallelism is fast, and pipelines do not run.
         layout = candidate.layout
@@ -149,13 +149,6 @@ def test_failures_are_tried_again_until_one_layout_was_measured(
     assert len(last) == 12
     assert throughput.fastest(tuning.kept()) == last[0]
     assert not [*throughput.measure(tuning)], "nothing is left"
-    factor = throughput.calibration(tuning, tuning.read())
-    assert factor is not None
-    cluster = tuning.search.cluster
-    slower = replace(cluster, gpu=replace(cluster.gpu, measured=None, fp32=1e7))
-    other = throughput.Tuning(path, (), recipe, explore(recipe, slower), tmp_path, 12, 3, 60)
-    of_other = throughput.calibration(other, other.read())
-    assert of_other is not None and of_other > 2 * factor, "of its own predictions"
 
 
 def test_a_trial_that_a_signal_ended_is_no_result(
@@ -206,12 +199,11 @@ def test_slices_of_a_machine_share_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> None:
-    asked: Any = SimpleNamespace(steps=5)
-    judge = _Judge(asked, 1.0, lambda _: None)
+    judge = Judge(5, 1.0, lambda _: None)
 
     def answers(*times: float) -> list[bool]:
         lines = [{"step_time_s": time} for time in times]
-        return [judge("dp2", Followed(lines[: n + 1])) for n in range(len(lines))]
+        return [judge(Followed(lines[: n + 1])) for n in range(len(lines))]
 
     assert answers(9, 9, 2, 2, 1.29, 2, 2) == [False] * 6 + [True]
     assert judge.ending(TrialResult("stopped", step=7)) == ("done", "")

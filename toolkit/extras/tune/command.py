@@ -1,19 +1,38 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from shlex import quote
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from toolkit.cli.bars import count_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
-from toolkit.errors import PlanError
-from toolkit.extras.tune.search_command import SearchOptions, search_recipe
-from toolkit.extras.tune.throughput_command import (
-    ThroughputRequest,
-    list_layouts,
-    tune_throughput,
+from toolkit.cli.output import Line, Table, columns, output
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
+from toolkit.extras.tune import search as hyperparameters
+from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest
+from toolkit.extras.tune.space import load_space, overrides_of
+from toolkit.extras.tune.throughput import Measurement, Tuning, fastest, measure, searched
+from toolkit.extras.tune.trial import check_waits, device_slices, starts_locally
+from toolkit.extras.tune.tuned import (
+    check_tuned_path,
+    tuned_path,
+    write_searched,
+    write_tuned,
 )
-from toolkit.text.terminal import survive_lost_output
+from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster_file import find_cluster
+from toolkit.intake.load import load_recipe
+from toolkit.plan.dimensions import layout_text
+from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import check_local_files
+from toolkit.run.claim import claimed
+from toolkit.run.directory import RunDirectory
+from toolkit.text.terminal import survive_lost_output, tell
+from toolkit.text.units import seconds, size
 
 Space = Annotated[
     Path | None,
@@ -25,43 +44,40 @@ Space = Annotated[
 ]
 Trials = Annotated[
     int | None,
-    typer.Option(min=1, max=10_000, help="Layouts (12), or points of the space (30)."),
+    typer.Option(min=1, max=10_000, help="Layouts (12), or points of --search (30)."),
 ]
 Steps = Annotated[
-    int | None,
-    typer.Option(min=1, max=10_000, help="Measured steps of each layout, after 2 others (10)."),
-]
-HangSeconds = Annotated[
-    float | None,
-    typer.Option(min=1, help="A step that takes longer counts as hanging (300)."),
+    int, typer.Option(min=1, max=10_000, help="Measured steps of each layout, after 2 others.")
 ]
 Parallel = Annotated[
-    int | None,
-    typer.Option(min=1, help="--search: trials at a time, each on its share of the devices."),
+    int, typer.Option(min=1, help="With --search: trials at a time, which share the devices.")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="--search: of the points (0).")]
-Prune = Annotated[
-    bool | None,
-    typer.Option(
-        "--prune/--no-prune",
-        help="--search: stop trials that are worse than others at the same step (ASHA).",
-    ),
-]
+Seed = Annotated[int, typer.Option(min=0, help="With --search: random seed of its points.")]
 TuneDir = Annotated[
     Path | None,
     typer.Option(
         "--dir",
         metavar="DIR",
-        help="Results and trials; default: runs/NAME-tune or runs/NAME-search.",
+        help="Results and trials. Default: runs/NAME-tune or runs/NAME-search.",
     ),
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Default: RECIPE.tuned.yaml.")
 ]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="List the layouts; write and start nothing."),
+    bool, typer.Option("--dry-run", help="List the layouts; write and start nothing.")
 ]
+
+_LONGEST_STEP_S = 300.0
+"""A trial hangs when one step takes longer, unless launch.hang_timeout_s is less."""
+WORDS = {
+    "done": ("measured", "green"),
+    "stopped": ("given up", "dim"),
+    "out_of_memory": ("out of memory", "red"),
+    "hung": ("hung", "red"),
+    "failed": ("failed", "red"),
+}
+"""Word and colour for the end of a trial, the best first."""
 
 
 def tune(
@@ -69,11 +85,9 @@ def tune(
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     search: Space = None,
     trials: Trials = None,
-    steps: Steps = None,
-    hang_seconds: HangSeconds = None,
-    parallel: Parallel = None,
-    seed: Seed = None,
-    prune: Prune = None,
+    steps: Steps = 10,
+    parallel: Parallel = 1,
+    seed: Seed = 0,
     folder: TuneDir = None,
     out: Out = None,
     cluster: ClusterOption = None,
@@ -82,44 +96,198 @@ def tune(
 ) -> None:
     """Choose a recipe's settings by trials on this machine, and write RECIPE.tuned.yaml.
 
-    It measures a few steps in the planner's best layouts. `--search` trains points
-    of a space of hyperparameters, and compares their losses. A trial that runs out of memory,
-    fails or hangs is a result. The same command continues a tuning that was stopped or killed.
+    Measures a few steps in the planner's best layouts. With `--search`, trains points of a
+    space of hyperparameters and compares their losses. A trial that runs out of memory, fails
+    or hangs is a result. The same command continues a tuning that was stopped or killed.
 
     Example: dmt tune recipes/tiny/llama-bytes.yaml --set parallel.engine=auto
 
     Example: dmt tune recipes/tiny/llama-bytes.yaml --search space.yaml --trials 30
     """
     survive_lost_output()
-    mode = "dmt tune" if search is None else "--search"
-    stated = {
-        "--trials": trials, "--steps": steps, "--cluster": cluster, "--out": out,
-        "--dry-run": dry_run or None, "--parallel": parallel, "--seed": seed, "--prune": prune,
-        "--hang-seconds": hang_seconds, "--json": as_json or None,
-    }  # fmt: skip
-    for name, value in stated.items():
-        if value is not None and name not in _OPTIONS[mode]:
-            raise PlanError(f"{name} is no option of {mode}", fix="remove it: dmt tune --help")
-    hang_s = hang_seconds or _HANG_S
-    if search is None:
-        of_layouts = ThroughputRequest(
-            recipe, overrides, cluster, folder, trials or 12, steps or 10, hang_s
-        )
-        list_layouts(of_layouts, as_json) if dry_run else tune_throughput(
-            of_layouts, out, as_json
-        )
-    else:
-        options = SearchOptions(
-            search, folder, out, trials or 30, parallel or 1, seed or 0, prune is not False,
-            hang_s, as_json,
+    loaded = load_recipe(recipe, overrides, cluster)
+    hang_s = min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s)
+    file = out or tuned_path(recipe)
+    if search is not None:
+        if cluster or dry_run:
+            option = "--cluster" if cluster else "--dry-run"
+            raise PlanError(f"{option} is no option of --search", fix="remove it")
+        check_waits(loaded)
+        request = SearchRequest(
+            recipe, overrides, load_space(search, recipe, overrides),
+            folder or Path("runs") / f"{loaded.name}-search", trials or 30,
+            device_slices(loaded.cluster, parallel), hang_s, seed,
         )  # fmt: skip
-        search_recipe(recipe, overrides, options)
+        return _search(request, loaded, file, as_json)
+    where = None if cluster is None else find_cluster(cluster)
+    tuning = Tuning(
+        recipe, overrides, *searched(loaded, where),
+        folder or Path("runs") / f"{loaded.name}-tune", trials or 12, steps, hang_s,
+        [] if cluster is None else ["--cluster", cluster],
+    )  # fmt: skip
+    if dry_run:
+        return _list_layouts(tuning, as_json)
+    check_local_files(loaded, recipe, overrides)
+    return _tune(tuning, where, file, as_json)
 
 
-_HANG_S = 300.0
-_OF_TRIALS = ("--trials", "--out", "--hang-seconds", "--json")
-_OPTIONS = {
-    "dmt tune": (*_OF_TRIALS, "--steps", "--cluster", "--dry-run"),
-    "--search": (*_OF_TRIALS, "--parallel", "--seed", "--prune"),
-}
-"""Of each mode, those that not all have."""
+def _tune(tuning: Tuning, cluster: Cluster | None, file: Path, as_json: bool) -> None:
+    """Measure, print and write the fastest layout."""
+    check_tuned_path(file)
+    tuning.folder.mkdir(parents=True, exist_ok=True)
+    with claimed(RunDirectory(tuning.folder)):
+        _measure(tuning)
+        if best := fastest(tuning.read()):
+            write_tuned(tuning, best, file, cluster)
+    output(as_json, _machine_output(tuning, file), _lines(tuning, file), wrap=False)
+    if best is None:
+        logs = f"{tuning.folder}/trials/*/launch.log"
+        raise RunFailed(
+            "no layout could be measured", fix=f"read {logs}; the same command tries again"
+        )
+
+
+def _search(request: SearchRequest, recipe: Recipe, file: Path, as_json: bool) -> None:
+    """Search, print and write what was found."""
+    check_tuned_path(file, " --search")
+    check_local_files(recipe, request.recipe, request.overrides)
+    search = HyperparameterSearch(request)
+    if search.rung is None:
+        tell(
+            "no trial is stopped early: that needs training.steps or tokens, and losses before "
+            "the end (evaluation.every_steps, or logging.every_steps without validation)"
+        )
+    is_over = search.run()
+    best = search.best()
+    if best is not None:
+        note = f"loss {best.loss:.4f}, trial {best.number}"
+        chosen = overrides_of(best.settings)
+        write_searched(request.recipe, [*request.overrides, *chosen], file, note)
+        tell(f"{file} written: the settings of trial {best.number}")
+    if not is_over:
+        tell(f"{request.folder}: stopped; start the same command again to continue")
+    data = {"best": best, "trials": sorted(search.points(), key=lambda one: one.number)}
+    code = EXIT_DONE if is_over else EXIT_RESUMABLE
+    output(as_json, data, hyperparameters.lines(search), exit_code=code)
+    if best is None:
+        logs = f"{request.folder}/trials/*/launch.log"
+        raise RunFailed("no trial came to its end", fix=f"the reasons are in {logs}")
+
+
+def _list_layouts(tuning: Tuning, as_json: bool) -> None:
+    """Print what would be measured if every prediction were right."""
+    expected = tuning.expected()
+    data = [
+        {**one.pair._asdict(), "layout": one.layout.to_dict(), "predicted_s": one.step_s}
+        for one in expected
+    ]
+    rows = [
+        [str(number), layout_text(*one.pair, one.layout), seconds(one.step_s or 0.0),
+         size(one.memory_gib)]
+        for number, one in enumerate(expected)
+    ]  # fmt: skip
+    output(as_json, data, columns([["#", "layout", "predicted", "memory"], *rows], left=2))
+
+
+def _measure(tuning: Tuning) -> None:
+    """Measure with a bar, and a line per trial."""
+    done = len(tuning.kept())
+    if done:
+        tell(f"{done} layouts were measured before, in {tuning.results}")
+    if starts_locally(tuning.recipe):
+        name = tuning.recipe.launch.launcher
+        tell(f"launch.launcher: {name} hands its jobs over; the trials are started by local")
+    total = min(tuning.trials, len(tuning.search.fitting))
+    with count_progress(total) as update:
+        update(completed=done)
+        for one in measure(tuning, lambda _, text: update(description=text)):
+            done += 1
+            update(completed=done)
+            time = "" if one.step_time_s is None else f", {seconds(one.step_time_s)} per step"
+            why = f": {one.reason}" if one.reason else ""
+            ending = one.ending.replace("_", " ")
+            tell(f"{done} of {total}: trial {one.number}, {one.layout}: {ending}{time}{why}")
+
+
+def _ranked(tuning: Tuning) -> list[Measurement]:
+    """The fastest first, then what was given up, then what did not run."""
+    order = [*WORDS]
+    return sorted(
+        tuning.read(),
+        key=lambda one: (order.index(one.ending), one.step_time_s or 0.0, one.number),
+    )
+
+
+def _tokens_per_s(tuning: Tuning, one: Measurement) -> float | None:
+    """Tokens of the global batch per second, all ranks together."""
+    training = tuning.recipe.training
+    rows = training.global_batch_size * training.rows_per_sample
+    return rows * training.sequence_length / one.step_time_s if one.step_time_s else None
+
+
+def _planned(tuning: Tuning) -> str:
+    best = tuning.search.best
+    return layout_text(*best.pair, best.layout)
+
+
+def _machine_output(tuning: Tuning, file: Path) -> dict[str, Any]:
+    """Output of `--json`."""
+    best = fastest(tuning.read())
+    return {
+        "recipe": str(tuning.path),
+        "directory": str(tuning.folder),
+        "considered": len(tuning.search.fitting),
+        "best": best and asdict(best),
+        "planned": _planned(tuning),
+        "tuned": str(file),
+        "trials": [
+            asdict(one) | {"tokens_per_s": _tokens_per_s(tuning, one)}
+            for one in _ranked(tuning)
+        ],
+    }
+
+
+def _lines(tuning: Tuning, file: Path) -> list[Line]:
+    """The table, and what to do with it."""
+    ranked = _ranked(tuning)
+    best = fastest(ranked)
+
+    def speed(one: Measurement) -> str:
+        tokens = _tokens_per_s(tuning, one) if one.measured else None
+        return "-" if tokens is None else f"{tokens:,.0f}"
+
+    table: Table[Measurement] = Table(
+        {
+            "#": lambda one: str(one.number),
+            "layout": lambda one: one.layout,
+            "measured": lambda one: seconds(one.step_time_s) if one.step_time_s else "-",
+            "predicted": lambda one: seconds(one.predicted_s),
+            "tokens/s": speed,
+            "outcome": lambda one: WORDS[one.ending][0],
+        },
+        left=2,
+    )
+    lines: list[Line] = [
+        Text(line.plain, "bold green") if best and row is best else line
+        for row, line in table.coloured(ranked, lambda one: WORDS[one.ending])
+    ]
+    lines += [
+        f"#{one.number} {WORDS[one.ending][0]}: {one.reason}" for one in ranked if one.reason
+    ]
+    if best is None:
+        return lines
+    planned = next((one for one in ranked if one.layout == _planned(tuning)), None)
+    gain = ""
+    if planned is best:
+        gain = ", the planner's choice"
+    elif planned and planned.measured and planned.step_time_s and best.step_time_s:
+        gain = (
+            f", {planned.step_time_s / best.step_time_s:.2f} × as fast as the planner's choice"
+        )
+    return [
+        *lines,
+        "",
+        f"fastest: {best.layout}{gain}",
+        f"wrote {file}: dmt launch {quote(str(file))}",
+        f"trials are in {tuning.folder}/trials",
+    ]

@@ -1,36 +1,35 @@
-"""`dmt tune --throughput`: layouts of the recipe measured for a few steps each.
+"""`dmt tune`: the planner's best layouts, measured for a few steps each.
 
-Each result is a line of TUNE_DIR/results.jsonl, written when its trial has ended: a tuning that
-was killed and is started again repeats the trial that ran, and no other.
+Each result is a line of DIR/results.jsonl, written when its trial has ended: a tuning that was
+killed and is started again repeats the trial that ran, and no other.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError, Stopped
-from toolkit.extras.tune.candidates import Candidates, key_of, settings_of
 from toolkit.extras.tune.trial import (
     WARM_UP_STEPS,
     DeviceSlice,
     Ending,
     Followed,
     TrialResult,
+    check_waits,
     device_slices,
-    hands_over,
     run_trial,
     trial_folder,
     wait_until_free,
 )
 from toolkit.hardware.cluster import Cluster
-from toolkit.launcher import LAUNCHERS
-from toolkit.plan.dimensions import layout_text
+from toolkit.plan.dimensions import layout_text, settings
 from toolkit.plan.planner import explore, placed_on
 from toolkit.plan.search import Candidate, Search
 from toolkit.recipe.dump import dump_recipe, in_yaml
@@ -42,9 +41,9 @@ from toolkit.text.redact import redact
 from toolkit.text.units import seconds
 
 HOPELESS = 1.3
-"""How much slower than the fastest layout one may be that is measured to the end."""
+"""A layout is given up when it is this many times slower than the fastest one."""
 _STEPS_TO_JUDGE = 3
-"""Measured steps before one is given up: the fastest of them counts."""
+"""Measured steps before a layout is given up. The fastest of them counts."""
 _WITHOUT = {
     "logging.every_steps": 1,
     "logging.wandb": None,
@@ -64,29 +63,47 @@ _WITHOUT = {
 """Every trial trains and does nothing else."""
 _NEVER = 1_000_000_000
 _MOST_FAILURES = 4
-"""Trials that fail for the same reason before any was measured: the next ones would, too."""
+"""Trials that fail for the same reason before any was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(TrialResult):
-    """A line of results.jsonl: one layout, and what its trial did; one that was given up as
-    hopeless is `stopped`."""
+    """A line of results.jsonl: one layout and its trial. `stopped` is one that was given up."""
 
     number: int
-    """Of the trial, from 0."""
+    """Number of the trial, from 0."""
     layout: str
     settings: dict[str, Any]
-    """What asks for the layout."""
+    """Settings of a recipe that ask for the layout."""
     predicted_s: float
     """Seconds per step."""
 
     @property
     def measured(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the trial came to its end."""
         return self.ending == "done" and self.step_time_s is not None
 
 
 _MEASUREMENT = TypeAdapter(Measurement)
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """The settings of a recipe that ask for this layout, by dotted name."""
+    engine, model = candidate.pair
+    values = settings(candidate.layout) | {"parallel.engine": engine, "parallel.model": model}
+    return {key: [*one] if isinstance(one, tuple) else one for key, one in values.items()}
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """The key of a layout's settings, the same after they were written and read as JSON."""
+    return json.dumps(values, sort_keys=True)
+
+
+def differences(first: Candidate, second: Candidate) -> int:
+    """The number of decisions that differ, engine and model together counted once."""
+    mine, theirs = settings(first.layout), settings(second.layout)
+    differing = [key for key in mine if mine[key] != theirs[key]]
+    return len(differing) + (first.pair != second.pair)
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ class Tuning:
     """A recipe whose layouts are measured."""
 
     path: Path
-    """As it was typed."""
+    """Recipe as it was typed."""
     overrides: Sequence[str]
     recipe: Recipe
     search: Search
@@ -105,47 +122,69 @@ class Tuning:
     hang_s: float
     options: Sequence[str] = ()
     """More options of `dmt launch`."""
-    candidates: Candidates = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises PlanError if no layout fits, or the launcher hands its jobs over."""
-        object.__setattr__(self, "candidates", Candidates(self.search, self.trials))
         if not self.search.fits:
             raise PlanError(
                 "no layout of the recipe fits, so there is nothing to measure",
                 fix=f"`dmt plan {self.path}` names what would fit",
             )
-        nodes = self.recipe.cluster.nodes
-        if nodes > 1 and self.started_locally:
-            raise hands_over(self.recipe.launch.launcher, nodes)
+        check_waits(self.recipe)
+
+    @cached_property
+    def by_key(self) -> dict[str, Candidate]:
+        """Every layout that fits, best predicted first."""
+        return {key_of(settings_of(one)): one for one in self.search.fitting}
+
+    def following(self, times: Mapping[str, float | None]) -> Candidate | None:
+        """The next layout to measure. None when enough were measured, or all.
+
+        The best of every strategy comes first, as predictions rank variants of one strategy
+        better than strategies. The rest of the budget goes to layouts that differ in one
+        decision from the fastest so far.
+
+        `times`: seconds per step of those that were tried, None for one that failed.
+        """
+        if len(times) >= self.trials:
+            return None
+        left = {key: one for key, one in self.by_key.items() if key not in times}
+        measured = {
+            key: time for key, time in times.items() if time is not None and key in self.by_key
+        }
+        preferred = self.search.strategies(max(1, self.trials // 2))
+        if measured:
+            fastest = self.by_key[min(measured, key=measured.__getitem__)]
+            preferred += [one for one in left.values() if differences(one, fastest) == 1]
+        order = (*preferred, *left.values())
+        return next((one for one in order if key_of(settings_of(one)) in left), None)
+
+    def expected(self) -> list[Candidate]:
+        """The layouts that are measured if every prediction is right, in order."""
+        times: dict[str, float | None] = {}
+        while candidate := self.following(times):
+            times[key_of(settings_of(candidate))] = candidate.step_s
+        return [self.by_key[key] for key in times]
 
     @property
     def results(self) -> Path:
         return self.folder / "results.jsonl"
 
     def read(self) -> list[Measurement]:
-        """The last result of each layout, next to what is predicted now; the cluster file may
-        be another one than when it was measured. Raises PlanError for lines of another form."""
+        """The last result of each layout. Raises PlanError for lines of another form."""
         try:
             lines = map(_MEASUREMENT.validate_python, jsonl.read(self.results))
-            last = {key_of(result.settings): result for result in lines}
+            return [*{key_of(result.settings): result for result in lines}.values()]
         except ValidationError as error:
             raise PlanError(
                 f"{self.results} was not written by this version of DMT", fix="--dir OTHER"
             ) from error
-        return [self._predicted_now(key, result) for key, result in last.items()]
-
-    def _predicted_now(self, key: str, result: Measurement) -> Measurement:
-        candidate = self.candidates.by_key.get(key)
-        if candidate is None or candidate.step_s is None:
-            return result
-        return replace(result, predicted_s=candidate.step_s)
 
     def kept(self) -> list[Measurement]:
-        """The results that are not repeated: none of a tuning that came to its end and has
-        measured nothing, because what its trials failed for may have been mended since."""
+        """The results that are not repeated: none of a tuning that ended without a measured
+        layout, as the reason may have been removed since."""
         results = self.read()
-        over = _all_fail(results) or self.candidates.following(_times(results)) is None
+        over = _all_fail(results) or self.following(_times(results)) is None
         return [] if over and fastest(results) is None else results
 
     def claim(self) -> None:
@@ -159,18 +198,11 @@ class Tuning:
             )
         write_atomically(file, text)
 
-    @property
-    def started_locally(self) -> bool:
-        """Whether trials need another launcher than the recipe's, which hands its jobs over."""
-        return not LAUNCHERS[self.recipe.launch.launcher].supervises(self.recipe.cluster.nodes)
-
-    def settings(self, candidate: Candidate) -> list[str]:
+    def overrides_of(self, candidate: Candidate) -> list[str]:
         """The overrides of a trial."""
         values = {**settings_of(candidate), **_WITHOUT}
         if self.recipe.schedule.name == "plateau":  # it needs validations: behind all steps
             values["evaluation.every_steps"] = _NEVER
-        if self.started_locally:
-            values["launch.launcher"] = "local"
         return [*self.overrides, *(f"{key}={in_yaml(value)}" for key, value in values.items())]
 
 
@@ -185,19 +217,17 @@ def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
 def measure(
     tuning: Tuning, on_step: Callable[[int, str], None] = lambda _, __: None
 ) -> Iterator[Measurement]:
-    """Run the trials that are left, and yield each one's result when it is written.
+    """Run the trials that are left, and yield each result when it is written.
 
-    `on_step`: called with the trial's number and a line about it whenever it has trained a
-    step. Raises as `Tuning.claim` and `device_slices` do, and Stopped when a signal to a trial
-    has ended it: that is no result.
+    `on_step`: called with the trial's number and a line about it after each of its steps.
+    Raises as `Tuning.claim` and `device_slices` do, and Stopped when a signal to a trial has
+    ended it: that is no result.
     """
     tuning.claim()
     devices = device_slices(tuning.recipe.cluster)[0]
     number = 1 + max((result.number for result in tuning.read()), default=-1)
     results = tuning.kept()
-    while not _all_fail(results) and (
-        candidate := tuning.candidates.following(_times(results))
-    ):
+    while not _all_fail(results) and (candidate := tuning.following(_times(results))):
         result = _measured(tuning, candidate, devices, number, fastest(results), on_step)
         if result.ending == "interrupted":
             raise Stopped(
@@ -213,18 +243,6 @@ def fastest(results: Sequence[Measurement]) -> Measurement | None:
     """The layout with the shortest measured step."""
     measured = [result for result in results if result.measured]
     return min(measured, key=lambda result: result.step_time_s or 0.0, default=None)
-
-
-def calibration(tuning: Tuning, results: Sequence[Measurement]) -> float | None:
-    """Predicted over measured seconds per step, the median of all layouts that still fit."""
-    ratios = [
-        result.predicted_s / result.step_time_s
-        for result in results
-        if result.measured
-        and result.step_time_s
-        and key_of(result.settings) in tuning.candidates.by_key
-    ]
-    return median(ratios) if ratios else None
 
 
 def _all_fail(results: Sequence[Measurement]) -> bool:
@@ -252,8 +270,11 @@ def _measured(
     """Run the trial of a layout, in a new run directory."""
     layout = layout_text(*candidate.pair, candidate.layout)
     assert candidate.step_s is not None, "it fits"
-    best_s = None if best is None else best.step_time_s
-    judge = _Judge(tuning, best_s, lambda text: on_step(number, text))
+    judge = Judge(
+        tuning.steps,
+        None if best is None else best.step_time_s,
+        lambda text: on_step(number, f"{layout}: {text}"),
+    )
     on_step(number, f"{layout}: starting")
     folder = trial_folder(tuning.folder, number)
     if folder.exists():  # of a tuning that was killed
@@ -261,10 +282,10 @@ def _measured(
         shutil.rmtree(folder)
     result = run_trial(
         tuning.path,
-        tuning.settings(candidate),
+        tuning.overrides_of(candidate),
         folder,
         devices,
-        lambda followed: judge(layout, followed),
+        judge,
         hang_s=tuning.hang_s,
         options=tuning.options,
     )
@@ -279,30 +300,27 @@ def _measured(
     )
 
 
-class _Judge:
+class Judge:
     """Ends a trial that has trained enough steps, or that cannot become the fastest."""
 
     def __init__(
-        self, tuning: Tuning, best_s: float | None, on_step: Callable[[str], None]
+        self, steps: int, best_s: float | None, on_step: Callable[[str], None]
     ) -> None:
-        self._enough = WARM_UP_STEPS + tuning.steps
-        self._limit_s = None if best_s is None else best_s * HOPELESS
-        self._best_s, self._on_step = best_s, on_step
+        self._enough, self._best_s, self._on_step = WARM_UP_STEPS + steps, best_s, on_step
         self._given_up = ""
 
-    def __call__(self, layout: str, followed: Followed) -> bool:
+    def __call__(self, followed: Followed) -> bool:
+        """Whether the trial ends here."""
         times = [float(line["step_time_s"]) for line in followed.metrics]
         if not times:
             return False
-        self._on_step(f"{layout}: step {len(times)}, {seconds(times[-1])}")
+        self._on_step(f"step {len(times)}, {seconds(times[-1])}")
         measured = times[WARM_UP_STEPS:]
         if len(times) >= self._enough:
             return True
-        if self._limit_s is None or len(measured) < _STEPS_TO_JUDGE:
+        if self._best_s is None or len(measured) < _STEPS_TO_JUDGE:
             return False
-        if min(measured) > self._limit_s:
-            assert self._best_s is not None
-            slower = min(measured) / self._best_s
+        if (slower := min(measured) / self._best_s) > HOPELESS:
             self._given_up = f"at best {slower:.2f} × the fastest after {len(times)} steps"
         return bool(self._given_up)
 

@@ -19,6 +19,7 @@ from typing import IO, Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
 from toolkit.features.base import FEATURES, excluding
+from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
 from toolkit.launchers.outcome import log_tail
@@ -108,28 +109,21 @@ def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
 
 
 def check_waits(recipe: Recipe) -> None:
-    """Raises PlanError if the recipe's launcher hands a run over and does not wait for it, or
-    if a feature is not for trials."""
-    name, nodes = recipe.launch.launcher, recipe.cluster.nodes
+    """Raises PlanError if trials of a recipe cannot be started and waited for from here."""
     for feature in excluding("trials", recipe.features):
         path = FEATURES[feature].path
         raise PlanError(f"{path} is not for trials", fix=f"--set {path}=null")
-    if not (LAUNCHERS[name].supervises(nodes) or LAUNCHERS[name].waits):
-        raise hands_over(name, nodes)
-
-
-def hands_over(launcher: str, nodes: int) -> PlanError:
-    """The error of a launcher that does not wait for its jobs."""
-    fix = "--set launch.launcher=local"
-    if nodes > 1:
-        fix = (
-            "--set launch.launcher=deepspeed with launch.hostfile, or tune one node: "
-            "--set cluster.nodes=1"
+    if starts_locally(recipe) and recipe.cluster.nodes > 1:
+        raise PlanError(
+            f"launch.launcher: {recipe.launch.launcher} hands its jobs over, and tuning "
+            "waits for each trial",
+            fix="tune one node: --set cluster.nodes=1",
         )
-    return PlanError(
-        f"launch.launcher: {launcher} hands its jobs over, and tuning waits for each trial",
-        fix=fix,
-    )
+
+
+def starts_locally(recipe: Recipe) -> bool:
+    """Whether `local` starts the trials, because the recipe's launcher hands its jobs over."""
+    return not LAUNCHERS[recipe.launch.launcher].supervises(recipe.cluster.nodes)
 
 
 @dataclass
@@ -176,7 +170,7 @@ def step_time(metrics: Sequence[dict[str, Any]]) -> float | None:
 
 
 def run_trial(
-    recipe: str | Path,
+    recipe: Path,
     overrides: Sequence[str],
     folder: Path,
     devices: DeviceSlice,
@@ -205,6 +199,8 @@ def run_trial(
     folder.mkdir(parents=True, exist_ok=True)
     wait_until_free(folder)
     settings = [*overrides, f"launch.hang_timeout_s={hang_s:g}"]
+    if starts_locally(load_recipe(recipe, overrides)):
+        settings.append("launch.launcher=local")
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]

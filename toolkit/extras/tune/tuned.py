@@ -1,25 +1,26 @@
-"""What a tuning leaves behind: a recipe."""
+"""RECIPE.tuned.yaml: the recipe, and the settings that a tuning chose."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import RecipeError, RunFailed
-from toolkit.extras.tune.candidates import key_of
-from toolkit.extras.tune.throughput import Measurement, Tuning, searched
+from toolkit.errors import DmtError, RecipeError, RunFailed
+from toolkit.extras.tune.throughput import Measurement, Tuning, key_of, searched, settings_of
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.dump import dump
+from toolkit.recipe.dump import dump, in_yaml
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
+from toolkit.recipe.schema import Recipe
 from toolkit.system.atomic import write_atomically
 from toolkit.text.dotted import get, nested
 from toolkit.text.generated import check_out
 
 HEADER = "# Written by `dmt tune"
-"""Its end is the mode: one does not overwrite what the other has written."""
+_NEUTRAL: tuple[object, ...] = (1, False, None, "none", [])
+"""Values of a layout that uses nothing of a dimension."""
 
 
 def tuned_path(recipe: Path) -> Path:
@@ -34,51 +35,58 @@ def check_tuned_path(file: Path, mode: str = "") -> None:
     check_out(file, f"{HEADER}{mode}`", f"`dmt tune{mode}`")
 
 
-def tuned_recipe(tuning: Tuning, best: Measurement, file: Path) -> str:
-    """The recipe with the settings of the fastest layout, and those of this command line,
-    where its file says something else."""
+def write_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
+    """Write the recipe with the fastest layout. Raises RunFailed if it plans as another one."""
     notes = [
         f"{HEADER}`: {best.layout}",
         f"# measured: {best.step_time_s:.4g} s per step; predicted: {best.predicted_s:.4g} s",
     ]
-    return _extending(tuning.path, file, nested(chosen_settings(tuning, best)), *notes)
+    _write(tuning.path, file, nested(_chosen(tuning, best, cluster)), *notes)
+    if not _plans_as(best, load_recipe(file), cluster):
+        raise RunFailed(f"{file}: it is planned as another layout than {best.layout}")
 
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
     """Write the recipe with these `KEY=VALUE` settings."""
     settings = yaml_nodes.to_data(read_layers(recipe, overrides).trees[-1])
-    text = _extending(recipe, file, settings, f"{HEADER} --search`: {note}")
-    write_atomically(file, text)
+    _write(recipe, file, settings, f"{HEADER} --search`: {note}")
 
 
-def _extending(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -> str:
+def _write(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -> None:
     tree = {"extends": _extended(find_recipe(recipe), file), **settings}
-    return "\n".join([*notes, dump(tree, flow=False)])
+    write_atomically(file, "\n".join([*notes, dump(tree, flow=False)]))
 
 
-def chosen_settings(tuning: Tuning, best: Measurement) -> dict[str, Any]:
-    """What the tuned recipe states."""
+def _chosen(tuning: Tuning, best: Measurement, cluster: Cluster | None) -> dict[str, Any]:
+    """The settings that the tuned recipe states. What the layout does not use stays `auto`, if
+    the planner then still chooses this layout."""
     keys = [override.partition("=")[0] for override in tuning.overrides]
     if tuning.options:  # a cluster was named
         keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
-    values = {key: get(tuning.recipe.model_dump(), key) for key in keys} | best.settings
+    typed = {key: get(tuning.recipe.model_dump(), key) for key in keys}
     try:
         stated = load_recipe(tuning.path).model_dump()
     except RecipeError:  # without the overrides
-        return values
-    return {key: value for key, value in values.items() if value != get(stated, key)}
+        return typed | best.settings
+    layout = {key: value for key, value in best.settings.items() if value != get(stated, key)}
+    typed = {key: value for key, value in typed.items() if value != get(stated, key)}
+    needed = {key: value for key, value in layout.items() if value not in _NEUTRAL}
+    overrides = [f"{key}={in_yaml(value)}" for key, value in (typed | needed).items()]
+    try:
+        is_enough = _plans_as(best, load_recipe(tuning.path, overrides), cluster)
+    except DmtError:
+        is_enough = False
+    return typed | (needed if is_enough else layout)
+
+
+def _plans_as(best: Measurement, recipe: Recipe, cluster: Cluster | None) -> bool:
+    """Whether the planner chooses the measured layout for a recipe."""
+    planned = searched(recipe, cluster)[1].best
+    return key_of(settings_of(planned)) == key_of(best.settings)
 
 
 def _extended(recipe: Path, file: Path) -> str:
-    """What `extends` says in `file`."""
+    """The value of `extends` in `file`."""
     if RECIPES in recipe.resolve().parents:
         return f"{SHIPPED}{recipe.resolve().relative_to(RECIPES)}"
     return os.path.relpath(recipe.absolute(), file.absolute().parent)
-
-
-def check_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
-    """Raises RunFailed if planning the tuned recipe gives another layout."""
-    planned = searched(load_recipe(file), cluster)[1].best
-    measured = tuning.candidates.by_key.get(key_of(best.settings))
-    if measured is not None and (planned.pair, planned.layout) != measured[:2]:
-        raise RunFailed(f"{file}: it is planned as another layout than {best.layout}")
