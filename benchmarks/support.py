@@ -121,7 +121,7 @@ LAYOUT_ROWS = [
         none="",
         full="recompute: all of a layer",
         selective="recompute: attention",
-        one_layer="recompute: some layers, their inputs on the CPU",
+        one_layer="recompute: some layers",
     ),
     in_parallel("without overlap", overlap="none"),
 ]
@@ -155,7 +155,6 @@ KERNEL_ROWS = [
     Row("Liger's kernels", {"kernels": {"fused": "liger"}}),
     *of_axis("experts", apart="", grouped="grouped experts"),
     *of_axis("attention", auto="", eager="eager attention"),
-    *of_axis("mlp", whole="", tiled="tiled MLP"),
     *of_axis("documents", joined="", apart="isolated documents"),
 ]
 DATA_ROWS = [

@@ -25,12 +25,9 @@ FusedKernels = Literal["none", "megatron", "liger"]
 ExpertProducts = Literal["sequential", "grouped"]
 Exchange = Literal["all_gather", "ulysses"]
 """How the ranks of a context group exchange keys and values (models/context/)."""
-MlpKernel = Literal["whole", "tiled"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
-_CHUNK_HIDDEN = 2**24
-"""Elements of an MLP's input: 4,096 positions of a hidden size of 4,096."""
 
 
 class Pair(NamedTuple):
@@ -60,8 +57,6 @@ class Layout:
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
-    offload_activations: bool = False
-    """Whether the inputs of recomputed layers are kept in host memory."""
     loss: LossKernel = "whole"
     """Logits and loss of a micro batch at once, or of some of its tokens at a time."""
     compile: CompiledParts = "none"
@@ -72,8 +67,6 @@ class Layout:
     """Whether a rank's experts are computed in turn, or all at once."""
     exchange: Exchange = "all_gather"
     """Of context parallel; without it, none takes place."""
-    mlp: MlpKernel = "whole"
-    """All positions of a micro batch at once, or some at a time."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
     shares: tuple[int, ...] = ()
@@ -173,11 +166,6 @@ def loss_chunks(kernel: LossKernel, tokens: int, vocab: int, tp: int = 1) -> int
     """In how many chunks a rank computes the loss of a micro batch of so many tokens."""
     logits = tokens * padded_vocab(vocab, tp) // tp
     return 1 if kernel == "whole" else max(2, -(-logits // _CHUNK_LOGITS))
-
-
-def mlp_chunks(elements: float) -> int:
-    """In how many chunks a tiled MLP computes an input of so many elements."""
-    return max(2, -int(-elements // _CHUNK_HIDDEN))
 
 
 @lru_cache(maxsize=4096)

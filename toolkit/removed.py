@@ -32,6 +32,9 @@ SETTINGS: dict[str, str] = {
             "bf16.bf16_master_weights_and_grads",
         }.items()
     },
+    "parallel.offload_activations": "remove it; recompute, `parallel.context` and "
+    "`kernels.loss: chunked` save memory of long sequences",
+    "kernels.mlp": "remove it; `parallel.context` saves memory of long sequences",
     "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
     "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
     "and state model.hub: FOLDER",
@@ -49,6 +52,8 @@ SETTINGS: dict[str, str] = {
 DEFAULTS: dict[str, object] = {
     "cluster.groups": [],
     "data.remote_cache_gib": 50.0,
+    "kernels.mlp": "whole",
+    "parallel.offload_activations": False,
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,
     "parallel.zero.quantized_gradients": False,

@@ -197,8 +197,7 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
         assert set(plan["layout"]) == {
             "dp", "tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "zero_stage",
             "offload_optimizer", "offload_parameters", "recompute", "loss", "micro_batch",
-            "gradient_accumulation", "replicate", "compile", "fused", "experts", "mlp",
-            "offload_activations", "exchange",
+            "gradient_accumulation", "replicate", "compile", "fused", "experts", "exchange",
         }  # fmt: skip
         memory = plan["memory_gib"]
         parts = memory["model_states"] + memory["activations"] + memory["other"]

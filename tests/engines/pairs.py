@@ -175,14 +175,13 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "none": {},
         "full": {"parallel": {"recompute": "full"}},
         "selective": {"parallel": {"recompute": "selective"}},
-        "one layer": {"parallel": {"recompute": 1, "offload_activations": True}},
+        "one layer": {"parallel": {"recompute": 1}},
     },
     "stages": {
         "even": {},
         "uneven": {"parallel": {"stages": [3, 1]}},
         "uneven chunks": {"parallel": {"stages": [1, 1, 3, 1]}},
     },
-    "mlp": {"whole": {}, "tiled": _kernels(mlp="tiled")},
     "micro batch": {
         "2": {},
         "1": {"training": {"micro_batch_size": 1}},
@@ -386,7 +385,7 @@ def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:
 
 def reference(case: Case) -> Record:
     """transformers, PEFT and torch alone, in this process."""
-    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "exchange", "mlp"}
+    ours = {"layout", "loss", "compile", "fused", "experts", "attention", "exchange"}
     ours |= {"recompute", "micro batch", "stages"}
     kept = tuple(one for one in case.features if one[0] not in ours)
     return _reference(Case("ddp", kept))

@@ -39,18 +39,13 @@ def saved_bytes(
     parts: Any,
     recompute: Recompute,
     fused: Any = "none",
-    *,
-    inputs_on_host: bool = False,
-    tiled: bool = False,
 ) -> int:
     """What a model of so many layers keeps on its device for the backward pass, besides its
     weights."""
     model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
     compiled.compile_layers(model.train(), parts)
     liger.fuse(model, fused)
-    hf.enable_recompute(model, recompute, inputs_on_host)
-    if tiled:
-        hf.tile_mlps(model)
+    hf.enable_recompute(model, recompute)
     own = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

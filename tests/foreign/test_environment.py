@@ -107,15 +107,6 @@ def test_accelerates_variables_count_while_their_switch_is_on(tiny: Planned) -> 
     }
 
 
-def test_activations_that_are_offloaded(tiny: Planned) -> None:
-    environ = {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
-    assert conflicts(tiny, environ) == {}
-    found = conflicts(tiny, {"ACCELERATE_USE_FSDP": "true", **environ})
-    assert found["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == (
-        *("parallel.offload_activations", "false", "recipe"),
-    )
-
-
 def test_deepspeeds_json_in_a_variable(tiny: Planned) -> None:
     environ = {
         "ACCELERATE_USE_DEEPSPEED": "true",

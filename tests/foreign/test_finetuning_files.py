@@ -139,7 +139,7 @@ def test_a_published_file_is_imported_and_planned(
         ("base_model: m\nadapter: lora\nlora_r: 4", "adapter.rank", 4),
         ("base_model: m\nsequence_len: 8\ncontext_parallel_size: 2", "parallel.context", 2),
         ("base_model: m\nsequence_len: 8\ngradient_checkpointing: offload",
-         "parallel.offload_activations", True),
+         "parallel.recompute", "full"),
         ("base_model: m\nlearning_rate: 2.0e-4\ncosine_min_lr_ratio: 0.1",
          "schedule.min_learning_rate", 2e-5),
     ],

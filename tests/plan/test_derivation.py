@@ -39,11 +39,6 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
         dp=2, tp=2, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, micro_batch=2,
         gradient_accumulation=8, recompute="selective")),
     "some layers": ("fsdp", Layout(dp=16, zero_stage=3, recompute=3)),
-    "inputs on the host": ("fsdp", Layout(
-        dp=16, zero_stage=3, recompute="full", offload_activations=True, mlp="tiled")),
-    "some inputs of a chunk": ("megatron", Layout(
-        dp=4, pp=4, vpp=2, zero_stage=1, gradient_accumulation=8, recompute=1,
-        offload_activations=True)),
     "some of each chunk": ("megatron", Layout(
         dp=4, pp=4, vpp=2, tp=1, zero_stage=1, gradient_accumulation=8, recompute=1)),
     "some of each stage": ("megatron", Layout(
@@ -53,7 +48,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "sent heads": ("deepspeed", Layout(dp=8, cp=2, zero_stage=2, exchange="ulysses")),
     "experts": ("megatron", Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped")),
 }  # fmt: skip
-OFFLOADED = ("cpu", "nvme", "inputs on the host", "some inputs of a chunk")
+OFFLOADED = ("cpu", "nvme")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

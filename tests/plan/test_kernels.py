@@ -144,40 +144,6 @@ def test_ligers_loss_needs_less_memory_and_no_less_time() -> None:
     )  # fmt: skip
 
 
-def test_memory_at_length() -> None:
-    """Offloaded inputs and tiled MLPs: memory, time, and what excludes them."""
-    long: dict[str, Any] = {
-        "training__sequence_length": 65536, "training__micro_batch_size": 1,
-        "parallel__engine": "fsdp", "parallel__zero__stage": 3, "parallel__recompute": "full",
-        "kernels__compile": "none", "kernels__loss": "chunked",
-    }  # fmt: skip
-    plain = planned(LLAMA, **long)
-    away = planned(LLAMA, **long, parallel__offload_activations=True)
-    tiled = planned(LLAMA, **long, kernels__mlp="tiled")
-    assert plain.memory_gib and plain.step_time_s
-    for plan in (away, tiled):
-        assert plan.memory_gib and plan.memory_gib < plain.memory_gib
-    inputs = 32 * 65536 * 4096 * 2 / 2**30
-    assert plain.memory_gib - away.memory_gib == pytest.approx(1.07 * (inputs - 1), rel=0.01)
-    assert tiled.step_time_s and tiled.step_time_s > 1.05 * plain.step_time_s
-    assert "asked for; planned as copied while layers are computed" in why(
-        away, "offload of activations"
-    )
-    assert "asked for; a chunk's forward pass" in why(tiled, "MLP")
-    open_recompute = long | {"parallel__recompute": "auto"}
-    chosen = planned(LLAMA, **open_recompute, parallel__offload_activations=True)
-    assert (chosen.layout.recompute, chosen.layout.compile) == ("full", "none")
-    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"), ["kernels.mlp=tiled"])
-    spec = model_spec(recipe.model.config or {})
-    kinds = {one.what: one.kind for plan in (away, tiled) for one in ledger(recipe, plan, spec)}
-    assert (kinds["activation offload"], kinds["tiled MLP"]) == ("exact", "approximated")
-    on: dict[str, Any] = {"parallel__offload_activations": True}
-    assert "unless whole layers" in refused(LLAMA, parallel__recompute="none", **on)
-    compiled = {"kernels__compile": "layers", "parallel__engine": "fsdp"}
-    assert "one graph cannot hold the hooks" in refused(LLAMA, **compiled, **on)
-    assert "experts instead" in refused(QWEN3, kernels__mlp="tiled")
-
-
 QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
 
 

@@ -73,14 +73,12 @@ class EngineSetup:
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
-        if self.layout.mlp == "tiled":
-            hf.tile_mlps(model)
 
     def enable_recompute(self, model: "PreTrainedModel") -> None:
         """Recompute a transformers model's layers as planned."""
         from toolkit.models import huggingface as hf
 
-        hf.enable_recompute(model, self.layout.recompute, self.layout.offload_activations)
+        hf.enable_recompute(model, self.layout.recompute)
 
     def fill_masters(self, state: "Iterable[StateShard]") -> None:
         """Give the fp32 master weights of a 16-bit model their initial values: the engine made

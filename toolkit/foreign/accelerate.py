@@ -164,7 +164,7 @@ KEYS: Mapping[str, Row] = {
     "fsdp_offload_params": TargetKey(
         "parallel.zero.offload_parameters", lambda value: "cpu" if _is_on(value) else "none"
     ),
-    "fsdp_activation_checkpointing_offload": TargetKey("parallel.offload_activations", _is_on),
+    "fsdp_activation_checkpointing_offload": NotCarried("inputs of layers stay on the GPU"),
     "fsdp_activation_checkpointing": TargetKey(
         "parallel.recompute",
         lambda value: "full" if _is_on(value) else OneOf(("none", "selective")),

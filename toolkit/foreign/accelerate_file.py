@@ -98,11 +98,7 @@ def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
         open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
-        plain = {
-            "kernels.mlp": "whole",
-            "parallel.balance": "none",
-            "parallel.offload_activations": "false",
-        }
+        plain = {"parallel.balance": "none"}
         open_again |= {key: plain[key] for key in plain.keys() & stated.keys()}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
@@ -113,7 +109,7 @@ def refuse_kernels(recipe: Recipe) -> None:
 
 def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     """Settings and values that DMT's worker supports, but a script's model does not."""
-    known = _IN_SCRIPTS | {"attention": "sdpa", "fused": "none", "mlp": "whole"}
+    known = _IN_SCRIPTS | {"attention": "sdpa", "fused": "none"}
     stated = {name: getattr(recipe.kernels, name) for name in known}
     found = {
         f"kernels.{name}": value
@@ -124,8 +120,6 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
     found |= {name: str(features[name]) for name in excluding("scripts", features)}
     if recipe.parallel.balance != "none":
         found["parallel.balance"] = recipe.parallel.balance
-    if recipe.parallel.offload_activations:
-        found["parallel.offload_activations"] = "true"
     return found
 
 

@@ -20,7 +20,6 @@ from toolkit.foreign.base import (
     SettingSource,
     ShareOfSteps,
     Stated,
-    TargetKey,
     changes,
     number,
     shown,
@@ -299,9 +298,7 @@ def _precision(setting: ForeignSetting, settings: Settings) -> list[Result]:
 def _recompute(setting: ForeignSetting, _: Settings) -> list[Result]:
     if not setting.value:
         return []
-    key = "parallel.offload_activations"
-    found: list[Result] = [Stated("parallel.recompute", "full", setting)]
-    return found + ([Stated(key, True, setting)] if isinstance(setting.value, str) else [])
+    return [Stated("parallel.recompute", "full", setting)]
 
 
 def _warmup(setting: ForeignSetting, settings: Settings) -> Iterable[Result]:
@@ -361,9 +358,8 @@ _KEYS: Mapping[str, Row] = {
     "tf32": unless_off(changes("products of fp32 are exact")),
     "fp8": unless_off(changes("write the section fp8")),
     "gradient_checkpointing": _recompute,
-    "activation_offloading": TargetKey("parallel.offload_activations", bool),
+    **dict.fromkeys(("activation_offloading", "tiled_mlp"), _SAME),
     **dict.fromkeys(LIGER, Chosen("kernels.fused", {True: "liger"})),
     "liger_fused_linear_cross_entropy": Chosen("kernels.loss", {True: "liger"}),
-    "tiled_mlp": Chosen("kernels.mlp", {True: "tiled"}),
     "ring_attn_func": Chosen("kernels.context", RINGS, _SAME),
 }

@@ -97,8 +97,6 @@ _NAMES = {
     Foreign("parallel.recompute", "one of none, selective, full, auto, or a number of layers"):
         "gradient_checkpointing activation_checkpoint recompute_granularity "
         "recompute_num_layers",
-    Foreign("parallel.offload_activations", "true or false"):
-        "activation_offloading enable_activation_offloading cpu_offloading",
     Foreign("cluster.nodes"): "num_nodes nnodes",
     Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
     # adapters

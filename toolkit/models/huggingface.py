@@ -29,7 +29,6 @@ from toolkit.layout import (
     recomputed_layers,
 )
 from toolkit.models import cuda_kernels, documents, liger
-from toolkit.models.activations import tile, with_inputs_on_host
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.context import Context
 from toolkit.models.families import model_spec, settings_of
@@ -369,9 +368,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def enable_recompute(
-    model: PreTrainedModel, recompute: Recompute, inputs_on_host: bool = False
-) -> None:
+def enable_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
     """Recompute decoder layers' activations in the backward pass, one layer at a time."""
     if recompute == "none":
         return
@@ -379,17 +376,6 @@ def enable_recompute(
     layers = decoder_layers(model)
     for layer in layers[recomputed_layers(recompute, len(layers)) :]:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
-    for layer in layers if inputs_on_host else ():
-        again: Any = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = with_inputs_on_host(again)  # type: ignore[assignment]
-
-
-def tile_mlps(model: nn.Module) -> None:
-    """Let each decoder layer's MLP, if it has no experts, compute some positions at a time."""
-    mlps = [layer.get_submodule("mlp") for layer in decoder_layers(model)]
-    for mlp in mlps:
-        if not any(name.endswith("experts") for name, _ in mlp.named_modules()):
-            tile(mlp, positions=1)
 
 
 @contextmanager

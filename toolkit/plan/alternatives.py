@@ -155,15 +155,6 @@ def remedies(found: Search) -> list[Remedy]:
 
 def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
     """What a run may do without, the dearest last; of each list the first that fits counts."""
-    on_host: Changes = {"parallel.offload_activations": True}
-    if job.parallel.recompute in ("none", "selective"):
-        on_host["parallel.recompute"] = "full"
-    tiled: Changes = {"kernels.mlp": "tiled"}
-    yield [
-        ("speed: layer inputs on the host", on_host),
-        ("speed: tiled MLP", tiled),
-        ("speed: host inputs and tiled MLP", {**on_host, **tiled}),
-    ]
     if job.parallel.zero.nvme_path is None:
         yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
     for name, kind in OPTIMIZERS.items() if job.adapter is None else ():

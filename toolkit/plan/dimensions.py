@@ -277,22 +277,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         scaled=lambda value, _: 1 if isinstance(value, int) else value,
     ),
     Dimension(
-        "offload_activations",
-        "parallel.offload_activations",
-        "offload of activations",
-        lambda _: "inputs in host memory",
-        needs=(
-            Need(
-                lambda offloads: offloads is True,
-                "parallel.recompute",
-                lambda recompute: recompute not in ("none", "selective"),
-                "false unless whole layers are recomputed, whose inputs it offloads",
-                "set parallel.recompute to full (or auto)",
-            ),
-        ),
-        parts=bool,
-    ),
-    Dimension(
         "loss",
         "kernels.loss",
         "loss",
@@ -310,13 +294,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "exchange by {}".format,
         disruption=4,
         parts=lambda exchange: exchange != _PLAIN.exchange,
-    ),
-    Dimension(
-        "mlp",
-        "kernels.mlp",
-        "MLP",
-        "{} MLP".format,
-        parts=lambda kernel: kernel != "whole",
     ),
 )
 """In the order of a layout's text."""

@@ -147,8 +147,6 @@ def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "uneven pipeline", "the same layers in the same order, on other ranks"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
-    if layout.offload_activations:
-        yield "activation offload", "layer inputs return from host memory as they were"
 
 
 def _of_features(
@@ -186,8 +184,6 @@ def _approximated(
         yield ledger.approximated
     if recipe.follows_validation and (sums or precision != "fp32"):
         yield "validation loss", "a step that it decides may come later by a last digit"
-    if layout.mlp == "tiled":
-        yield "tiled MLP", "gradients of its weights are sums over chunks, in other last digits"
     if layout.compile != "none":
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if layout.fused == "megatron":

@@ -17,8 +17,6 @@ LEAST_GAIN = 0.001
 _UNMEASURED = {
     ("loss", "liger"): "planned as long as chunks; not measured with a loss per token",
     ("fused", "liger"): "planned as one kernel each; not measured on a GPU",
-    ("offload_activations", True): "planned as copied while layers are computed; not measured",
-    ("mlp", "tiled"): "a chunk's forward pass is computed again in its backward pass",
 }
 
 

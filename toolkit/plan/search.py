@@ -222,7 +222,7 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     needed = max(memory.total / GIB, building_gib(workload, layout))
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
-    if places != ("none", "none") or layout.offload_activations:
+    if places != ("none", "none"):
         host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
         disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
     states, capacity = memory.model_states / GIB, cluster.gpu.memory_gib

@@ -284,8 +284,6 @@ def _copies(job: PlanRequest, pair: Pair, fallback: Fallback, parts: int) -> lis
 def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKernel], ...]:
     layers, loss = job.parallel.recompute, job.kernels.loss
     able = [one for one in _RECOMPUTE if one in table()[pair].recompute]
-    if job.parallel.offload_activations:
-        able = ["full"]
     return tuple(
         product(
             able if layers == "auto" else [layers],
@@ -305,7 +303,6 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         compile=kernels.compiled(complete, pair, settled["zero_stage"]),
         fused=kernels.fused(job, pair),
         experts=kernels.expert_products(job, pair, parallel),
-        mlp=job.kernels.mlp,
     )
 
 

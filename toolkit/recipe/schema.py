@@ -28,7 +28,6 @@ from toolkit.layout import (
     ExpertProducts,
     FusedKernels,
     LossKernel,
-    MlpKernel,
 )
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.optimizers.base import OPTIMIZERS, OptimizerKind
@@ -714,7 +713,7 @@ class ZeroSection(Section):
     preset's."""
 
 
-@with_features("parallel", after="offload_activations")
+@with_features("parallel", after="recompute")
 class ParallelSection(Section):
     """How to parallelise the training, independently of any backend's configuration format."""
 
@@ -760,9 +759,6 @@ class ParallelSection(Section):
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
     """Activation recompute (checkpointing): none, attention only, or whole layers; a number: so
     many layers, the first ones of the model or, with a pipeline, of each of its chunks."""
-    offload_activations: bool = False
-    """The inputs of recomputed layers are kept in host memory until their backward pass, for
-    long sequences; `recompute` must be `full` or a number, and `auto` is `full` then."""
 
 
 class GpuSection(Section):
@@ -1008,10 +1004,6 @@ class KernelsSection(Section):
     """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
     gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
     heads."""
-    mlp: MlpKernel = "whole"
-    """The MLP of a layer (not its experts): `whole`, for all tokens of a micro batch at once;
-    `tiled`, for a part of the positions at a time, which is computed again in the backward
-    pass, so that its intermediate activations are those of a part. For long sequences."""
 
 
 @with_features("", after="kernels")

@@ -12,8 +12,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|_STATUS_\w*ALLOC\w*_FAILED", re.IGNO
 _FIX = (
     "--set training.micro_batch_size=1, --set parallel.recompute=full, "
     "--set parallel.zero.stage=3, or offload (parallel.zero.offload_optimizer=cpu); "
-    "for long sequences --set parallel.context=2, --set kernels.mlp=tiled, or with full "
-    "recompute --set parallel.offload_activations=true"
+    "for long sequences --set parallel.context=2"
 )
 
 

@@ -25,7 +25,6 @@ from toolkit.models.context import Context
 from toolkit.models.families import MegatronModel
 from toolkit.models.log_probs import in_chunks
 from toolkit.models.megatron import cpu, versions
-from toolkit.models.megatron.activations import save_less
 from toolkit.models.megatron.attention import CausalAttention, chunk_ends, document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
@@ -335,7 +334,6 @@ def build_chunks(
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
-    save_less(chunks, layout)
     return chunks
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from toolkit.layout import Exchange, Recompute, mlp_chunks
+from toolkit.layout import Exchange, Recompute
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.exchange import ContextSplit, context_split
@@ -153,8 +153,6 @@ def _mlp(workload: Workload, part: Slice) -> Iterator[Op]:
     yield Op("mlp", product=(1, part.tokens, gate * inner, spec.hidden))
     moved, back, tensors = _activation(workload)
     kept = workload.width * tensors * elements
-    if workload.tiled_mlp:  # computed again
-        kept, back = 0.0, back + moved
     back = back * elements + _bias(workload, part, elements)
     yield Op("mlp", kept, moved * elements, back)
     yield Op("mlp", product=(1, part.tokens, spec.hidden, inner))
@@ -235,8 +233,6 @@ def layer_activations(
     # The last recomputed layer is completely in memory again, together with the gradients.
     least = _layer_input(workload, part) if recompute == "full" else stored
     again = max(0.0, whole.total - least.total)
-    if workload.inputs_on_host:  # that of the next layer is on its way
-        again += workload.width * part.stream * workload.spec.hidden
     gradients = _gradients(workload, part, split, whole) + _changed_experts(workload)
     return Activations(stored, whole.total, again, gradients)
 
@@ -329,7 +325,7 @@ def _changed_experts(workload: Workload) -> float:
 def _layer_input(workload: Workload, part: Slice) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
     held = workload.width * part.stream * workload.spec.hidden
-    return LayerActivations(0.0 if workload.inputs_on_host else held, 0.0, 0.0, 0.0, 0.0)
+    return LayerActivations(held, 0.0, 0.0, 0.0, 0.0)
 
 
 def _without_scores(
@@ -379,9 +375,6 @@ def _gradients(
     kept (of `whole`) is free when attention's are made."""
     spec, width, inner = workload.spec, workload.width, _inner(workload, part)
     mlp = width * (3 if spec.gated_mlp else 2) * inner
-    if workload.tiled_mlp:  # of one chunk, which is computed again
-        kept = width * _activation(workload)[2] * inner
-        mlp = (mlp + kept) / mlp_chunks(part.stream * spec.hidden)
     scores = part.tokens / part.tp * spec.heads * workload.sequence_length
     around = width * 2 * part.tokens * spec.hidden
     if workload.attention == "eager":

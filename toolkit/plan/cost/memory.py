@@ -7,7 +7,6 @@ of the current layer. The fullest stage counts.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil, log2
 from typing import NamedTuple
 
 from toolkit.layout import (
@@ -117,8 +116,6 @@ class MicroBatchMemory(NamedTuple):
     """Of tensor, pipeline and context parallel."""
     sent: float
     """Sent outputs of a chunk of an interleaved pipeline, if they are kept."""
-    received: float
-    """The input of a pipeline's chunk, which it keeps where layers keep theirs on the host."""
 
 
 def peak_memory(workload: Workload, layout: Layout) -> Memory:
@@ -159,7 +156,7 @@ def _memory(
     recomputed = layers_stored(workload, layout, share)
     stored = step.stored * recomputed + step.whole * (share.layers - recomputed)
     chunk = stored / layout.vpp + document_masks(workload, layout, layers)
-    chunk += step.received + (step.sent if layout.vpp > 1 else 0.0)
+    chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * chunks_waiting(layout, share)
     padded = padded_share(workload, layout, share)
     buffers = workload.cost.buffers(layout, workload.width, padded) + stacked(workload, share)
@@ -444,7 +441,6 @@ def micro_batch_memory(
         head=2 * stream + head,
         messages=messages,
         sent=stream if workload.keeps_sent else 0.0,
-        received=stream if workload.inputs_on_host and pp > 1 else 0.0,
     )
 
 
@@ -514,20 +510,7 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
         held += each.weight * share
     elif layout.offload_parameters == "nvme":
         held += each.weight * min(NVME_LIVE_PARAMETERS, share)
-    return (held + input_bytes(workload, layout)) * ranks
-
-
-def input_bytes(workload: Workload, layout: Layout) -> float:
-    """Host memory of a rank for the inputs of recomputed layers. Blocks of pinned memory have
-    powers of two as sizes (torch's CachingHostAllocator)."""
-    if not layout.offload_activations:
-        return 0.0
-    first = workload.share(*degrees(layout), 0)  # which holds most micro batches
-    tokens = layout.micro_batch * workload.sample_tokens / layout.cp
-    stream = tokens / (layout.tp if layout.sequence_parallel else 1)
-    block = 2 ** ceil(log2(workload.width * stream * workload.spec.hidden))
-    layers = layers_stored(workload, layout, first) / layout.vpp
-    return float(block * layers * chunks_waiting(layout, first))
+    return held * ranks
 
 
 def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:

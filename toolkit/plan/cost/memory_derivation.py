@@ -114,9 +114,7 @@ def _activations(
     step = micro_batch_memory(workload, *micro_batch_of(layout))
     source = "the layer's input, which recompute starts from" if way == "full" else _SAVED
     formula = f"tokens * ({' + '.join(per_token)})"
-    layer: Symbol = 0.0  # of a layer whose input is in host memory
-    if per_token:
-        layer = Derivation(stored.total, formula, {"tokens": tokens, **per_token}, source)
+    layer = Derivation(stored.total, formula, {"tokens": tokens, **per_token}, source)
     symbols: dict[str, Symbol] = {
         "waiting": chunks_waiting(layout, share), "layers": layers, "layer_bytes": layer,
     }  # fmt: skip
@@ -127,7 +125,6 @@ def _activations(
     for name, one in {
         "mask_bytes": document_masks(workload, layout, layers),
         "sent_bytes": step.sent if layout.vpp > 1 else 0.0,
-        "received_bytes": step.received,
     }.items():
         if one:
             terms.append(name)

@@ -279,8 +279,6 @@ def _layer_time(
         count * (matmul_s(m, k, n, device) + trained * matmul_s(k, n, m, device))
         for count, m, n, k in products
     )
-    if workload.tiled_mlp and not experts:  # each chunk again
-        matmul_back += sum(count * matmul_s(m, n, k, device) for count, m, n, k in mlp)
     attention, attention_back = _attention_s(workload, part, device)
     moved = device.width * sum(op.moved for op in ops)
     moved_back = device.width * sum(op.moved_back for op in ops)

@@ -359,17 +359,13 @@ def _recomputed_flops(
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
-    tiled = 0.0
-    if workload.tiled_mlp:
-        weights = (3 if spec.gated_mlp else 2) * spec.hidden * spec.intermediate
-        tiled = 2.0 * weights * (spec.layers - spec.moe_layers)
     if recompute == "full" or isinstance(recompute, int):
-        return workload.recomputed_layers * share * (products + attention) + tiled
+        return workload.recomputed_layers * share * (products + attention)
     if recompute == "none":
-        return tiled
+        return 0.0
     if workload.cost.selective == "attention":
-        return attention + tiled
-    return (1 - SAVED_PRODUCTS) * products + tiled
+        return attention
+    return (1 - SAVED_PRODUCTS) * products
 
 
 def _weight_flops(spec: ModelSpec) -> float:

@@ -6,7 +6,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device
 from toolkit.plan.cost.owners import owner_s
-from toolkit.plan.cost.stages import StageShare, recomputed_of_stages
+from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.traffic import PlacedLayout, exposed
 
 UPDATE_BYTES = 50
@@ -75,11 +75,6 @@ def host_copies(place: PlacedLayout, share: StageShare) -> OffloadCopies:
         each, once = cost.gradient_copies(layout, width)
         backward["gradients"] = each * FP32_BYTES * shard
         last["gradients"] = once * FP32_BYTES * shard
-    if layout.offload_activations:
-        ways = layout.recompute, workload.spec.layers, *layout.division
-        layers = recomputed_of_stages(*ways)[share.stage]
-        forward["inputs"] = width * place.slice.stream * workload.spec.hidden * layers
-        backward["inputs"] = forward["inputs"]
     return OffloadCopies(forward, backward, last, updated)
 
 
@@ -98,7 +93,7 @@ def offload_parts_s(
     """
     layout, efficiency = place.layout, place.efficiency
     places = {layout.offload_optimizer, layout.offload_parameters}
-    if places == {"none"} and not layout.offload_activations:
+    if places == {"none"}:
         return {}
     host = place.cluster.host_link_bytes_per_s * efficiency["link.host"]
     on_node = min(place.cluster.gpus_per_node, layout.world)

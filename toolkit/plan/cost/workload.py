@@ -50,10 +50,6 @@ class Workload:
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
-    inputs_on_host: bool = False
-    """Recomputed layers keep their inputs in host memory."""
-    tiled_mlp: bool = False
-    """A dense MLP computes some positions at a time, and again in the backward pass."""
     reduce_bytes: float | None = None
     """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
     tensor_overlap: TensorOverlap = "backward"
@@ -152,8 +148,6 @@ class Workload:
             "fused_glu": (compiled or fused) and not (liger and self.spec.moe_layers),
             "fused_norms": liger,
             "grouped_experts": layout.experts == "grouped",
-            "tiled_mlp": layout.mlp == "tiled",
-            "inputs_on_host": layout.offload_activations,
         }
         names = tuple(filter(on.get, on))
         lengths = layout.cp > 1 and (self.document_mask or self.cudnn)

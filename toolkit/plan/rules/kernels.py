@@ -29,10 +29,6 @@ def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
         yield _refused("loss", f"liger for {pair}", f"auto, whole or chunked: {why}")
     if job.kernels.experts == "grouped" and (why := _ungroupable(job, pair, job.parallel)):
         yield _refused("experts", f"grouped for {pair}", f"auto: {why}")
-    if job.kernels.mlp == "tiled" and (why := _untileable(job, pair)):
-        yield Problem(
-            "kernels.mlp", f"tiled for {pair}", f"whole: {why}", "set kernels.mlp to whole"
-        )
 
 
 def _refused(setting: str, found: str, allowed: str) -> Problem:
@@ -74,7 +70,7 @@ def _compile_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     if job.kernels.compile != "layers":
         return
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
-    split = is_above_one(job.parallel.context) or job.parallel.offload_activations
+    split = is_above_one(job.parallel.context)
     if not stages or job.spec.moe_layers or split:
         why = _uncompilable(job, pair, stages[0] if stages else 0)
         yield _refused("compile", f"layers for {pair}", f"auto or none: {why}")
@@ -100,8 +96,6 @@ def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
         return "no test compiles layers whose rows are spread over ranks"
     if job.spec.moe_layers:
         return "which experts a token takes depends on data, which one graph cannot"
-    if job.parallel.offload_activations:
-        return "one graph cannot hold the hooks of parallel.offload_activations"
     return ""
 
 
@@ -176,25 +170,6 @@ def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
     wanted = job.mapped.transformer
     if wanted["activation_func"] != "silu" or not wanted["gated_linear_unit"]:
         return "megatron-core has an exact kernel for SwiGLU only"
-    return ""
-
-
-# MLPs in chunks of positions, for sequences whose intermediate activations do not fit.
-
-TILED_FAMILIES = (
-    "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox", "granite", "llama",
-    "mistral", "phi3", "qwen2", "qwen3", "smollm3",
-)  # fmt: skip
-"""Model types that the tests compare with tiled MLPs and without, as transformers' models."""
-
-
-def _untileable(job: PlanRequest, pair: Pair) -> str:
-    if job.spec.moe_layers == job.spec.layers:
-        return "the model's layers have experts instead"
-    if pair.model == "hf" and job.spec.family not in TILED_FAMILIES:
-        return f"no test tiles the MLPs of {job.spec.family}"
-    if pair.model == "hf" and is_above_one(job.parallel.tensor):
-        return "no test tiles MLPs that tensor parallel splits"
     return ""
 
 
