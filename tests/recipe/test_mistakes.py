@@ -1016,12 +1016,13 @@ TEN_OF = {
 """A wrong value by its setting; some are wrong only together with GOOD or with each other."""
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_ten_mistakes_take_two_passes(seed: int, tmp_path: Path) -> None:
-    """What is reported is put right, as a user would; a third pass finds nothing."""
+@pytest.mark.parametrize("seed", range(10))
+def test_ten_mistakes_take_four_passes(seed: int, tmp_path: Path) -> None:
+    """What is reported is put right, as a user would: settings, then rules (two of which may
+    hide each other), then the plan and local files; a fifth pass finds nothing."""
     made = random.Random(seed).sample(sorted(TEN_OF), 10)
     path = tmp_path / "recipe.yaml"
-    for number in range(3):
+    for number in range(5):
         recipe = YAML(typ="safe", pure=True).load(GOOD)
         for key in made:
             *sections, name = key.split(".")
@@ -1031,7 +1032,7 @@ def test_ten_mistakes_take_two_passes(seed: int, tmp_path: Path) -> None:
             inside[name] = TEN_OF[key]
         path.write_text(json.dumps(recipe))
         problems = judge(path).problems
-        assert number < 2 or not problems
+        assert number < 4 or not problems
         wrong = [one for one in problems if not any(_about(key, one.key) for key in made)]
         assert not wrong, made
         made = [key for key in made if not any(_about(key, one.key) for one in problems)]

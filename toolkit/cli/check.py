@@ -21,10 +21,9 @@ from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
 from toolkit.data.local import chat_notes, local_problems
-from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.foreign import Report, against, places_in
-from toolkit.intake.load import Examined, examine, placed
+from toolkit.intake.load import load_recipe, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -92,35 +91,20 @@ def check(
 
 
 def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> Verdict:
-    """Load, plan and render one recipe; its mistakes become part of the verdict.
-
-    Mistakes of single settings do not hide those that only planning or the local files show,
-    unless these depend on them.
-    """
-    examined = examine(path, overrides)
-    recipe = examined.usable
-    if recipe is None:
-        return Verdict(str(path), None, examined.problems)
+    """Load, plan and render one recipe; its mistakes become part of the verdict."""
+    try:
+        recipe = load_recipe(path, overrides)
+    except RecipeError as error:
+        return Verdict(str(path), None, tuple(error.problems))
     note, found, plan = None, list[Problem](), None
     try:
-        if examined.guessed:
-            adopt_engine_config(recipe)
-        else:
-            plan, note = _plan(recipe)
+        plan, note = _plan(recipe)
     except RecipeError as error:
-        whole = [one for one in error.problems if one.key == DEEPSPEED_CONFIG]
-        found += whole if examined.guessed else error.problems
+        found += error.problems
     except PlanError as error:
         key, _, reason = error.message.partition(": ")
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
     found += local_problems(recipe)
-    if examined.problems:
-        certain = (one for one in found if _independent(one, examined))
-        later = tuple(placed(problem, path, overrides) for problem in certain)
-        every = (*examined.problems, *later)
-        files = list(dict.fromkeys(problem.file for problem in every))
-        ordered = sorted(every, key=lambda one: (files.index(one.file), one.line))
-        return Verdict(str(path), None, tuple(ordered))
     reports: list[Report] = []
     if others:
         places = places_in(path, overrides)
@@ -137,18 +121,6 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
         notes = (note, *good.notes, *chat_notes(good))
         note = "; ".join(filter(None, notes)) or None
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
-
-
-def _independent(problem: Problem, examined: Examined) -> bool:
-    """Whether a problem does not come from a setting that was found wrong before."""
-    reads = [problem.key]
-    if problem.file:  # DeepSpeed's own
-        reads = ["parallel.zero"]
-    elif problem.key.partition(".")[0] not in Recipe.model_fields:
-        return False
-    elif problem.key in ("data.tokenizer", "data.chat_template"):
-        reads += ["model", "data.train", "data.validation", "data.tokenizer"]
-    return all(map(examined.meant, reads))
 
 
 def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:

@@ -1,18 +1,15 @@
-"""Rules over several settings: each one small, each naming the settings that it reads.
+"""Rules over several settings. They run on a recipe whose settings are all valid by themselves.
 
-If single settings are wrong, the rules run on the rest of the recipe, so that all mistakes are
-reported at once; a rule that reads a wrong setting is skipped. What is legal in `parallel` is
-decided in `toolkit.plan.rules.legality` and, for the model at hand, in
-`toolkit.plan.rules.models`, what a model config may contain in `toolkit.models.spec`; here they
-are only called.
+What is legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the model at
+hand, in `toolkit.plan.rules.models`, what a model config may contain in `toolkit.models`; here
+they are only called.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.features.base import FEATURES, Feature, excluding
+from toolkit.features.base import FEATURES, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.sources import blend_problems
@@ -30,8 +27,6 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.recipe.schema import (
-    LENGTH_SETTINGS,
-    OBJECTIVE_SECTIONS,
     ChatRowsSource,
     DataSection,
     Recipe,
@@ -40,33 +35,10 @@ from toolkit.recipe.schema import (
 )
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule, and the settings (or whole sections) that it reads."""
-
-    reads: tuple[str, ...]
-    check: Callable[[Recipe], Iterable[Problem]]
-    hidden: bool = False
-    """Whether a mistake may hide another one that this rule finds once it is fixed."""
-
-
-def broken_rules(
-    recipe: Recipe, wrong: Iterable[str] = (), *, hidden: bool = False
-) -> Iterator[Problem]:
-    """Every broken rule that reads none of the `wrong` settings (dotted keys).
-
-    With `hidden`, only rules that may find more once other mistakes are fixed. The problems
-    carry full dotted keys; file and line are left to the caller.
-    """
-    wrong = frozenset(wrong)
-    partly_wrong = {whole for key in wrong for whole in _wholes(key)}
+def broken_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Every broken rule. The problems carry full dotted keys, without file and line."""
     for rule in RULES:
-        if hidden and not rule.hidden:
-            continue
-        if partly_wrong.isdisjoint(rule.reads) and not any(
-            wrong.intersection(_wholes(read)) for read in rule.reads
-        ):
-            yield from rule.check(recipe)
+        yield from rule(recipe)
 
 
 def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
@@ -83,11 +55,6 @@ def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> i
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps
-
-
-def _wholes(key: str) -> list[str]:
-    """The setting, and every section that it is a part of."""
-    return [key, *(key[: sign.start()] for sign in re.finditer(r"[.\[]", key))]
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -369,14 +336,11 @@ def _without_adapter(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(name, found, "null with an adapter", fix)
 
 
-def _if_on(feature: Feature) -> Rule:
-    """The rule of a feature, which applies where the recipe turns it on."""
-
-    def check(recipe: Recipe) -> Iterable[Problem]:
-        if feature.name in recipe.features:
-            yield from feature.call("check", recipe)
-
-    return Rule((feature.path, *feature.reads), check)
+def _features(recipe: Recipe) -> Iterator[Problem]:
+    """Rules of the features that the recipe turns on."""
+    for name in recipe.features:
+        if FEATURES[name].check:
+            yield from FEATURES[name].call("check", recipe)
 
 
 def _computes(device: Gpu, precision: str) -> bool:
@@ -533,119 +497,42 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
             return
 
 
-_FEATURES = tuple(feature.path for feature in FEATURES.values())
-_SOURCES = ("data.train", "data.validation")
-_STEPS = (
-    *LENGTH_SETTINGS,
-    "training.global_batch_size",
-    "training.batch_ramp",
-    "training.sequence_length",
-)
-_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
-_SPREAD = (
-    "parallel",
-    "cluster.nodes",
-    "cluster.gpus_per_node",
-    "training.global_batch_size",
-    "training.batch_ramp",
-    "training.micro_batch_size",
-)
+def _degrees(recipe: Recipe) -> Iterable[Problem]:
+    return legality.problems(recipe.parallel, recipe.cluster)
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        (
-            "parallel",
-            "cluster.nodes",
-            "cluster.gpus_per_node",
-            "checkpoint.every_steps",
-            "model.balance",
-        ),
-        _moving,
-    ),
-    Rule(LENGTH_SETTINGS, _length_of_run),
-    Rule((*_STEPS, *_WARMUPS, "schedule.decay_steps"), _warmup, hidden=True),
-    Rule(_WARMUPS, _two_warmups),
-    Rule(("schedule.name", "schedule.decay_steps"), _decay),
-    Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
-    Rule(("optimizer", "adapter"), _optimizer),
-    Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
-    Rule(("model.config",), _model_config),
-    Rule(("model.freeze", "adapter"), _frozen_twice),
-    Rule(("model.config",), _router_loss),
-    Rule(("model.config", "model.balance", "adapter"), _balance),
-    Rule(("model.config", "training.sequence_length"), _positions),
-    Rule(
-        ("model.config", "training.sequence_length", "data.isolate_documents", "data.packing"),
-        _dynamic_frequencies,
-    ),
-    Rule(
-        ("parallel", "cluster.nodes", "cluster.gpus_per_node"),
-        lambda recipe: legality.problems(recipe.parallel, recipe.cluster),
-    ),
-    Rule(
-        (
-            *_SPREAD,
-            "model.config",
-            "model.freeze",
-            "optimizer.groups",
-            "adapter",
-            "optimizer.name",
-            "training.sequence_length",
-            *LENGTH_SETTINGS,
-            "training.precision",
-            *_FEATURES,
-        ),
-        _model_in_parallel,
-        hidden=True,
-    ),
-    Rule(("parallel.context", "kernels.context"), context.unused),
-    Rule(("parallel.zero",), _nvme),
-    Rule(_SPREAD, _batch),
-    Rule((*_SPREAD, "data.stages"), ramp_problems),
-    Rule(("cluster.gpu",), _accelerator),
-    Rule(
-        (
-            "cluster.gpu",
-            "training.precision",
-            "parallel.engine",
-            "parallel.model",
-        ),
-        _precision,
-    ),
-    *(_if_on(feature) for feature in FEATURES.values() if feature.check),
-    Rule((*_FEATURES, "adapter"), _without_adapter),
-    Rule(
-        ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
-        _validation_data,
-    ),
-    Rule(
-        (
-            "schedule.name",
-            "schedule.plateau",
-            "evaluation.early_stopping",
-            "evaluation.every_steps",
-            "checkpoint.keep_best",
-            "checkpoint.every_steps",
-            *_STEPS,
-        ),
-        following_problems,
-    ),
-    Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
-    Rule(("training.objective", "data.train"), _objective_data),
-    Rule(
-        (*_SOURCES, "data.chat_template", "data.packing", "data.isolate_documents"),
-        _chat_settings,
-    ),
-    Rule((*_SOURCES, "training.epochs"), blend_problems),
-    Rule(
-        (
-            "data.train",
-            "data.stages",
-            "training.sequence_length",
-            "training.global_batch_size",
-        ),
-        stage_problems,
-    ),
-    Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
-    Rule((*_SPREAD, "launch"), _elastic),
+
+RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
+    _moving,
+    _length_of_run,
+    _warmup,
+    _two_warmups,
+    _decay,
+    _learning_rates,
+    _optimizer,
+    _model_source,
+    _model_config,
+    _frozen_twice,
+    _router_loss,
+    _balance,
+    _positions,
+    _dynamic_frequencies,
+    _degrees,
+    _model_in_parallel,
+    context.unused,
+    _nvme,
+    _batch,
+    ramp_problems,
+    _accelerator,
+    _precision,
+    _features,
+    _without_adapter,
+    _validation_data,
+    following_problems,
+    _objective_settings,
+    _objective_data,
+    _chat_settings,
+    blend_problems,
+    stage_problems,
+    _restarts,
+    _elastic,
 )

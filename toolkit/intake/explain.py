@@ -7,7 +7,6 @@ setting gets one problem that says what the schema as a whole accepts.
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -63,17 +62,8 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-@dataclass(frozen=True)
-class Explained:
-    """A problem, and the settings that it makes unusable for further checks."""
-
-    problem: Problem
-    blames: frozenset[str]
-    """Dotted keys: the setting itself and, for a misspelt one, what was meant."""
-
-
-def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Explained]:
-    """One explanation per wrong setting, missing settings last.
+def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Problem]:
+    """One problem per wrong setting, missing settings last.
 
     A missing setting is left out when an unknown key is explained as its misspelling.
     """
@@ -84,23 +74,23 @@ def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Ex
         if kind == "missing" and path and isinstance(path[-1], int):
             path, kind = path[:-1], "too_short"
         by_key.setdefault(dotted(path), (path, kind))
-    unknown = [path for path, kind in by_key.values() if kind == "extra_forbidden"]
-    unknown.sort(key=lambda path: place_of_key(path, root).line)
-    looked_up = {dotted(path) for path in unknown[:MAX_PROBLEMS]}
     # A list is also reported as too short when one of its items is wrong.
     lists = {key[:end] for key in by_key for end, c in enumerate(key) if c == "["}
-    found = [
-        _unknown(path, root, key in looked_up)
-        if kind == "extra_forbidden"
-        else _explain(path, kind, root)
-        for key, (path, kind) in by_key.items()
-        if kind != "missing" and key not in lists
-    ]
-    meant = {key for item in found for key in item.blames}
+    problems, meant = (
+        list[Problem](),
+        {key for key, one in by_key.items() if one[1] != "missing"},
+    )
+    for key, (path, kind) in by_key.items():
+        if kind == "extra_forbidden":
+            problem, keys = _unknown(path, root, len(problems) < MAX_PROBLEMS)
+            problems.append(problem)
+            meant.update(keys)
+        elif kind != "missing" and key not in lists:
+            problems.append(_wrong_value(path, kind, root))
     for key, (path, kind) in by_key.items():
         if kind == "missing" and not any(is_inside(other, key) for other in meant):
-            found.append(_missing(path, key, root))
-    return found
+            problems.append(_missing(path, key, root))
+    return problems
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -185,7 +175,7 @@ def path_of(loc: Sequence[str | int]) -> list[str | int]:
     return path
 
 
-def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Explained:
+def _wrong_value(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Problem:
     key = dotted(path)
     if error in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_kind(path, root)
@@ -196,7 +186,7 @@ def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Exp
     if isinstance(node, yaml_nodes.Sequence) and error in ("too_short", "too_long"):
         found = f"a list of {len(node.items)}"
     fix = _fix(key, node, annotation, metadata, info)
-    return _explained(key, place_of(path, root), found, allowed(annotation, metadata), fix)
+    return Problem(key, found, allowed(annotation, metadata), fix, *place_of(path, root))
 
 
 def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]:
@@ -213,34 +203,29 @@ def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]
     return item, (), info
 
 
-def _explained(
-    key: str, place: Location, found: str, accepted: str, fix: str, blames: Iterable[str] = ()
-) -> Explained:
-    """`blames`: by default, the setting itself."""
-    problem = Problem(key, found, accepted, fix, place.file, place.line)
-    return Explained(problem, frozenset(blames or (key,)))
-
-
-def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
+def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Problem:
     kinds = [kind_of(section) for section in settings()[setting_of(path)].sections]
     node = node_at([*path, "kind"], root)
     found = describe_node(node) if node else "nothing"
     fix = _similar(_kind(path, root), kinds) or f"add `kind: {kinds[0]}`"
     place, accepted = place_of([*path, "kind"], root), f"one of {', '.join(kinds)}"
-    return _explained(f"{dotted(path)}.kind", place, found, accepted, fix, (dotted(path),))
+    return Problem(f"{dotted(path)}.kind", found, accepted, fix, *place)
 
 
-def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Explained:
+def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Problem:
     info = settings()[setting_of(path)].info
     accepted = allowed(info.annotation, info.metadata)
     section = dotted(path[:-1])
     where = f"under `{section}`" if section else "at the top level"
     place = place_of(path[:-1], root)
-    return _explained(key, place, "nothing", accepted, f"add `{path[-1]}:` {where}")
+    return Problem(key, "nothing", accepted, f"add `{path[-1]}:` {where}", *place)
 
 
-def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> Explained:
-    """An unknown key: another tool's name, a key of another section, or a misspelling.
+def _unknown(
+    path: list[str | int], root: yaml_nodes.Mapping, look_up: bool
+) -> tuple[Problem, list[str]]:
+    """An unknown key: another tool's name, a key of another section, or a misspelling; and the
+    settings that may be meant.
 
     Only looked up for the problems that are shown: thousands would take a minute.
     """
@@ -249,9 +234,9 @@ def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> 
     where = f"`{section}`" if section else "the top level"
     place, accepted = place_of_key(path, root), f"in {where}: {', '.join(here)}"
     if instead := SETTINGS.get(setting_of(path)):
-        return _explained(key, place, "a setting that was removed", accepted, instead)
+        return Problem(key, "a setting that was removed", accepted, instead, *place), []
     fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
-    return _explained(key, place, UNKNOWN_KEY, accepted, fix, (key, *meant))
+    return Problem(key, UNKNOWN_KEY, accepted, fix, *place), meant
 
 
 def _what_was_meant(

@@ -6,7 +6,7 @@ broken_rules  settings that disagree                      (checks.py)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,14 +18,11 @@ from toolkit.intake.checks import broken_rules
 from toolkit.intake.explain import (
     MAX_PROBLEMS,
     UNKNOWN_KEY,
-    Explained,
     explain,
-    is_inside,
     parts_of,
     place_of,
 )
 from toolkit.intake.layers import layer_of, merge, read_layers
-from toolkit.intake.repair import repaired
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import WHOLE_FILE
@@ -34,27 +31,6 @@ from toolkit.text.units import shortened
 
 _LONGEST_TEXT = 200
 """Longest `found` or `fix` shown, in characters."""
-
-_NO_DEFAULT = ("model.config", "model.hub", "cluster.gpu")
-"""Settings without which the default says nothing about the others."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What is wrong in a recipe, and as much of it as can be checked further."""
-
-    usable: Recipe | None
-    """The recipe, with placeholders for its wrong settings; None where nothing is left."""
-    problems: tuple[Problem, ...]
-    """Every mistake found, in file order; with none, `usable` is the recipe as written."""
-    wrong: frozenset[str] = frozenset()
-    """Dotted keys of the settings that `usable` does not hold as they were meant."""
-    guessed: frozenset[str] = frozenset()
-    """Those of them whose placeholder says nothing: rules that read them were skipped."""
-
-    def meant(self, key: str) -> bool:
-        """Whether `usable` has this setting, all around it and all in it as it was meant."""
-        return not any(_touch(key, other) for other in self.wrong)
 
 
 def load_recipe(
@@ -66,41 +42,32 @@ def load_recipe(
     recipe's own, in the words of `--cluster`. Paths in the recipe are absolute afterwards:
     those in a file are relative to it, those in an override to the working directory.
 
-    Raises RecipeError with every mistake found, in file order: the recipe's own lines,
-    then those of the files it extends, then overrides. Secrets are masked in it.
+    Raises RecipeError with every mistake in single settings or, where there is none, every
+    broken rule. They are in file order: the recipe's own lines, then those of the files it
+    extends, then overrides. Secrets are masked in it.
     """
     section = {} if cluster is None else {"groups": []} | find_cluster(cluster).section
     there = [f"cluster.{key}={value}" for key, value in section.items()]
     stated = [overrides] if isinstance(overrides, str) else overrides
-    examined = examine(Path(path), [*stated, *there])
-    if examined.problems or examined.usable is None:
-        raise RecipeError(examined.problems)
-    return examined.usable
-
-
-def examine(path: Path, overrides: Sequence[str] = ()) -> Examined:
-    """As `load_recipe`, but returns the mistakes together with what can be checked further."""
-    redactor = Redactor()
+    redactor, problems, files = Redactor(), list[Problem](), tuple[str, ...]()
     try:
-        layers = read_layers(path, overrides)
-    except RecipeError as error:
-        return Examined(None, tuple(_presentable(error.problems, (), redactor)))
-    secrets = [p for tree in layers.trees for p in _secrets(tree, "", redactor)]
-    recipe, explained = None, list[Explained]()
-    try:
+        layers = read_layers(Path(path), [*stated, *there])
+        problems += (
+            problem for tree in layers.trees for problem in _secrets(tree, "", redactor)
+        )
+        problems += layers.problems
+        files = layers.files
         recipe = Recipe.model_validate(yaml_nodes.to_data(layers.root))
+        if not problems:
+            problems += (_placed(one, layers.root) for one in broken_rules(recipe))
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        explained = explain(details, layers.root)
-    stated = [*secrets, *layers.problems, *(item.problem for item in explained)]
-    wrong = {key for item in explained for key in item.blames}
-    wrong.update(problem.key for problem in stated)
-    # Without an unknown key, its section is as meant, unless the key stands for another.
-    unknown = {item.problem.key for item in explained if item.problem.found == UNKNOWN_KEY}
-    usable, joined, wrong, guessed = _rounds(layers.root, recipe, wrong, wrong - unknown)
-    problems = [*stated, *(_placed(problem, layers.root) for problem in joined)]
-    shown = tuple(_presentable(problems, layers.files, redactor))
-    return Examined(usable, shown, frozenset(wrong), frozenset(guessed))
+        problems += explain(details, layers.root)
+    except RecipeError as error:
+        problems += error.problems
+    if problems:
+        raise RecipeError(_presentable(problems, files, redactor))
+    return recipe
 
 
 def refused_value(
@@ -117,45 +84,9 @@ def refused_value(
         Recipe.model_validate(yaml_nodes.to_data(root))
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        found = [one.problem for one in explain(details, root)]
-        ours = [one for one in found if one.file == stated.place.file]
+        ours = [one for one in explain(details, root) if one.file == stated.place.file]
         return _presentable(ours, (), Redactor())[0] if ours else None
     return None
-
-
-def _rounds(
-    root: yaml_nodes.Mapping, recipe: Recipe | None, wrong: set[str], guessed: set[str]
-) -> tuple[Recipe | None, list[Problem], set[str], set[str]]:
-    """Apply the rules until they find nothing new: what breaks a rule gets its default, because
-    it may hide another mistake; rules that read a setting without one are skipped.
-
-    Returns the recipe that is left, the problems, its wrong settings and the skipped ones.
-    """
-    found: list[Problem] = []
-    if recipe is None or wrong:
-        recipe, replaced = repaired(yaml_nodes.to_data(root), wrong)
-        guessed |= replaced - wrong
-        wrong = wrong | replaced
-    while recipe is not None:
-        new = [
-            problem
-            for problem in broken_rules(recipe, guessed, hidden=bool(found))
-            if not any(_touch(problem.key, key) for key in wrong)
-        ]
-        if not new:
-            break
-        found += new
-        keys = {problem.key for problem in new}
-        wrong |= keys
-        recipe, replaced = repaired(yaml_nodes.to_data(root), wrong)
-        wrong |= replaced
-        guessed |= replaced | {key for key in keys if key.startswith(_NO_DEFAULT)}
-    return recipe, found, wrong, guessed
-
-
-def _touch(key: str, other: str) -> bool:
-    """Whether one of two settings is the other, or a part of it."""
-    return is_inside(key, other) or is_inside(other, key)
 
 
 def _secrets(node: yaml_nodes.Node, key: str, redactor: Redactor) -> Iterator[Problem]:
