@@ -59,8 +59,6 @@ class Launcher:
     """Distributions that it needs, as `pip install` takes them, and the module of each."""
     programs: tuple[Program, ...] = ()
     """Programs that it needs where `dmt launch` runs, or that its users may need."""
-    remote_programs: Mapping[str, tuple[Program, ...]] = field(default_factory=dict)
-    """With several machines: those that it needs in addition, by `launch.remote_start`."""
 
     def supervises(self, nodes: int) -> bool:
         """Whether `dmt launch` supervises a run on `nodes` machines; see `oversees`."""
@@ -72,12 +70,9 @@ LAUNCHERS: Registry[Launcher] = Registry(
     {
         "local": "toolkit.launchers:LOCAL",
         "torchrun": "toolkit.launchers:TORCHRUN",
-        "deepspeed": "toolkit.launchers:DEEPSPEED",
-        "accelerate": "toolkit.launchers:ACCELERATE",
         "slurm": "toolkit.launchers:SLURM",
         "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
         "ray": "toolkit.extras.launchers.ray:RAY",
-        "mpi": "toolkit.extras.launchers.mpi:MPI",
     },
 )
 """Every launcher by its name; other packages add theirs as entry points."""

@@ -44,16 +44,34 @@ SETTINGS: dict[str, str] = {
     "moves samples to faster ranks",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
+    "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
+    "each machine with launch.rendezvous (docs/launchers.md)",
+    "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
+    "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "evaluation.samples": f"remove it; {_EXPORT}, and generate with transformers",
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
+
+_OWN_COMMAND = "(docs/launchers.md has the whole line, also for several machines)"
+
+VALUES: dict[str, dict[str, str]] = {
+    "launch.launcher": {
+        "deepspeed": f"`deepspeed --num_gpus N launch/train.py RECIPE` {_OWN_COMMAND}",
+        "accelerate": "`accelerate launch --num_processes N launch/train.py RECIPE` "
+        + _OWN_COMMAND,
+        "mpi": f"`mpirun -np N python launch/train.py RECIPE` {_OWN_COMMAND}",
+    },
+}
+"""What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
     "cluster.groups": [],
     "data.remote_cache_gib": 50.0,
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,
+    "launch.remote_start": "pdsh",
+    "launch.mpi": {"command": "mpirun", "options": []},
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,
     "parallel.zero.quantized_gradients": False,

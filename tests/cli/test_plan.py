@@ -227,7 +227,6 @@ def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
     [
         ("local", "launch.launcher: local starts processes on this machine only"),
         ("torchrun", "launch.rendezvous: nothing"),
-        ("deepspeed", "launch.hostfile: nothing"),
     ],
 )
 def test_more_nodes_can_be_planned_but_not_launched_from_here(

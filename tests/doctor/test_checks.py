@@ -13,13 +13,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
+from toolkit.doctor import accelerators, accounts, network, packages, storage
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.doctor.probe import Answer
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.launchers.hostfile import read_hostfile
 from toolkit.system.compilers import file_system
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
@@ -62,23 +61,6 @@ def test_what_a_recipe_needs(tmp_path: Path) -> None:
     gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
     assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
     assert needs("logging.wandb.mode=online").wandb == "logging.wandb.mode: online"
-
-
-@pytest.mark.parametrize(
-    ("remote_start", "programs"),
-    [("pdsh", {"pdsh", "ssh"}), ("openmpi", {"mpirun", "ssh"}), ("slurm", {"srun"})],
-)
-def test_what_starts_processes_elsewhere(remote_start: str, programs: set[str]) -> None:
-    """What srun starts, no ssh reaches: neither the program nor port 22 is asked for."""
-    several = needs(
-        "cluster.nodes=2",
-        "launch.launcher=deepspeed",
-        "launch.hostfile=hosts",
-        f"launch.remote_start={remote_start}",
-    )
-    assert set(several.programs) == {"deepspeed", *programs}
-    assert several.ssh_hostfile == (Path("hosts") if "ssh" in programs else None)
-    assert programs <= {program.name for program in toolchain.launcher_programs()}
 
 
 def test_a_model_that_only_the_hub_knows(
@@ -251,11 +233,10 @@ def test_machines_that_answer_and_do_not() -> None:
 def test_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# two machines\nworker-1 slots=8\n\nworker-2 slots=8  # the second\n")
-    assert read_hostfile(file) == [["worker-1", "slots=8"], ["worker-2", "slots=8"]]
-    for text, said in (("# none\n", "names no machine"), ("-oProxyCommand=id", "is no mach")):
-        file.write_text(text)
-        with pytest.raises(PlanError, match=said):
-            read_hostfile(file)
+    assert network.read_hostfile(file) == ["worker-1", "worker-2"]
+    file.write_text("# none\n")
+    with pytest.raises(PlanError, match="names no machine"):
+        network.read_hostfile(file)
 
 
 def test_a_taken_port() -> None:

@@ -1,23 +1,18 @@
 """The same recipe under every way to start it: the same losses, a complete run directory."""
 
-import os
-import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests import needs
 from tests.e2e.conftest import Project
 from tests.e2e.exported import assert_export_reproduces_validation
 from tests.e2e.product import (
-    assert_saved_and_stopped,
     checkpoints,
     curve,
     events,
     run,
     settings,
-    started,
-    steps_logged,
     tool,
 )
 from tests.processes import ROOT
@@ -38,65 +33,52 @@ def assert_same_start(run_dir: Path, reference: Path, relative: float = 1e-5) ->
     }
 
 
-# `--launcher deepspeed` is in test_resume.py, with a stop and a resume; ray, slurm and several
-# hosts are in files of their own.
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.soak)]
-)
-def test_dmt_launch(project: Project, ddp_run: Path, launcher: str):
-    project.launch(launcher, STEPS, "--launcher", launcher)
-    run_dir = project.folder / launcher
+def test_dmt_launch(project: Project, ddp_run: Path):
+    project.launch("torchrun", STEPS, "--launcher", "torchrun")
+    run_dir = project.folder / "torchrun"
     assert_same_start(run_dir, ddp_run)
     assert checkpoints(run_dir) == [6]
 
 
+MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPI = ("--bind-to", "none", "-np", "2", sys.executable)
+
+
 @pytest.mark.parametrize(
-    "start",
+    ("start", "env"),
     [
         pytest.param(
-            ["torchrun", "--standalone", "--nproc-per-node", "2"],
-            marks=pytest.mark.soak,  # as `dmt launch` and test_resume.py start it
+            tool("torchrun", "--standalone", "--nproc-per-node", "2"),
+            {},
+            marks=pytest.mark.soak,  # as test_torchruns_own_restart starts it
         ),
-        ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
+        (tool("deepspeed", "--num_gpus", "2", "--master_port", str(free_port())), {}),
+        (tool("accelerate", "launch", "--num_processes", "2", "--multi_gpu"), {}),
+        pytest.param(
+            ["mpirun.openmpi", *MPI], MPI_AS_ROOT, marks=pytest.mark.needs("openmpi-bin")
+        ),
+        pytest.param(
+            ["mpirun.mpich", *MPI],
+            {},
+            marks=[pytest.mark.needs("mpich"), pytest.mark.soak],
+        ),
     ],
-    ids=lambda start: start[0],
+    ids=["torchrun", "deepspeed", "accelerate", "openmpi", "mpich"],
 )
-def test_started_directly(project: Project, ddp_run: Path, start):
-    """Rank 0 shows what `dmt launch` shows."""
-    run_dir = f"direct-{start[0]}"
-    plan = project.launch(run_dir, STEPS, "--dry-run").err
-    ended = run(
-        tool(*start, WORKER, project.recipe, "--run-dir", run_dir, *settings(STEPS)),
-        project.folder,
-        code=0,
-    )
-    assert_same_start(project.folder / run_dir, ddp_run)
-    assert ended.err.count(f"{plan}run directory {run_dir}\n") == 1, ended.err
+def test_started_by_their_own_command(
+    project: Project, ddp_run: Path, start: list[str], env: dict[str, str]
+):
+    """As docs/launchers.md shows; rank 0 shows what `dmt launch` shows."""
+    name = f"direct-{Path(start[0]).name}"
+    plan = project.launch(name, STEPS, "--dry-run").err
+    argv = [*start, str(WORKER), str(project.recipe), "--run-dir", name, *settings(STEPS)]
+    ended = run(argv, project.folder, env, code=0)
+    assert_same_start(project.folder / name, ddp_run)
+    assert checkpoints(project.folder / name) == [6]
+    assert ended.err.count(f"{plan}run directory {name}\n") == 1, ended.err
     assert ended.err.count("\nready after ") == 1
     assert ended.err.count("\nstep time    ") == 1
-    assert ended.err.count(f"\nexport       {run_dir}/export\n") == 1
-
-
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.soak)])
-def test_mpirun_stops_saves_and_continues_with_more_ranks(
-    project: Project, ddp_run: Path, mpi: str
-):
-    needs.require({"openmpi": "openmpi-bin"}.get(mpi, mpi))
-    run_dir = project.folder / mpi
-    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    start = ["--launcher", "mpi", "--set", f"launch.mpi.command=mpirun.{mpi}"]
-    with started(
-        project.command(mpi, {"training.steps": 100_000}, *start), project.folder, env
-    ) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
-        os.kill(command.process.pid, signal.SIGTERM)
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)
-    steps = steps_logged(run_dir) + 3
-    more = {"training.steps": steps, "cluster.gpus_per_node": 4}
-    project.launch(mpi, more, *start, env=env)
-    assert_same_start(run_dir, ddp_run)
-    assert checkpoints(run_dir)[-1] == steps
+    assert ended.err.count(f"\nexport       {name}/export\n") == 1
 
 
 def test_a_single_process(project: Project, ddp_run: Path):

@@ -1,21 +1,17 @@
 """Stopped, killed or extended: a run that is started again is the uninterrupted one."""
 
 import json
-import os
 import shutil
-import signal
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import WANDB, ZERO_2, Project
+from tests.e2e.conftest import WANDB, Project
 from tests.e2e.product import (
-    assert_saved_and_stopped,
     checkpoints,
     curve,
     events,
-    started,
     steps_logged,
 )
 from toolkit.checkpoint.manifest import Manifest
@@ -187,20 +183,3 @@ def test_a_schedule_and_a_rate_that_change_on_request(project: Project, ddp_run)
         ended = project.launch(run_dir.name, {"training.steps": 22, **other}, *asked, code=2)
         assert ("optimizer.eps" if other else "training.seed") in ended.err
     assert len(events(run_dir, "change")) == len(changed)
-
-
-def test_zero_2_stopped_and_resumed_under_another_launcher(project: Project, zero_2_run):
-    """The deepspeed launcher: a stop by SIGTERM, then the same steps as the local one's."""
-    run_dir = project.folder / "zero-2-stopped"
-    launcher = ["--launcher", "deepspeed"]
-    argv = project.command(run_dir.name, ENDLESS | ZERO_2, *launcher)
-    with started(argv, project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
-        os.kill(command.process.pid, signal.SIGTERM)
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)
-    assert steps_logged(run_dir) < 20, "the reference has 20 steps"
-    ended = project.launch(run_dir.name, {"training.steps": 20} | ZERO_2, *launcher)
-    assert curve(run_dir) == {
-        step: pytest.approx(expected, rel=1e-6) for step, expected in curve(zero_2_run).items()
-    }

@@ -51,7 +51,7 @@ def quit_rank_1(command: Command) -> None:
         ("local", hang_up_launcher),
         ("local", quit_rank_1),
         ("torchrun", ctrl_c),
-        pytest.param("accelerate", terminate_launcher, marks=pytest.mark.soak),
+        pytest.param("torchrun", terminate_launcher, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_while_training(
@@ -141,15 +141,3 @@ def test_the_third_ctrl_c_ends_a_save_that_hangs(project: Project):
     assert "Traceback" not in ended.err
     assert events(run_dir, "end")[-1]["error"].startswith("ended by the third Ctrl-C")
     assert checkpoints(run_dir) == []
-
-
-def test_a_lone_process_under_accelerate(project: Project):
-    """Accelerate starts it without an agent, and without a rank in its environment."""
-    run_dir = project.folder / "lone-accelerate"
-    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
-    argv = project.command(run_dir.name, changes, "--launcher", "accelerate")
-    with started(argv, project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        terminate_launcher(command)
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)

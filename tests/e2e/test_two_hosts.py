@@ -8,7 +8,6 @@ The one command, as root (Debian: apt-get install pdsh openssh-server iproute2):
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,44 +35,9 @@ def torchrun(hosts: TwoHosts, project: Project, name: str, changes: dict) -> lis
     return [Command(hosts.on(host, command), project.folder, hosts.env) for host in HOSTS]
 
 
-def deepspeed(
-    hosts: TwoHosts, project: Project, name: str, changes: dict, launcher: str = "deepspeed"
-) -> list[Command]:
-    """`dmt launch` on the first host; the launcher starts the ranks of both by ssh."""
-    hostfile = project.folder / "hosts"
-    hostfile.write_text("".join(f"{host} slots=1\n" for host in HOSTS))
-    stated = {**changes, "launch.hostfile": hostfile}
-    command = project.command(name, stated, "--launcher", launcher)
-    return [Command(hosts.on(HOSTS[0], command), project.folder, hosts.env)]
-
-
-def openmpi(*run: Any) -> list[Command]:
-    """The same by Open MPI's `mpirun`."""
-    *where, changes = run
-    return deepspeed(*where, {**changes, "launch.mpi.command": "mpirun.openmpi"}, "mpi")
-
-
-def mpich(*run: Any) -> list[Command]:
-    """The same by hydra, that of MPICH."""
-    *where, changes = run
-    return deepspeed(*where, {**changes, "launch.mpi.command": "mpirun.mpich"}, "mpi")
-
-
-MPI = [
-    pytest.param(start, marks=[pytest.mark.soak, pytest.mark.needs(package)])
-    for start, package in ((openmpi, "openmpi-bin"), (mpich, "mpich"))
-]
-STARTS = pytest.mark.parametrize(
-    "start",
-    [torchrun, pytest.param(deepspeed, marks=pytest.mark.soak), *MPI],
-    ids=lambda one: one.__name__,
-)
-
-
-@STARTS
-def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
-    run_dir = project.folder / f"two-{start.__name__}"
-    commands = start(hosts, project, run_dir.name, {**TWO, "training.steps": 6})
+def test_the_same_losses(hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
+    run_dir = project.folder / "two"
+    commands = torchrun(hosts, project, run_dir.name, {**TWO, "training.steps": 6})
     for command in commands:
         command.end(code=0)
     found, expected = curve(run_dir), curve(ddp_run)
@@ -83,11 +47,10 @@ def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
-def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
+def test_a_host_is_cut_off(hosts: TwoHosts, project: Project) -> None:
     """The wire goes dead in mid-run: nobody waits indefinitely, and the user reads why."""
-    run_dir = project.folder / f"cut-{start.__name__}"
-    commands = start(hosts, project, run_dir.name, LONG)
+    run_dir = project.folder / "cut"
+    commands = torchrun(hosts, project, run_dir.name, LONG)
     first = commands[0]
     first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
     hosts.cut(HOSTS[1])
@@ -101,12 +64,11 @@ def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
         assert command.end().code == 4
 
 
-@STARTS
-def test_a_stop_on_one_host_saves_on_both(start, hosts: TwoHosts, project: Project) -> None:
+def test_a_stop_on_one_host_saves_on_both(hosts: TwoHosts, project: Project) -> None:
     """Also where agents would start again what they take for a failure."""
-    run_dir = project.folder / f"stop-{start.__name__}"
+    run_dir = project.folder / "stop"
     changes = {**TWO, "training.steps": 100_000, "launch.max_restarts": 2}
-    commands = start(hosts, project, run_dir.name, changes)
+    commands = torchrun(hosts, project, run_dir.name, changes)
     first = commands[0]
     first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
     launcher = next(one for one in first.alive() if "launch" in one.cmdline())

@@ -19,17 +19,14 @@ from toolkit.run.ending import PEER_LOST
 LAUNCHERS = [
     "local",
     pytest.param("torchrun", marks=pytest.mark.slow),
-    pytest.param("deepspeed", marks=pytest.mark.slow),
 ]
-MOST = [*LAUNCHERS[:2], pytest.param("deepspeed", marks=pytest.mark.soak)]
-"""For what DMT's guard does under deepspeed as under torchrun; deepspeed only starts slower."""
 
 
 def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(alive(pid) for pid in pids), "the end of all workers")
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_all_ranks_done(start, name):
     launch = start(name, "done")
     assert launch.end()[0] == 0
@@ -91,7 +88,7 @@ def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_what_rank_0_told_is_not_told_again(start, name):
     exit_code, errors = start(name, "fail=0:4 telling").end()
     assert exit_code == 4
@@ -99,7 +96,7 @@ def test_what_rank_0_told_is_not_told_again(start, name):
     assert "error: told by itself" in errors
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 @pytest.mark.parametrize("behaviour", ["fail=0:4", "fail=1:4 telling"])
 def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, name, behaviour):
     # What was told in an earlier launch does not count.
@@ -141,7 +138,7 @@ def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
     assert "error: rank 1 was killed by SIGKILL" in errors
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
     launch = start(name, "early")
     pids = launch.worker_pids()
@@ -152,7 +149,7 @@ def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
 
 @pytest.mark.slow
 def test_sigusr1_to_every_process_of_a_job_saves_and_stops(start):
-    launch = start("deepspeed", "sleep")
+    launch = start("torchrun", "sleep")
     pids = launch.worker_pids()
     for process in psutil.Process(launch.process.pid).children(recursive=True):
         process.send_signal(signal.SIGUSR1)
@@ -167,7 +164,7 @@ def test_unavailable_is_kept_and_the_log_is_shown(start):
     assert "the reason it failed" in errors
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_killed_rank_ends_the_others(start, name):
     launch = start(name, "sleep")
     pids = launch.worker_pids()
@@ -179,7 +176,7 @@ def test_a_killed_rank_ends_the_others(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
     """Foreign launchers would wait 30 s for it, after each failure."""
     launch = start(name, "sleep")
@@ -243,7 +240,7 @@ def test_no_orphan_when_the_launcher_is_killed(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_third_ctrl_c_kills(start, name):
     launch = start(name, "stubborn")
     pids = launch.worker_pids()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers import SlurmSection, base, deepspeed
+from toolkit.errors import PlanError
+from toolkit.launchers import SlurmSection, base
 from toolkit.launchers.base import Job, starter
-from toolkit.launchers.deepspeed import DeepSpeedStarter
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import Deadline
 from toolkit.launchers.slurm import SlurmStarter
@@ -45,7 +44,7 @@ def test_local_starts_one_process_per_rank(monkeypatch):
     assert spec.process_env(0)["MASTER_PORT"] == spec.process_env(1)["MASTER_PORT"]
 
 
-@pytest.mark.parametrize("name", ["local", "torchrun", "deepspeed", "accelerate", "ray"])
+@pytest.mark.parametrize("name", ["local", "torchrun", "ray"])
 def test_the_working_directory_is_not_on_the_path(name, monkeypatch, tmp_path):
     """A folder `toolkit/` there is not ours; only a checkout that is not installed needs it."""
     monkeypatch.chdir(tmp_path)
@@ -74,40 +73,9 @@ def test_torchrun_command():
     assert "RANK" not in spec.process_env(0)
 
 
-def test_deepspeed_command():
-    spec = DeepSpeedStarter().spec(Job(RUN, CPU))
-    assert Path(spec.argv[0]).name == "deepspeed"
-    assert spec.argv[1:3] == ("--hostfile=/dev/null", "--num_gpus=2")
-    assert spec.argv[3].startswith("--master_port=")
-    assert spec.argv[4:] == ("--no_local_rank", "--module", *WORKER[1:])
-    assert spec.env["DS_ACCELERATOR"] == "cpu"
-
-
-def test_deepspeed_keeps_the_visible_devices(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    spec = DeepSpeedStarter().spec(Job(RUN, GPU))
-    assert "--include=localhost:4,6" in spec.argv
-    assert "DS_ACCELERATOR" not in spec.env
-
-
-@pytest.mark.parametrize("visible", ["4", "GPU-8a1b,GPU-9c2d"])
-def test_deepspeed_refuses_visible_devices_it_cannot_express(monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(PlanError, match="CUDA_VISIBLE_DEVICES"):
-        DeepSpeedStarter().spec(Job(RUN, GPU))
-
-
-def test_deepspeed_command_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(deepspeed.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BackendUnavailable, match="pip install deepspeed"):
-        DeepSpeedStarter().spec(Job(RUN, CPU))
-
-
-@pytest.mark.parametrize("name", ["local", "accelerate"])
-def test_several_machines_are_refused_with_a_way_out(name):
+def test_several_machines_are_refused_with_a_way_out():
     with pytest.raises(PlanError, match=r"cluster\.nodes is 2\n  fix: .*cluster\.nodes: 1"):
-        starter(name).spec(Job(RUN, ClusterSection(nodes=2)))
+        LocalStarter().spec(Job(RUN, ClusterSection(nodes=2)))
 
 
 def test_threads_are_divided_unless_set(monkeypatch):

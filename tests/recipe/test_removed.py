@@ -10,7 +10,7 @@ from toolkit.cli.main import main
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
-from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS
+from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS, VALUES
 from toolkit.run.changes import changes
 
 BLEND = Path("recipes/tiny/llama-blend.yaml")
@@ -55,6 +55,16 @@ def test_a_removed_setting_that_was_not_set_is_no_change(path: str) -> None:
     for section in reversed(sections):
         old, new = {section: old}, {section: new}
     assert not [*changes(old, new)]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path, values in VALUES.items() for value in values]
+)
+def test_a_removed_value(path: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(with_setting(tmp_path, path, value))
+    (problem,) = error.value.problems
+    assert (problem.key, problem.found, problem.fix) == (path, value, VALUES[path][value])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -146,8 +146,8 @@ def _check(
     from toolkit.cli.doctor_table import lines
     from toolkit.doctor.examine import examine
     from toolkit.doctor.needs import Needs, needs_of
+    from toolkit.doctor.network import read_hostfile
     from toolkit.intake.load import load_recipe
-    from toolkit.launchers.hostfile import read_hostfile
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:

@@ -1,6 +1,5 @@
 """`dmt train`: what a launcher starts on every rank."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +25,6 @@ def train(
 
     Example: torchrun --nproc-per-node 2 -m toolkit.cli.main train runs/tiny-llama-bytes
     """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher has numbered them again
     with importing():
         from toolkit.engines.distributed import end_process
         from toolkit.launchers.quiet_agent import told_the_agent

@@ -42,8 +42,6 @@ class Needs:
     """`bf16` where it must be the GPU's own."""
     several_machines: str | None = None
     """The setting that uses several machines."""
-    ssh_hostfile: Path | None = None
-    """Of machines that ssh must reach."""
     wandb: str | None = None
     """The setting that logs to W&B's server."""
     run_dir: Path = Path("runs")
@@ -73,12 +71,8 @@ def needs_of(recipe: Recipe) -> Needs:
     several = None
     if recipe.cluster.nodes > 1:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
-        remote = recipe.launch.remote_start
-        remote_setting = f"launch.remote_start: {remote}, {several}"
-        for program in launcher.remote_programs.get(remote, ()):
-            programs[program.name] = remote_setting
     on_gpus = recipe.cluster.gpu != "cpu"
-    hostfile, nvme = recipe.launch.hostfile, recipe.parallel.zero.nvme_path
+    nvme = recipe.parallel.zero.nvme_path
     wandb = recipe.logging.wandb
     return Needs(
         run=EVERY_RECIPE,
@@ -90,7 +84,6 @@ def needs_of(recipe: Recipe) -> Needs:
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
-        ssh_hostfile=Path(hostfile) if hostfile and "ssh" in programs else None,
         wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
         run_dir=run_dir,
         nvme=Path(nvme) if nvme else None,

@@ -13,8 +13,8 @@ import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import SSH_PORT, Needs
+from toolkit.errors import PlanError
 from toolkit.launchers.base import free_port
-from toolkit.launchers.hostfile import read_hostfile
 
 USUAL_PORT = 29500
 """Of torchrun and DeepSpeed, where none is named."""
@@ -25,16 +25,30 @@ _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 
 
 def check(needs: Needs, hostfile: Path | None) -> Iterator[Finding]:
-    """`hostfile` stands for the recipe's. Raises PlanError when it cannot be read."""
+    """`hostfile`: machines to ask as well. Raises PlanError when it cannot be read."""
     yield from _interface_variables(needs)
     yield _host_name(needs)
     yield from _master(needs)
     yield _port()
-    hostfile = hostfile or needs.ssh_hostfile
     if hostfile is not None:
-        by = needs.several_machines or f"--hostfile {hostfile}"
-        hosts = [host for host, *_ in read_hostfile(hostfile)]
-        yield from reach(hosts, SSH_PORT, by)
+        yield from reach(read_hostfile(hostfile), SSH_PORT, f"--hostfile {hostfile}")
+
+
+def read_hostfile(hostfile: Path) -> list[str]:
+    """The machines of a file with a line `HOST slots=N` for each.
+
+    Raises PlanError when it cannot be read, or names no machine.
+    """
+    fix = "a file with a line `HOST slots=N` for each machine"
+    try:
+        text = hostfile.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"hostfile {hostfile} cannot be read: {error}", fix=fix) from error
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    hosts = [host for host, *_ in filter(None, lines)]
+    if not hosts:
+        raise PlanError(f"hostfile {hostfile} names no machine", fix=fix)
+    return hosts
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from itertools import chain
 
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
@@ -34,7 +33,7 @@ def launcher_programs() -> Iterator[Program]:
     """What the launchers need, each program once, with what needs it."""
     programs: dict[str, Program] = {}
     for launcher in LAUNCHERS.values():
-        for program in chain(*launcher.remote_programs.values(), launcher.programs):
+        for program in launcher.programs:
             use = program.use or f"`launch.launcher: {launcher.name}`"
             programs[program.name] = program._replace(use=use)
     return iter(programs.values())

@@ -31,7 +31,7 @@ from toolkit.recipe.describe import (
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
-from toolkit.removed import SETTINGS
+from toolkit.removed import SETTINGS, VALUES
 from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
@@ -334,7 +334,9 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
 
 
 def _translated(key: str, text: str) -> str:
-    """What another tool's value is called here; empty for a value that none has."""
+    """What another tool's value, or one that was removed, is here; empty for any other."""
+    if instead := VALUES.get(key, {}).get(text):
+        return instead
     if value := FOREIGN_VALUES.get(key, {}).get(text.lower()):
         return f"write {value}"
     return later_value(key, text)

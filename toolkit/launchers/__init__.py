@@ -9,13 +9,6 @@ from toolkit.recipe.section import NonEmpty, Positive, Section, Wording
 from toolkit.system.interpreter import TRAIN
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
-_SSH = Program(
-    "ssh",
-    "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
-    "(Fedora, RHEL)",
-    "`deepspeed --hostfile`",
-)
-
 SlurmValue: TypeAlias = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
@@ -68,39 +61,6 @@ TORCHRUN = Launcher(
     flags_from="PET_",
     # Started as a module of torch, not as a program.
     programs=(Program("torchrun", "pip install torch", f"`torchrun {TRAIN} RECIPE`"),),
-)
-DEEPSPEED = Launcher(
-    "deepspeed",
-    "toolkit.launchers.deepspeed:DeepSpeedStarter",
-    several_machines=True,
-    packages={"deepspeed": "deepspeed"},
-    programs=(Program("deepspeed", "pip install deepspeed"),),
-    remote_programs={
-        "pdsh": (
-            Program(
-                "pdsh",
-                "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
-                "`launch.remote_start: pdsh`",
-            ),
-            _SSH,
-        ),
-        "openmpi": (
-            Program(
-                "mpirun",
-                "apt-get install openmpi-bin (Debian, Ubuntu), dnf install openmpi "
-                "(Fedora, RHEL)",
-                "`launch.remote_start: openmpi`",
-            ),
-            _SSH,
-        ),
-        "slurm": (Program("srun", _SLURM_CLIENT),),
-    },
-)
-ACCELERATE = Launcher(
-    "accelerate",
-    "toolkit.launchers.accelerate:AccelerateStarter",
-    packages={"accelerate": "accelerate"},
-    programs=(Program("accelerate", "pip install accelerate"),),
 )
 SLURM = Launcher(
     "slurm",

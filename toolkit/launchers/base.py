@@ -7,7 +7,6 @@ and how it ended (`run`).
 import math
 import os
 import shlex
-import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,15 +98,10 @@ class LaunchSpec:
     """Written before anything is started."""
     remote: bool = False
     """The ranks are not descendants of the process started here."""
-    end_signal: signal.Signals = signal.SIGTERM
-    """The signal that ends a remote launcher together with its ranks."""
-    hidden: frozenset[str] = frozenset()
-    """Variables of this environment that the process must not inherit."""
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
-        left_out = self.hidden.union(RENDEZVOUS_VARIABLES)
-        inherited = {k: v for k, v in os.environ.items() if k not in left_out}
+        inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:

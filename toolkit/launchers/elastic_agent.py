@@ -167,4 +167,4 @@ class ElasticAgent(LocalElasticAgent):
 
 if __name__ == "__main__":
     api.LocalElasticAgent = ElasticAgent  # type: ignore[attr-defined]  # no option names one
-    sys.exit(main("torchrun", sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

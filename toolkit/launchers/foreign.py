@@ -69,7 +69,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
         env=spec.process_env(0),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=die_with_parent(spec.end_signal),
+        preexec_fn=die_with_parent(signal.SIGTERM),
     )
     asked, deadline, looked_at = False, Deadline(), time.monotonic()
     while process.poll() is None:
@@ -86,17 +86,16 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
         if signals.kill_requested or deadline.passed:
             if asked and not signals.kill_requested and spec.grace_s < math.inf:
                 tell(f"error: {grace_over(spec.grace_s, run.path, offset)[0]}")
-            _end(process, spec.end_signal)
+            _end(process)
         time.sleep(POLL_S)
     run.stop.unlink(missing_ok=True)
     return outcome_from_events(spec.run_dir, offset, process.returncode, asked)
 
 
-def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """Terminate the launcher, and kill what has not exited by then or is left behind: its
-    ssh, which may have a process group of its own."""
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Terminate the launcher, and kill what has not exited by then or is left behind."""
     below = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(FAILED_GRACE_S)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,4 @@
-"""PyTorch's agent without its traceback, for torchrun and for Accelerate, which uses it.
-
-    python -m toolkit.launchers.quiet_agent torchrun|accelerate ARGUMENTS
+"""PyTorch's agent without its traceback: `python -m toolkit.launchers.quiet_agent ARGUMENTS`.
 
 The agent prints its own traceback whenever a rank exits with a nonzero code, even if that rank
 saved and stopped or reported a user error, and if machines cannot reach each other. Here only
@@ -31,33 +29,19 @@ ELASTIC = "DMT_ELASTIC_RUN"
 """Variable with the run directory of a run whose number of machines may change."""
 
 
-def _torchrun(arguments: Sequence[str]) -> None:
-    from torch.distributed.run import parse_args, run
-
-    run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
-
-
-def _accelerate(arguments: Sequence[str]) -> None:
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    launch_command(launch_command_parser().parse_args(arguments))
-
-
-PROGRAMS = {"torchrun": _torchrun, "accelerate": _accelerate}
-
-
-def main(program: str, arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run it; return 0 or the failed rank's exit code (128 + n for signal n)."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
 
     survive_lost_output()
     ends = tempfile.TemporaryDirectory(prefix="dmt-ends-")
     os.environ[ENDS] = ends.name
     try:
-        PROGRAMS[program](arguments)
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
         return max((int(file.name) for file in Path(ends.name).iterdir()), default=EXIT_DONE)
     except SignalException:
         return EXIT_RESUMABLE  # it waited for other machines: nothing was trained
@@ -105,4 +89,4 @@ def told_the_agent(code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

@@ -50,7 +50,7 @@ class TorchrunStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the agent, without its traceback, and wait; see Starter."""
         python, _, _, *arguments = spec.argv
-        quiet = (python, "-m", "toolkit.launchers.quiet_agent", "torchrun", *arguments)
+        quiet = (python, "-m", "toolkit.launchers.quiet_agent", *arguments)
         if ELASTIC in spec.env:
             quiet = (python, "-m", "toolkit.launchers.elastic_agent", *arguments)
         return run_guarded(replace(spec, argv=quiet), signals)

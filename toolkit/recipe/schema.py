@@ -931,12 +931,6 @@ class _EveryLaunch(Section):
     spares: Count = 0
     """With `elastic`: machines beyond `max_nodes` that wait, with libraries and the model's
     files read, to replace a lost one."""
-    hostfile: NonEmpty | None = None
-    """`launcher: deepspeed` or `mpi` on several machines: a file with a line `HOST slots=N` for
-    each. Run `dmt launch` once, on the first machine."""
-    remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
-    """With `launcher: deepspeed` and `hostfile`: the program that starts processes on the other
-    machines."""
 
     def most_nodes(self, nodes: int) -> int:
         """The most machines that ranks may be on, of a run that is planned for `nodes`."""
