@@ -104,7 +104,6 @@ def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
     """Names of the GPUs for trials."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    # Where a hostfile names the machines, this one may have none.
     return working_gpus(planned) if cluster.nodes == 1 else visible_gpus(planned)
 
 
