@@ -92,6 +92,8 @@ COMMANDS: dict[str, str] = {
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",
+    "compare": "use `dmt report RUN RUN`",
+    "report --text": "leave it out: text is the default",
     "tune --throughput": "leave it out: `dmt tune RECIPE` measures layouts",
     "tune --transfer": "search narrower models yourself, and carry the rate over",
     "tune --sweep": "write a sweep of W&B whose program is `dmt launch` (docs/tuning.md)",

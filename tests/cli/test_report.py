@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_whole_page(run: Path, dmt: Dmt) -> None:
-    page = dmt("report", run, "--text").out
+    page = dmt("report", run).out
     assert page == (
         f"""\
 {run}
@@ -55,7 +55,6 @@ warning: plan.json: missing
 warning: environment.json: missing
 """
     )
-    assert dmt("report", run).out == page
 
 
 def test_a_run_that_waits_for_its_data(tmp_path: Path, dmt: Dmt) -> None:
@@ -96,15 +95,6 @@ def test_a_run_that_goes_on(tmp_path: Path, dmt: Dmt) -> None:
     assert "goodput  61.5% of 39.0 s\n" in out  # 24 of 35 + 2 × 2
 
 
-def test_what_older_runs_lack_is_said(tmp_path: Path, dmt: Dmt) -> None:
-    older = [event(0, "start", step=0), event(21, "end", step=10, exit_code=0)]
-    write(tmp_path, older, metrics(10, 2.0))
-    out = dmt("report", tmp_path).out
-    assert "goodput  95.2% of 21.0 s, without start-up\n" in out
-    assert "    start-up and restarts not recorded\n" in out
-    assert "checkpoints  none written" in out
-
-
 def test_a_run_that_has_just_begun(tmp_path: Path, dmt: Dmt) -> None:
     write(tmp_path, [event(0, "launch")], [])
     assert "nothing to divide yet" in dmt("report", tmp_path).out
@@ -114,7 +104,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path, dmt: Dmt) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a run directory with events"),
-        (["nowhere", "--text", "--json"], "--text, --json and --html: one form at a time"),
+        (["nowhere", "--html", "x.html", "--json"], "--json and --html: one form at a time"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, dmt: Dmt) -> None:

@@ -1,4 +1,4 @@
-"""`dmt runs`, `dmt compare` and what they read of a run directory."""
+"""`dmt runs`, `dmt report` of several runs, and what they read of a run directory."""
 
 import fcntl
 import json
@@ -96,7 +96,7 @@ def test_what_differs(tmp_path: Path, dmt: Dmt) -> None:
     ]
     text = "".join(json.dumps(line) + "\n" for line in changed)
     (other / "metrics.jsonl").write_text(text + "not JSON\n" + '{"step": 9, "lo')
-    found = dmt("compare", first, other, "--json").json
+    found = dmt("report", first, other, "--json").json
     assert found["settings"] == {
         "data.train.1.weight": [0.5, 0.7], "adapter": [None, {"rank": 8}],
     }  # fmt: skip
@@ -107,7 +107,7 @@ def test_what_differs(tmp_path: Path, dmt: Dmt) -> None:
         "metrics.jsonl: 1 of 9 lines cannot be read (the first: line 9); left out",
         "metrics.jsonl: its last line is cut short, or is being written",
     ]
-    out = dmt("compare", first, other, first).out
+    out = dmt("report", first, other, first).out
     assert "differs first at step 3, by more than rounding at step 5: 4.9995 instead of" in out
     assert "equal to the last bit at all 10 steps logged in both" in out
     assert "10.0% faster (median tokens/s), loss 4.9200 instead of 4.9200 at step 8" in out
@@ -125,7 +125,7 @@ def test_why_a_run_is_slower(tmp_path: Path, dmt: Dmt) -> None:
         events = [event(0, "launch"), event(10 + 50 * each, "start", step=0), event(90, "save")]
         run = write(tmp_path / name, events, lines)
         (run / "plan.json").write_text(json.dumps({"predicted": {"step_time_s": 1 + each}}))
-    out = dmt("compare", tmp_path / "first", tmp_path / "other").out
+    out = dmt("report", tmp_path / "first", tmp_path / "other").out
     assert "88.9% slower" in out
     assert "  - waiting for data took 45% of the step time, not 5%" in out
     assert "  - its plan predicts 1.90 s per step, not 1.10 s" in out
@@ -136,9 +136,9 @@ def test_nan_is_a_difference(tmp_path: Path, dmt: Dmt) -> None:
     lines = [line | {"loss": "NaN"} if line["step"] > 2 else line for line in metrics(4, 2.0)]
     healthy = write(tmp_path / "healthy", KILLED_AND_RESTARTED, metrics(4, 2.0))
     sick = write(tmp_path / "sick", KILLED_AND_RESTARTED, lines)
-    out = dmt("compare", healthy, sick, sick).out
+    out = dmt("report", healthy, sick, sick).out
     assert out.count("differs first at step 3: nan instead of 4.97") == 2
-    assert "equal to the last bit at all 4 steps" in dmt("compare", sick, sick).out
+    assert "equal to the last bit at all 4 steps" in dmt("report", sick, sick).out
 
 
 PREDICTION = event(
@@ -203,11 +203,11 @@ def test_damaged_files_are_listed(
     run = write(tmp_path / "run", [*KILLED_AND_RESTARTED, PREDICTION], metrics(20, 2.0))
     _replace(name, content)(run)
     page = str(tmp_path / "page.html")
-    options = [["report"], ["report", "--json"], ["compare"]]
+    options: list[list[str]] = [["report"], ["report", "--json"], ["report", str(run)]]
     if "report --html" in OPTIONS.names:
         options.append(["report", "--html", page])
     for verb, *more in options:
-        arguments = [verb, str(run), *([str(run)] if verb == "compare" else []), *more]
+        arguments = [verb, str(run), *more]
         shown = dmt(*arguments).out
         if "--html" in more:
             shown = unescape(Path(page).read_text())
@@ -215,18 +215,17 @@ def test_damaged_files_are_listed(
     assert name not in ("events.jsonl",) or warning in dmt("runs", tmp_path).out
 
 
-@pytest.mark.parametrize("verb", ["report", "runs", "compare"])
+@pytest.mark.parametrize("verb", ["report", "runs"])
 def test_a_name_that_is_too_long(verb: str, dmt: Dmt) -> None:
     name = "x" * 300
-    said = dmt(*[verb, name, name][: 3 if verb == "compare" else 2], code=2).err
+    said = dmt(verb, name, code=2).err
     assert name in said and ("File name too long" in said or "no run in" in said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "one"], "one run has nothing to be compared with"),
-        (["compare", "nowhere", "nowhere"], "nowhere is not a run directory with events"),
+        (["report", "nowhere", "nowhere"], "nowhere is not a run directory with events"),
         (["runs", "nowhere"], "no run in nowhere"),
     ],
 )

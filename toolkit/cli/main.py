@@ -47,9 +47,8 @@ VERBS: dict[str, Verb] = {
     "checkpoint": Verb(
         "List, verify, export and import checkpoints.", "toolkit.cli.checkpoint:app"
     ),
-    "report": Verb("Show what a run did and where its time went."),
+    "report": Verb("Show what a run did, or what differs between runs."),
     "runs": Verb("List runs: state, step, loss, age."),
-    "compare": Verb("Show what differs between runs."),
     "doctor": Verb("Check this machine, or measure its speed."),
     "schema": Verb("Print the recipe's JSON Schema, for editors."),
     "data": Verb("Prepare training data, and show it.", "toolkit.cli.data:app"),

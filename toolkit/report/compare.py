@@ -137,12 +137,7 @@ def why_speeds_differ(first: RunRecord, other: RunRecord) -> Iterator[str]:
         yield f"its plan predicts {steps}"
     mine, theirs = (one.spent.parts_s["start_up"] for one in (first, other))
     totals = first.spent.total_s, other.spent.total_s
-    if (
-        mine is not None
-        and theirs is not None
-        and all(totals)
-        and abs(theirs / totals[1] - mine / totals[0]) >= NOTABLE
-    ):
+    if all(totals) and abs(theirs / totals[1] - mine / totals[0]) >= NOTABLE:
         yield f"start-up took {duration(theirs)}, not {duration(mine)}"
     yield from (sentence for sentence in other.pace if sentence not in first.pace)
 

@@ -12,7 +12,7 @@
 
 What is left is not accounted: waiting between these, writing logs, exporting, and the first
 doing of steps beyond what was replayed. Time in which nothing ran (between a stop and the next
-`dmt launch`) is not part of the run. A part that a run did not record stays None.
+`dmt launch`) is not part of the run.
 """
 
 from bisect import bisect_left
@@ -44,24 +44,19 @@ class Goodput:
     """Seconds of all starts of a run, by part."""
 
     total_s: float
-    parts_s: Mapping[str, float | None]
-    """By name of `PARTS`; they add up to `total_s`. None: the run did not record it, and its
-    time is in another part (`not_accounted`, where nothing else takes it up)."""
+    parts_s: Mapping[str, float]
+    """Seconds by name of `PARTS`, which add up to `total_s`."""
     idle_s: float
     """Between starts nothing ran; not in `total_s`."""
 
     @property
     def share(self) -> float | None:
-        """Productive time over all time; None for a run that has not trained yet, or did not
-        record how long."""
-        productive = self.parts_s["productive"]
-        return (
-            productive / self.total_s if productive is not None and self.total_s > 0 else None
-        )
+        """Productive time over all time. None before anything has run."""
+        return self.parts_s["productive"] / self.total_s if self.total_s > 0 else None
 
     def percentages(self) -> dict[str, float]:
         """Of each part, to a tenth, rounded so that they add up to exactly 100."""
-        exact = {name: 1000 * (self.parts_s[name] or 0.0) / self.total_s for name in PARTS}
+        exact = {name: 1000 * self.parts_s[name] / self.total_s for name in PARTS}
         rounded = {name: int(value) for name, value in exact.items()}
         largest_first = sorted(PARTS, key=lambda name: rounded[name] - exact[name])
         for name in largest_first[: 1000 - sum(rounded.values())]:
@@ -76,18 +71,17 @@ def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
     steps_s = _steps_s(metrics)
     skipped = _skipped_s(found, steps_s)
     trained = sum(count * each for count, each in steps_s.values())
-    logged = steps_s or all(one.step == 0 for one in found)
-    parts: dict[str, float | None] = {
-        "productive": trained - skipped if logged else None,
+    parts = {
+        "productive": trained - skipped,
         "start_up": _start_up_s(spans),
-        "loading": _loading_s(found),
-        "replayed": _replayed_s(found),
-        "saving": _saving_s(found),
+        "loading": sum(one.load_s for one in found),
+        "replayed": sum(map(replay_s, found)),
+        "saving": _seconds(found, "save", "stall_s"),
         "skipped": skipped,
-        "evaluation": _evaluation_s(found),
+        "evaluation": _seconds(found, "evaluation"),
         "hung": _hung_s(spans),
     }
-    known = sum(part or 0.0 for part in parts.values())
+    known = sum(parts.values())
     # The clock of a machine may be set back; what was measured was spent.
     total = max(known, sum(end - begin for _, begin, end in spans))
     idle = sum(max(0.0, after[1] - before[2]) for before, after in pairwise(spans))
@@ -116,10 +110,8 @@ def _unlogged_tail_s(found: Sequence[Attempt], metrics: Sequence[Metrics]) -> fl
     return sum(min(count, step - last) * each for step, (count, each) in steps if step > last)
 
 
-def _start_up_s(spans: Sequence[tuple[Attempt, float, float]]) -> float | None:
-    """From launch to loop, less loading; None where no start says when it was launched."""
-    if all(one.launched is None for one, _, _ in spans):
-        return None
+def _start_up_s(spans: Sequence[tuple[Attempt, float, float]]) -> float:
+    """From launch to loop, less loading."""
     waited = 0.0
     for one, begin, end in spans:
         ready = end if one.started is None else one.started
@@ -136,36 +128,9 @@ def _hung_s(spans: Sequence[tuple[Attempt, float, float]]) -> float:
     )
 
 
-def _loading_s(found: Sequence[Attempt]) -> float | None:
-    """None where a run went on from a checkpoint and did not say how long that took."""
-    if any(one.first_step > 0 and not one.of("load") for one in found):
-        return None
-    return sum(one.load_s for one in found)
-
-
-def _replayed_s(found: Sequence[Attempt]) -> float | None:
-    """None where steps were repeated and no event has the time that they took."""
-    for one in found:
-        again = [*one.of("resume"), *one.of("restart")]
-        dropped = any(amount(event, "dropped_metrics_lines") for event in again)
-        if dropped and not one.of("replay"):
-            return None
-    return sum(replay_s(one) for one in found)
-
-
-def _saving_s(found: Sequence[Attempt]) -> float | None:
-    """Stalls. Runs that recorded only `seconds` saved synchronously: all of it was a stall."""
-    stalls = [
-        amount(event, "seconds" if event.get("stall_s") is None else "stall_s")
-        for one in found
-        for event in one.of("save")
-    ]
-    return _added(stalls)
-
-
-def _evaluation_s(found: Sequence[Attempt]) -> float | None:
-    """None where validations did not say how long they took."""
-    return _added([amount(event, "seconds") for one in found for event in one.of("evaluation")])
+def _seconds(found: Sequence[Attempt], kind: str, name: str = "seconds") -> float:
+    """The sum of a field over all events of a kind."""
+    return sum(amount(event, name) or 0.0 for one in found for event in one.of(kind))
 
 
 def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:
@@ -178,8 +143,3 @@ def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]
         count, each = steps_s[lasts[at]] if at < len(lasts) else (0, 0.0)
         spent += each if count and step > lasts[at] - count else 0.0
     return spent
-
-
-def _added(seconds: Sequence[float | None]) -> float | None:
-    """The sum; None where one of them is missing."""
-    return None if None in seconds else sum(each or 0.0 for each in seconds)

@@ -250,7 +250,6 @@ def test_the_command(tmp_path: Path, dmt: Dmt) -> None:
     for arguments, message in (
         ([str(run), "--html", str(tmp_path / "no/out.html")], "cannot be written"),
         ([str(run), "--html", str(out), "--json"], "one form at a time"),
-        ([str(run), str(run)], "2 runs: the text is of one"),
     ):
         assert message in dmt("report", *arguments, code=2).err
 
@@ -316,7 +315,7 @@ def test_foreign_values_are_no_tracebacks(
     text = page(data_of(run, run))
     assert "NaN" not in json.dumps(data_of(run)["charts"], allow_nan=False)
     assert text.endswith("</html>\n")
-    assert main(["report", str(run)]) == main(["compare", str(run), str(run)]) == 0
+    assert main(["report", str(run)]) == main(["report", str(run), str(run)]) == 0
     assert main(["runs", str(run), "--json"]) == 0
 
 

@@ -75,16 +75,11 @@ def _time(record: RunRecord) -> Section | None:
     if spent.share is None:
         return None
     shares = spent.percentages()
-    bar, absent = [], []
-    for name in PARTS:
-        part_s = spent.parts_s[name]
-        if part_s is None:
-            absent.append(PARTS[name])
-        else:
-            bar.append([PARTS[name], part_s, f"{duration(part_s)}, {shares[name]:.1f}%"])
+    bar = [
+        [label, spent.parts_s[name], f"{duration(spent.parts_s[name])}, {shares[name]:.1f}%"]
+        for name, label in PARTS.items()
+    ]
     note = f"Goodput {shares['productive']:.1f}% of {duration(spent.total_s)}."
-    if absent:
-        note += f" Not recorded: {', '.join(absent)}."
     if spent.idle_s > 0:
         note += f" In addition, nothing ran for {duration(spent.idle_s)} between starts."
     return {"title": "Where the time went", "note": note, "bar": bar}

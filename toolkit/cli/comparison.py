@@ -1,16 +1,11 @@
-"""`dmt compare`: differences between runs in settings, loss and speed."""
+"""`dmt report A B`: differences between runs in settings, loss and speed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.text import Text
 
-from toolkit.cli.options import AsJson
-from toolkit.cli.output import columns, output
-from toolkit.errors import DataError
+from toolkit.cli.output import columns
 from toolkit.report.compare import (
     difference,
     median_speed,
@@ -20,33 +15,16 @@ from toolkit.report.compare import (
     where_losses_differ,
     why_speeds_differ,
 )
-from toolkit.report.record import RunRecord, read_record
-from toolkit.run import jsonl
+from toolkit.report.record import RunRecord
 from toolkit.run.changes import is_stated, shown
 from toolkit.text.units import shortened
 
 _LONGEST = 24
-"""Letters of a setting's value on the terminal."""
+"""Characters of a setting's value on the terminal."""
 
 
-def compare(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN RUN…", help="Run directories.")
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs with the first one: settings, first step whose loss differs, speed and loss.
-
-    Example: `dmt compare runs/before runs/after`
-    """
-    if len(run_dirs) < 2:
-        raise DataError("one run has nothing to be compared with", fix="name another one")
-    records = [read_record(path) for path in run_dirs]
-    data = jsonl.plain(_machine_output(records)) if as_json else None
-    output(as_json, data, _lines(records))
-
-
-def _machine_output(records: Sequence[RunRecord]) -> dict[str, object]:
+def comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
+    """Output of `--json`: every run next to the first one."""
     settings = settings_that_differ(records)
     first, *others = records
     return {
@@ -63,7 +41,8 @@ def _machine_output(records: Sequence[RunRecord]) -> dict[str, object]:
     }
 
 
-def _lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
+def comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
+    """The runs in a table, settings that differ, where losses differ, and a verdict."""
     names = [str(record.run.path) for record in records]
     rows = [["", *names], ["state", *(record.state[0] for record in records)]]
     rows.append(["steps", *(f"{record.summary.steps:,}" for record in records)])
