@@ -103,10 +103,6 @@ LAYOUT_ROWS = [
     ),
     in_parallel("context", context=2),
     in_parallel("expert", expert=2),
-    replace(
-        in_parallel("uneven samples (`shares`)", shares=(3, 1)),
-        settings={"parallel": {"shares": [3, 1]}, "cluster": {"gpus_per_node": 2}},
-    ),
     in_parallel("optimizer on the CPU", zero={"offload_optimizer": "cpu"}),
     in_parallel(
         "parameters on the CPU", zero={"offload_optimizer": "cpu", "offload_parameters": "cpu"}

@@ -42,6 +42,8 @@ SETTINGS: dict[str, str] = {
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "
     "moves samples to faster ranks",
+    "parallel.shares": "remove it; `parallel.balance: auto` measures ranks, and moves samples "
+    "to the faster ones",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
@@ -67,6 +69,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 DEFAULTS: dict[str, object] = {
     "cluster.groups": [],
+    "parallel.shares": [],
     "data.remote_cache_gib": 50.0,
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,

@@ -27,6 +27,7 @@ from toolkit.rehearse.layouts import STANDARD
 from toolkit.rehearse.reference import plain_run
 from toolkit.rehearse.worker import small_run
 from toolkit.run.assignment import decide
+from toolkit.train.split import with_shares
 
 Settings = dict[str, Any]
 
@@ -186,10 +187,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "2": {},
         "1": {"training": {"micro_batch_size": 1}},
         "4": {"training": {"micro_batch_size": 4}},
-        "uneven": {
-            "parallel": {"shares": [3, 1]},
-            "training": {"micro_batch_size": "auto"},
-        },
+        "uneven": {},
     },
 }
 """By axis, the values and what each adds to the recipe. The first is that of `BASE`."""
@@ -246,6 +244,11 @@ class Case:
     def weighted(self) -> bool:
         return ("weights", "uneven") in self.features
 
+    @property
+    def moved(self) -> bool:
+        """Whether samples moved from every second data-parallel rank to the one before."""
+        return ("micro batch", "uneven") in self.features
+
     def __str__(self) -> str:
         return f"{self.layout}: {', '.join(map(' '.join, self.features))}"
 
@@ -269,7 +272,9 @@ def recipe_of(case: Case) -> Recipe | None:
         recipe = Recipe.model_validate(plain)
         if [*broken_rules(recipe)]:
             return None
-        decide(recipe, None)
+        layout = decide(recipe, None).plan.layout
+        if case.moved and (layout.dp % 2 or recipe.model.balance is not None):
+            return None
     except (ValidationError, PlanError, RecipeError):
         return None
     return recipe
@@ -374,8 +379,11 @@ def record(case: Case, ranks: Ranks) -> Record:
     """What a rank does for a case."""
     recipe = recipe_of(case)
     assert recipe is not None
+    decided = decide(recipe, None)
+    layout = decided.plan.layout
+    split = with_shares(layout, (3, 1) * (layout.dp // 2)) if case.moved else layout
     with kernels_of(case):
-        results = [*small_run(decide(recipe, None), ranks, batches_of(case, recipe))]
+        results = [*small_run(decided, ranks, batches_of(case, recipe), split)]
     return Record(tuple(one.loss for one in results), tuple(one.grad_norm for one in results))
 
 

@@ -40,8 +40,7 @@ class Balance:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.settings = setup.balance
-        self.shares = setup.layout.micro_batches
-        self.data_rank = setup.layout.data_rank(setup.ranks.rank)
+        self.data_ranks = setup.layout.dp
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
         """Ranks that hold other tokens of the same rows; None if this rank holds whole rows."""
@@ -98,11 +97,11 @@ class Balance:
         return balance
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Reset the counts. A data-parallel rank has its share of the rows."""
+        """Reset the counts. Data-parallel ranks have equally many rows."""
         if self.settings is None:
             return
         mine = sum(len(batch.input_ids) for batch in micro_batches)
-        self._rows = mine * sum(self.shares) // self.shares[self.data_rank]
+        self._rows = mine * self.data_ranks
         size = self.layers * self.experts
         self._sums = torch.zeros(size + 4, dtype=torch.float64, device=self.device)
         self._counts = self._sums[:size].view(self.layers, self.experts)

@@ -156,11 +156,6 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
             f"{recipe.name} has training.batch_ramp, and Accelerate one batch for all steps",
             fix="--set training.batch_ramp=null; or train with `dmt launch`",
         )
-    if plan.layout.shares:
-        raise PlanError(
-            f"{recipe.name} has uneven shares, and Accelerate one batch size for all ranks",
-            fix="--set parallel.shares=[]; or train with `dmt launch`",
-        )
     if isinstance(plan.layout.recompute, int):
         raise PlanError(
             f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "

@@ -121,10 +121,10 @@ def layout_flags(recipe: Recipe, plan: Plan) -> str:
             f"{recipe.name} runs on the engine {plan.engine}, whose layout Megatron-LM lacks",
             fix="--set parallel.engine=megatron",
         )
-    if plan.layout.shares or recipe.parallel.balance != "none":
+    if recipe.parallel.balance != "none":
         raise PlanError(
             f"{recipe.name} has uneven ranks, and Megatron-LM equal ones",
-            fix="--set parallel.shares=[] --set parallel.balance=none",
+            fix="--set parallel.balance=none",
         )
     layout, transformer = plan.layout, config["transformer"]
     flags = [

@@ -313,7 +313,7 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "auto", allowed, "set it to none")
     if recipe.model.balance is not None:
         allowed = "none with model.balance, whose terms are divided by the planned rows"
-        yield Problem(key, "auto", allowed, "set it to none, or state parallel.shares")
+        yield Problem(key, "auto", allowed, "set it to none")
 
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:

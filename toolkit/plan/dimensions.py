@@ -112,13 +112,6 @@ def division_text(chunks: Iterable[int]) -> str:
     return " + ".join(f"{count} × {size}" if count > 1 else str(size) for size, count in runs)
 
 
-def _shares_text(shares: tuple[int, ...]) -> str:
-    """`shares 2:1`; of many ranks, only the smallest and the largest."""
-    few = len(shares) <= 8
-    shown = shares if few else (min(shares), max(shares))
-    return f"shares {(':' if few else '…').join(map(str, shown))}"
-
-
 _STAGE, _IN_3 = "parallel.zero.stage", "set parallel.zero.stage to 3 (or auto)"
 
 
@@ -260,14 +253,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
         scaled=lambda _, __: 1,
     ),
     Dimension(
-        "shares",
-        "parallel.shares",
-        "samples per micro batch",
-        _shares_text,
-        parts=bool,
-        scaled=lambda shares, small: (3, 1) * (small["dp"] // 2) if shares else (),
-    ),
-    Dimension(
         "recompute",
         "parallel.recompute",
         "recompute",
@@ -353,8 +338,6 @@ def batch_text(layout: Layout) -> str:
     """The factors of a global batch: `2 micro batch × 4 accumulation × 8 dp = 64 samples`."""
     often = f"{layout.gradient_accumulation} accumulation"
     split = f"{layout.micro_batch} micro batch × {often} × {layout.dp:,} dp"
-    if layout.shares:
-        split = f"{_shares_text(layout.shares)} × {often}"
     return f"{split} = {layout.global_batch:,} samples"
 
 

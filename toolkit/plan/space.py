@@ -43,7 +43,7 @@ class PartialLayout:
     """Possible recompute of layers and logits, least first."""
 
     def split(self, micro_batch: int, recompute: Recompute, loss: LossKernel) -> Layout:
-        """The whole layout; where shares differ, `micro_batch` is the largest."""
+        """The whole layout."""
         share = self.layout.gradient_accumulation
         # Faster than dataclasses.replace, which a search would call a hundred thousand times.
         fields = self.layout.__dict__ | {
@@ -75,9 +75,7 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
         for parallel in _settled(job, pair, fallback):
             layout = _layout(job, pair, parallel)
             sizes = tuple(_micro_batches(job, layout))
-            largest = max(layout.shares, default=1)
-            rounds = training.global_batch_size // (sum(layout.shares) or layout.dp)
-            share = max(1, rounds * largest)
+            share = max(1, training.global_batch_size // layout.dp)
             for exchange in context.exchanges(job, parallel):
                 whole = replace(layout, exchange=exchange, gradient_accumulation=share)
                 yield PartialLayout(pair, workload, whole, sizes, recomputes)
@@ -130,8 +128,6 @@ def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     """The error if no layout spreads the batch, with the nearest batches that work."""
     training, dp = job.training, layout.dp
     wanted, batch = training.micro_batch_size, training.batch_unit
-    if job.parallel.shares:
-        return _unsuitable_shares(job.parallel.shares, layout)
     key = "training.global_batch_size"
     if training.batch_ramp is not None:
         key = f"{key}, and the start and increment of training.batch_ramp"
@@ -143,20 +139,6 @@ def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     return PlanError(
         f"{key}: {batch} samples cannot be spread evenly over {dp} ranks{micro}{groups}",
         fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
-    )
-
-
-def _unsuitable_shares(shares: tuple[int, ...], layout: Layout) -> PlanError:
-    """The error if stated shares, whose sum divides the batch, suit no layout."""
-    if len(shares) == layout.dp:
-        return PlanError(
-            f"parallel.shares: the interleaved schedule takes {layout.pp} micro batches at a "
-            f"time, and {sum(shares)} samples each do not divide the batch",
-            fix="set parallel.virtual_pipeline to 1, or change training.global_batch_size",
-        )
-    return PlanError(
-        f"parallel.shares: {len(shares)} numbers for {layout.dp} data-parallel ranks",
-        fix=f"state {layout.dp}, or degrees of parallel with which there are {len(shares)}",
     )
 
 
@@ -309,11 +291,6 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
 def _micro_batches(job: PlanRequest, layout: Layout) -> list[int]:
     """Sizes that spread the batch; the interleaved schedule takes one per stage at a time."""
     group = layout.pp if layout.vpp > 1 else 1
-    if shares := layout.shares:
-        whole = (
-            len(shares) == layout.dp and job.training.batch_unit % (sum(shares) * group) == 0
-        )
-        return [max(shares)] if whole else []
     share, rest = divmod(job.training.batch_unit, layout.dp)
     if rest or not share:
         return []

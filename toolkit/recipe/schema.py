@@ -745,10 +745,6 @@ class ParallelSection(Section):
     """With engine `fsdp`: number of replicas of the sharded model (hybrid sharding). Weights
     are gathered within a replica, on consecutive ranks, and gradients summed over the replicas
     once per step; 1: no replication."""
-    shares: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
-    """Samples of a micro batch on each data-parallel rank, e.g. [2, 1] where the first is twice
-    as fast; empty: equally many. Their sum divides the global batch, and the loss does not
-    change."""
     balance: Literal["none", "auto"] = "none"
     """`auto`: the speed of every rank is measured at each checkpoint, and samples move from
     ranks that stay slower to faster ones; the loss does not change (docs/staying-alive.md)."""

@@ -325,8 +325,6 @@ def _assignment(
     if parallel.stages:
         parallel = parallel.with_values({"stages": _small_stages(recipe, parallel)})
     wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
-    if parallel.shares:
-        wanted = wanted.with_values({"training.micro_batch_size": "auto"})
     if parallel.context == 1:
         wanted = wanted.with_values({"kernels.context": "auto"})
     if problems := list(broken_rules(wanted)):

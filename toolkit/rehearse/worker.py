@@ -17,6 +17,7 @@ from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.rehearse.batches import global_batches, micro_batches
@@ -26,12 +27,15 @@ from toolkit.text.terminal import tell
 
 
 def small_run(
-    case: Assignment, ranks: Ranks, batches: Sequence[MicroBatch] | None = None
+    case: Assignment,
+    ranks: Ranks,
+    batches: Sequence[MicroBatch] | None = None,
+    split: Layout | None = None,
 ) -> Iterator[StepResult]:
     """Build the engine of `case` as `dmt train` does, and yield the result of each step.
 
     Collective. `batches` are the global ones, one per step: by default, those that the seed
-    of the recipe gives.
+    of the recipe gives. `split`: how they are split over ranks, where samples moved.
     """
     recipe, layout = case.recipe, case.plan.layout
     config = hf.build_config(recipe.model)
@@ -40,7 +44,7 @@ def small_run(
     engine = build_engine(case.plan.engine, setup)
     batches = batches or global_batches(recipe, config.vocab_size)
     rank, rows = layout.data_rank(ranks.rank), recipe.training.rows_per_sample
-    shares = [micro_batches(batch, layout, rank, rows) for batch in batches]
+    shares = [micro_batches(batch, split or layout, rank, rows) for batch in batches]
     objective = recipe.objective()
     if REFERENCE in objective.reads:
         for share in shares:  # the reference's log-probabilities, under the initial weights

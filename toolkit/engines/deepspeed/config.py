@@ -230,8 +230,8 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     layout, optimizer = request.layout, request.optimizer
     ranks = layout.dp * layout.cp
     settings: dict[str, object] = {
-        # DeepSpeed counts context-parallel ranks as data-parallel ones. Where shares differ,
-        # it takes all for the largest: the product must hold, and it only logs the numbers.
+        # DeepSpeed counts context-parallel ranks as data-parallel ones. Where samples moved,
+        # the numbers are those of the plan: their product must hold, and it only logs them.
         "train_batch_size": ranks * layout.micro_batch * layout.gradient_accumulation,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,

@@ -69,7 +69,7 @@ def problems(job: PlanRequest) -> list[Problem]:
             "set parallel.recompute to full",
         )
         return [Problem("parallel.recompute", str(some), allowed, fix)]
-    if wrong := [*attention.problems(job)] or [*_shares(job)]:
+    if wrong := [*attention.problems(job)]:
         return wrong
     if job.optimizer.groups and (
         wrong := [*parameter_groups.problems(job.optimizer.groups, job.trained)]
@@ -78,27 +78,6 @@ def problems(job: PlanRequest) -> list[Problem]:
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
     return min(found, key=len, default=[])
-
-
-def _shares(job: PlanRequest) -> Iterator[Problem]:
-    """Uneven shares: one for each data-parallel rank, and whole rounds of micro batches."""
-    shares, training = job.parallel.shares, job.training
-    if not shares:
-        return
-    key, shown = "parallel.shares", ", ".join(map(str, shares))
-    dp = legality.data_parallel(job.parallel, job.cluster)
-    if dp not in (None, len(shares)):
-        found, allowed = f"[{shown}]", f"{dp} numbers, one for each data-parallel rank"
-        yield Problem(key, found, allowed, f"state {dp} numbers, or none")
-    if job.training.batch_unit % sum(shares):
-        found = f"[{shown}], together {sum(shares)}, with batches of {training.batch_unit}"
-        fit = nearest(sum(shares), divisors(training.batch_unit))
-        allowed = "numbers whose sum divides the global batch"
-        yield Problem(key, found, allowed, f"change them so that they add up to {fit}")
-    if known(training.micro_batch_size) not in (None, max(shares)):
-        found, allowed = f"{training.micro_batch_size} with shares [{shown}]", "auto"
-        fix = "set training.micro_batch_size to auto"
-        yield Problem("training.micro_batch_size", found, allowed, fix)
 
 
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
