@@ -75,7 +75,7 @@ def check_column(source: HfSource, columns: Mapping[str, str]) -> None:
     if chats:
         found += f"; `{chats[0]}` holds chats"
         fix = (
-            "write `kind: chat` (or `kind: preference`) instead of `kind: hf`, see docs/chat.md"
+            "write `kind: chat` (or `kind: preference`) instead of `kind: hf`, see docs/data.md"
         )
     raise DataError(found, fix=fix)
 

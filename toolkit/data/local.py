@@ -189,11 +189,11 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 if columns:
                     check_column(source, columns)
             elif isinstance(source, ChatSource | PreferenceSource) and columns:
-                setting, allowed = "columns", "columns of a known format (docs/chat.md)"
+                setting, allowed = "columns", "columns of a known format (docs/data.md)"
                 check_columns(source, list(columns))
                 if all_seen:
                     check_mapped(source, columns)
-                setting, allowed = "path", "rows that are conversations (docs/chat.md)"
+                setting, allowed = "path", "rows that are conversations (docs/data.md)"
                 for _ in _examples(source, files, _FIRST_ROWS):
                     pass
         elif isinstance(source, TextSource):

@@ -126,7 +126,7 @@ ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int
 
 
 class BalanceSection(Section):
-    """Load balancing of the experts of a mixture-of-experts model (docs/balance.md). If
+    """Load balancing of the experts of a mixture-of-experts model (docs/optimizers.md). If
     present, the experts' load is added to the metrics."""
 
     kind: Literal["none", "sequence_loss", "bias"] = "none"
@@ -267,7 +267,7 @@ class ChatRowsSource(RowsSource):
     """What conversations and preferences have in common."""
 
     columns: ColumnNames = {}  # noqa: RUF012 - pydantic copies it
-    """Names of columns that differ in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
+    """Names of columns that differ in the data, e.g. `{messages: dialog}` (docs/data.md)."""
 
     def column(self, name: ColumnName) -> str:
         """What the data calls the column `name` of the format."""
@@ -279,7 +279,7 @@ class ChatSource(ChatRowsSource):
 
     kind: Literal["chat"]
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
-    """Format of the data (docs/chat.md). `auto`: detected from the names of the columns."""
+    """Format of the data (docs/data.md). `auto`: detected from the names of the columns."""
     loss_on: Literal["assistant", "last_assistant", "all", "completion"] = "assistant"
     """Which tokens are trained: every assistant turn with its end-of-turn token, only the last
     such turn, all tokens, or what follows the prompt (of data that separates the two)."""
@@ -501,7 +501,7 @@ LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.epochs")
 
 
 class DpoSection(Section):
-    """Settings of `training.objective: dpo`; docs/post-training.md has the formulas."""
+    """Settings of `training.objective: dpo`; docs/fine-tuning.md has the formulas."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair."""
@@ -515,7 +515,7 @@ class DpoSection(Section):
 
 
 class OrpoSection(Section):
-    """Settings of `training.objective: orpo`; docs/post-training.md has the formulas."""
+    """Settings of `training.objective: orpo`; docs/fine-tuning.md has the formulas."""
 
     beta: PositiveFloat = 0.1
     """Weight of the odds ratio against the cross entropy; λ in its paper."""
@@ -523,7 +523,7 @@ class OrpoSection(Section):
 
 class AdapterSection(Section):
     """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. Function and
-    tensors equal PEFT's in every layout (docs/lora.md)."""
+    tensors equal PEFT's in every layout (docs/fine-tuning.md)."""
 
     name: Literal["lora"] = "lora"
     """Kind of adapter."""

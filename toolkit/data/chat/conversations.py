@@ -187,7 +187,7 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
     try:
         form = form_of(columns, source)
     except MalformedRow as error:
-        fix = "set `format`, and map its columns in `columns` (docs/chat.md)"
+        fix = "set `format`, and map its columns in `columns` (docs/data.md)"
         raise DataError(f"`{source.path}`: {error}", fix=fix) from error
     needed = _REQUIRED.get(form, _ANSWERS)
     known = _read(form)
