@@ -126,23 +126,18 @@ ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int
 
 
 class BalanceSection(Section):
-    """Load balancing of the experts of a mixture-of-experts model (docs/optimizers.md). If
-    present, the experts' load is added to the metrics."""
+    """Load balancing of experts (docs/optimizers.md). It also adds the experts' load to the
+    metrics."""
 
     kind: Literal["none", "sequence_loss", "bias"] = "none"
-    """`sequence_loss`: a loss per layer and sequence that grows with load imbalance, as in
-    DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). `bias`: a bias per expert, added to the
-    scores only to choose experts, and updated after each step (arXiv:2408.15664); for model
-    types that have one."""
+    """`sequence_loss`: a loss per layer and sequence, as in DeepSeek-V3. `bias`: a bias per
+    expert that is updated after each step, for model types that have one."""
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the loss: greater than 0 with `sequence_loss`; with `bias`, of the same loss
-    in addition to the bias."""
+    """Weight of the loss. Above 0 with `sequence_loss`; possible with `bias`."""
     bias_update: NonNegativeFloat = 0.0
-    """With `bias`, greater than 0: step size of the bias, up for experts chosen less often than
-    the mean in the global batch, down for the others."""
+    """With `bias`: step size of the bias, above 0."""
     z_loss: NonNegativeFloat = 0.0
-    """With any kind: weight of the squared logarithm of the sum of a router's exponentiated
-    logits, per layer and token (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Weight of the router's z-loss (ST-MoE), with any kind."""
 
 
 class ModelSection(Section):
@@ -153,20 +148,17 @@ class ModelSection(Section):
     revision: NonEmpty | None = None
     """Hub revision (branch, tag or commit) of `hub`."""
     init: Literal["random", "pretrained", "checkpoint"] = "random"
-    """`random`: weights drawn from the seed, the same under every layout.
-    `pretrained`: safetensors weights read from `hub`. `checkpoint`: the weights of another
-    run, of any engine and layout, read from `checkpoint`."""
+    """`random`: drawn from the seed, the same under every layout. `pretrained`: read from
+    `hub`. `checkpoint`: the weights of another run, read from `checkpoint`."""
     checkpoint: NonEmpty | None = None
-    """For `init: checkpoint`: a checkpoint's folder, or a run directory, which stands for its
-    newest finished checkpoint. Only the fp32 weights are loaded: optimizer, schedule, step and
-    data start from scratch in this run."""
+    """For `init: checkpoint`: a checkpoint's folder, or a run directory (its newest finished
+    checkpoint). Optimizer, schedule and data start from scratch."""
     config: dict[str, Any] | None = None
-    """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
-    plannable offline; compared with the hub's config when weights are loaded."""
+    """Hugging Face config keys (`model_type`, `hidden_size`, …): the recipe can then be planned
+    offline. Compared with the hub's config when weights are loaded."""
     freeze: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
-    """Parameters that do not train: patterns of their names in a Hugging Face checkpoint, e.g.
-    `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and no optimizer
-    states."""
+    """Parameters that do not train, by patterns of their names in a Hugging Face checkpoint,
+    e.g. `[model.embed_tokens.*]`."""
     balance: BalanceSection | None = None
     """Expert load balancing; null: none, and no metrics of it."""
 
@@ -182,14 +174,13 @@ class SourceSection(Section):
     label: NonEmpty | None = None
     """In a list of sources: the name of this one. Default: the last part of its path."""
     weight: NonNegativeFloat | None = None
-    """In a list for training: share of the samples, relative to the other weights, e.g. tokens.
-    After any number of samples, each source has its share to within one sample."""
+    """In a list for training: share of the samples, relative to the other weights."""
     epochs: PositiveFloat | None = None
-    """In a list for training, instead of `weight`: passes over this source; with
-    `training.epochs: 1`, the run makes exactly these passes."""
+    """In a list for training, instead of `weight`: passes over this source (with
+    `training.epochs: 1`)."""
     at_end: Literal["repeat", "stop"] = "repeat"
-    """In a list for training, when all samples of this source have been used: start again in
-    another order, or end the run."""
+    """In a list for training, at the end of this source: start again in another order, or end
+    the run."""
 
     @property
     def place(self) -> str:
@@ -212,8 +203,8 @@ class TextSource(SourceSection):
 
     kind: Literal["text"]
     files: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
-    """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}`
-    stands for the standard library folder of the running Python."""
+    """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}` is the standard
+    library's folder of the running Python."""
     exclude: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
     """Globs to exclude, in the same form as `files`."""
 
@@ -233,9 +224,8 @@ class RowsSource(SourceSection):
 
     kind: str
     path: NonEmpty
-    """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl,
-    .parquet, .arrow or .txt, relative to the recipe's file; or a folder that
-    `save_to_disk` wrote."""
+    """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl, .parquet, .arrow
+    or .txt, relative to the recipe's file."""
     name: NonEmpty | None = None
     """Dataset configuration name, e.g. `en`."""
     revision: NonEmpty | None = None
@@ -243,11 +233,10 @@ class RowsSource(SourceSection):
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
     malformed: Literal["error", "drop"] = "error"
-    """A row that is not a conversation or pair: an error that names file and row, or drop and
-    count. Of documents: an error."""
+    """For chats and preferences: a malformed row is an error that names file and row, or is
+    dropped and counted."""
     row_limit_mib: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Longest row of JSON or text files in MiB: a longer one is an error. Reading a row needs
-    several times its size in memory."""
+    """Longest row of JSON or text files in MiB; a longer one is an error."""
 
     @property
     def place(self) -> str:
@@ -281,15 +270,14 @@ class ChatSource(ChatRowsSource):
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
     """Format of the data (docs/data.md). `auto`: detected from the names of the columns."""
     loss_on: Literal["assistant", "last_assistant", "all", "completion"] = "assistant"
-    """Which tokens are trained: every assistant turn with its end-of-turn token, only the last
-    such turn, all tokens, or what follows the prompt (of data that separates the two)."""
+    """Trained tokens: every assistant turn, only the last one, all tokens, or what follows the
+    prompt."""
     too_long: Literal["truncate", "drop", "split"] = "truncate"
     """A conversation longer than `training.sequence_length`: keep its beginning, drop it, or
-    split it into samples that train every token once."""
+    split it into samples."""
     rewritten_history: Literal["error", "split"] = "error"
-    """Conversations whose earlier turns the chat template renders differently once other turns
-    follow (models that drop their thinking): refuse, or create one sample per assistant
-    turn."""
+    """Conversations whose earlier turns the template renders differently once others follow
+    (models that drop their thinking): refuse, or make one sample per assistant turn."""
 
 
 class PreferenceSource(ChatRowsSource):
@@ -297,8 +285,7 @@ class PreferenceSource(ChatRowsSource):
 
     kind: Literal["preference"]
     too_long: Literal["truncate", "drop"] = "truncate"
-    """A pair with a row longer than `training.sequence_length`: keep its beginning, or drop the
-    pair."""
+    """A pair longer than `training.sequence_length`: keep its beginning, or drop it."""
 
 
 class MegatronSource(SourceSection):
@@ -350,34 +337,30 @@ class DataSection(Section):
     """What to train on."""
 
     train: Sources
-    """Training documents: a source, or a list of sources, each with a `weight` or `epochs`
+    """Training data: a source, or a list of sources, each with a `weight` or `epochs`
     (docs/data.md)."""
     stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
     """Steps from which the weights of a list of sources change."""
     validation: Sources | None = None
-    """Validation documents: a source, or a list of sources, whose losses are reported one by
-    one. Without it, `validation_fraction` of every source of `train` is held out."""
+    """Validation data: a source, or a list of sources, whose losses are reported one by one."""
     validation_fraction: Fraction = 0.0
-    """Share of the training documents held out for validation, chosen by the seed."""
+    """Share of the training data held out for validation, chosen by the seed."""
     tokenizer: NonEmpty = "bytes"
     """Hub id, local folder (relative to the recipe's file), or `bytes`: the shipped
     byte-level tokenizer (256 bytes and one end-of-text token)."""
     tokenizer_revision: NonEmpty | None = None
     """Hub revision of the tokenizer."""
     special_tokens: Literal["text", "parse"] = "text"
-    """How a special token that a document spells out, e.g. `<|endoftext|>`, is encoded:
-    `text`, as ordinary characters, or `parse`, as the token. In chats, `text` makes such a
-    row malformed."""
+    """Encode a special token that a document spells out, e.g. `<|endoftext|>`, as ordinary
+    characters, or as the token (`parse`). In chats, `text` makes such a row malformed."""
     isolate_documents: bool = False
-    """true: a token attends only to its own document, and positions restart with each document
-    of a sample. false: attention crosses the documents of a sample."""
+    """A token attends only to its own document, and positions restart with each document."""
     chat_template: Annotated[str, Field(min_length=1, max_length=2**17)] | None = None
     """For chats and preferences: a file with a Jinja template (relative to the recipe's file),
     the template itself, or `chatml`. Default: the tokenizer's own."""
     packing: Literal["none", "greedy", "best_fit"] = "none"
-    """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit, none of which
-    attends to another. Documents: `none`, concatenated and cut at equal lengths; `best_fit`, as
-    many whole ones as fit, padded at the end, so that only longer ones are cut."""
+    """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit. Documents:
+    `none`, concatenated and cut; `best_fit`, as many whole ones as fit."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 
@@ -424,8 +407,7 @@ class BatchRampSection(Section):
     increment: Positive
     """Samples that are added each time."""
     steps: Positive | None = None
-    """Steps until the batch is whole; every size before has the same share of them, rounded up
-    to whole steps."""
+    """Steps until the batch is whole, divided evenly among the sizes before."""
     tokens: TokenCount | None = None
     """The same, in training tokens."""
 
@@ -434,10 +416,9 @@ class TrainingSection(Section):
     """Length, batch size and precision. Exactly one of steps, tokens and epochs is required."""
 
     objective: ObjectiveName = "pretrain"
-    """The loss that is minimised. `pretrain`: the mean cross entropy over the unmasked tokens
-    of the global batch; `sft`: the same, of conversations; `dpo` and `orpo`: a loss on pairs of
-    a preferred and a rejected answer. Other packages add objectives by entry points
-    (docs/architecture.md)."""
+    """The loss. `pretrain`: mean cross entropy over the unmasked tokens of the global
+    batch; `sft`: the same, of conversations; `dpo`, `orpo`: on pairs of answers
+    (docs/fine-tuning.md)."""
     steps: Positive | None = None
     """Optimizer steps."""
     tokens: TokenCount | None = None
@@ -447,8 +428,8 @@ class TrainingSection(Section):
     sequence_length: SequenceLength
     """Tokens per sequence."""
     global_batch_size: Positive
-    """Samples per optimizer step over all ranks; never changed by a layout. A sample is a
-    sequence, with `dpo` and `orpo` a pair of sequences."""
+    """Samples per optimizer step over all ranks; never changed by a layout. With `dpo` and
+    `orpo`, a sample is a pair of sequences."""
     batch_ramp: BatchRampSection | None = None
     """Smaller global batches at the start of the run (docs/optimizers.md); null: none."""
     micro_batch_size: Positive | Auto = "auto"
@@ -459,8 +440,8 @@ class TrainingSection(Section):
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
     deterministic: bool = False
-    """true: two runs in the same layout, with the same packages and GPUs, are bitwise equal.
-    Slower; a nondeterministic operator is an error (docs/gpu.md)."""
+    """Runs in the same layout, with the same packages and GPUs, are bitwise equal. Slower
+    (docs/gpu.md)."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -506,8 +487,7 @@ class DpoSection(Section):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair."""
     beta: PositiveFloat = 0.1
-    """How strongly the policy is kept close to the reference; with `ipo`, called τ in its
-    paper."""
+    """How strongly the policy is kept close to the reference (τ in the paper of `ipo`)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """`sigmoid` only: the assumed share of pairs whose answers are swapped."""
     sft_weight: NonNegativeFloat = 0.0
@@ -522,30 +502,26 @@ class OrpoSection(Section):
 
 
 class AdapterSection(Section):
-    """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. Function and
-    tensors equal PEFT's in every layout (docs/fine-tuning.md)."""
+    """LoRA: only adapters train, equal to PEFT's in every layout (docs/fine-tuning.md)."""
 
     name: Literal["lora"] = "lora"
     """Kind of adapter."""
     rank: Annotated[int, Field(ge=1, le=65536)]
-    """Rows of A and columns of B of every projection W: it computes W·x + scaling · B·A·x."""
+    """LoRA rank r."""
     alpha: PositiveFloat
     """scaling = alpha / rank."""
     rslora: bool = False
     """scaling = alpha / √rank instead."""
     targets: AdapterTargets = "all-linear"
-    """Projections with an adapter: all those inside the decoder layers, those of the attention,
-    of the MLPs and experts, or of the experts alone; or a list of these words and of the last
-    components of the projections' names, e.g. `[attention, experts]` or `[q_proj, v_proj]`. A
-    layer's experts have `gate_up_proj` and `down_proj`, as in PEFT's `target_parameters`."""
+    """Projections with an adapter; or a list of these words and of names, e.g.
+    `[attention, experts]` or `[q_proj, v_proj]`."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial values of A: uniform within ±1/√(its columns), or normal with standard deviation
-    1/rank. B is initialised to 0."""
+    1/rank. B starts at 0."""
     folder: NonEmpty | None = None
-    """A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) from which the
-    adapters are initialised instead; its adapters must match this section."""
+    """A PEFT folder from which the adapters start instead; it must match this section."""
 
 
 class ParameterGroup(Section):
@@ -553,9 +529,8 @@ class ParameterGroup(Section):
     first group that matches it; the others keep the optimizer's values."""
 
     parameters: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
-    """Patterns of the parameters' names in a Hugging Face checkpoint, as in `model.freeze`,
-    e.g. `[model.embed_tokens.*]`. A tied head belongs to the embedding. With `adapter`, the
-    adapters' own tensors, e.g. `["*.lora_B.weight"]`."""
+    """Patterns of names, as in `model.freeze`. A tied head belongs to the embedding. With
+    `adapter`, the adapters' own tensors, e.g. `["*.lora_B.weight"]`."""
     lr_mult: PositiveFloat = 1.0
     """Multiplies the learning rate of every step."""
     wd_mult: NonNegativeFloat = 1.0
@@ -586,8 +561,8 @@ class _OptimizerSettings(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null for no clipping. The reported norm is the one before
-    clipping."""
+    """Largest global gradient norm; null for no clipping. The norm before clipping is
+    reported."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
 
@@ -629,8 +604,7 @@ class PlateauSection(Section):
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """New learning rate as a share of the old one."""
     patience: Count = 10
-    """Validations in a row without improvement that are tolerated; the next one reduces the
-    rate."""
+    """Validations in a row without improvement before the rate is reduced."""
     threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4
     """Share of the best loss by which a loss must be lower to be an improvement."""
     cooldown: Count = 0
@@ -641,8 +615,8 @@ class ScheduleSection(Section):
     """Learning rate over the run: linear warm-up, then the named shape."""
 
     name: Literal["cosine", "linear", "constant", "wsd", "plateau"] = "cosine"
-    """`wsd`: warm-up, stable, then a decay over the last `decay_steps`. `plateau`: constant,
-    reduced each time the validation loss stops improving (docs/optimizers.md)."""
+    """`wsd`: stable, then a decay over the last `decay_steps`. `plateau`: reduced when the
+    validation loss stops improving (docs/optimizers.md)."""
     plateau: PlateauSection | None = None
     """With `name: plateau` only; null for the defaults."""
     warmup_steps: Count = 0
@@ -652,12 +626,9 @@ class ScheduleSection(Section):
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """`wsd` only: the shape of the final decay; `1-sqrt` decays fast at first, then more
-    slowly."""
+    """`wsd` only: the shape of the final decay."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Final value of the decay: the learning rate that the step after the last would have.
-    Every step of a run therefore has a positive learning rate, even if this is 0. `plateau`:
-    the lowest rate."""
+    """Learning rate at the end of the decay. `plateau`: the lowest rate."""
 
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of `total_steps`."""
@@ -672,8 +643,7 @@ class EarlyStoppingSection(Section):
     patience: Positive
     """Validations in a row without improvement after which the run ends."""
     threshold: NonNegativeFloat = 0.0
-    """How much lower than the lowest loss before (in nats) an improvement must be: by more
-    than this."""
+    """Smallest drop of the validation loss that counts."""
 
 
 class EvaluationSection(Section):
@@ -692,16 +662,14 @@ class ZeroSection(Section):
     """ZeRO: what data-parallel ranks shard instead of replicating."""
 
     stage: ZeroStage | Auto = "auto"
-    """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
-    megatron supports 0 and 1 (its distributed optimizer), ddp 0, fsdp 1 to 3; with 1 and
-    2, fsdp gathers parameters once per step and keeps them until the last backward pass; with
-    1, it also keeps whole gradients, which it reduces once per step."""
+    """Shard optimizer states (1), also gradients (2), also parameters (3). Engine megatron has
+    0 and 1, ddp 0, fsdp 1 to 3."""
     offload_optimizer: Literal["none", "cpu", "nvme"] | Auto = "auto"
-    """Where optimizer states are kept outside the step. `auto`: on the device or, if no layout
-    fits there, on the CPU (or on NVMe if `nvme_path` names a folder)."""
+    """Where optimizer states are kept. `auto`: on the device or, if nothing fits there, on the
+    CPU (on NVMe if `nvme_path` names a folder)."""
     offload_parameters: Literal["none", "cpu", "nvme"] | Auto = "auto"
-    """Where parameters are kept while not in use (stage 3); `auto` as above. Engine fsdp
-    offloads optimizer states and parameters together: both `cpu` or both `none`."""
+    """Where parameters are kept while not in use (stage 3). Engine fsdp offloads both or
+    none."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     config: NonEmpty | None = None
@@ -729,9 +697,8 @@ class ParallelSection(Section):
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
     stages: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
-    """Layers of each pipeline stage, in the order of the model, e.g. [20, 12] where the first
-    is faster; with virtual stages, of each chunk. Empty: evenly. The
-    loss does not change."""
+    """Layers of each pipeline stage, e.g. [20, 12]; with virtual stages, of each chunk. Empty:
+    evenly."""
     context: Degree | Auto = 1
     """Context-parallel degree: ranks over which the positions of every row are spread, for long
     sequences (docs/context.md). Twice the degree divides every sequence length."""
@@ -742,19 +709,16 @@ class ParallelSection(Section):
     zero: ZeroSection = ZeroSection()
     """ZeRO and offload."""
     replicate: Degree | Auto = "auto"
-    """With engine `fsdp`: number of replicas of the sharded model (hybrid sharding). Weights
-    are gathered within a replica, on consecutive ranks, and gradients summed over the replicas
-    once per step; 1: no replication."""
+    """With engine `fsdp`: replicas of the sharded model (hybrid sharding)."""
     balance: Literal["none", "auto"] = "none"
-    """`auto`: the speed of every rank is measured at each checkpoint, and samples move from
-    ranks that stay slower to faster ones; the loss does not change (docs/staying-alive.md)."""
+    """`auto`: samples move from slower to faster ranks at checkpoints; the loss does not change
+    (docs/staying-alive.md)."""
     overlap: Literal["none"] | Auto = "auto"
-    """`auto`: communication overlaps with computation. `none`, with engine `megatron`:
-    gradients are reduced after the backward pass, ZeRO 1's weights gathered after the update,
-    and an interleaved pipeline waits for every message."""
+    """`none`, with engine `megatron`: communication waits for computation. `auto`: it
+    overlaps."""
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
-    """Activation recompute (checkpointing): none, attention only, or whole layers; a number: so
-    many layers, the first ones of the model or, with a pipeline, of each of its chunks."""
+    """Activation recompute (checkpointing): none, attention only, or whole layers; a number:
+    that many whole layers, of each pipeline chunk."""
 
 
 class GpuSection(Section):
@@ -796,8 +760,7 @@ class ClusterSection(Section):
     """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
     `{like: h100-80gb, memory_gib: 94}`."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of each GPU's memory that a plan may need, e.g. 0.9 if other programs use the GPU
-    too (docs/planner.md)."""
+    """Share of each GPU's memory that a plan may need."""
 
     @property
     def world_size(self) -> int:
@@ -813,13 +776,12 @@ class CheckpointSection(Section):
     keep: Positive = 3
     """Number of checkpoints to keep, the newest ones."""
     keep_best: Positive | None = None
-    """Number of checkpoints to keep in addition, those with the lowest validation loss;
-    `export/` is then of the best one instead of the last."""
+    """Checkpoints with the lowest validation loss to keep, too; `export/` is then of the best
+    one."""
     resume: Literal["auto", "never"] = "auto"
     """`auto`: continue from the newest undamaged checkpoint of the run directory."""
     asynchronous: bool = True
-    """Training continues while a checkpoint is written, from a copy in host memory; false:
-    training waits, and no copy is made."""
+    """Training continues while a checkpoint is written, from a copy in host memory."""
     export: bool = True
     """Write a Hugging Face folder to `export/` at the end; with adapters, a PEFT folder."""
 
@@ -828,14 +790,13 @@ class GuardSection(Section):
     """Protection of the weights against bad batches and faulty machines."""
 
     max_skips_in_a_row: Positive = 20
-    """Consecutive skipped steps after which the run stops. A step is skipped on every rank if
-    its loss or a gradient is not finite, or if its batch has no token to train on."""
+    """Consecutive skipped steps after which the run stops. A step is skipped if its loss or a
+    gradient is not finite, or its batch has no token to train on."""
     spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Also skip a step whose loss exceeds this many times the median loss of the last 50
-    steps that were not skipped (not before 10 of them); null: skip no finite loss."""
+    """Also skip a step whose loss exceeds this many times the median of the last 50 steps."""
     replica_check_every_steps: Positive | None = None
-    """Steps between comparisons of the weights of ranks that must hold equal ones; a difference
-    stops the run, and the rank is reported. Null: no comparison."""
+    """Steps between comparisons of replicated weights; a difference stops the run and names the
+    rank."""
 
 
 class WandbSection(Section):
@@ -846,8 +807,7 @@ class WandbSection(Section):
     entity: WandbName | None = None
     """User or team."""
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it,
-    including all starts of the run."""
+    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it."""
     tags: Annotated[tuple[WandbTag, ...], Field(strict=False)] = ()
     """Tags of the run."""
 
@@ -908,14 +868,11 @@ class _EveryLaunch(Section):
     checkpoint resets the count; a user's mistake is never retried."""
     hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take, the first step three times as long.
-    When one takes longer, each rank logs the stacks of its threads, and the run fails (and is
-    restarted, see `max_restarts`)."""
+    Then each rank logs its stacks, and the run fails (and is restarted)."""
     start_timeout_s: PositiveFloat = 7200.0
-    """The same before the first step: seconds without progress while ranks read the data,
-    download, compile, build the model or load a checkpoint."""
+    """Seconds without progress before the first step."""
     grace_s: PositiveFloat | None = None
-    """Seconds that ranks may take to save and exit after a signal to stop; the
-    remaining ranks are then killed. null: no limit."""
+    """Seconds that ranks may take to save and exit after a signal; null: no limit."""
     rendezvous: HostPort | None = None
     """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""
@@ -966,30 +923,22 @@ class KernelsSection(Section):
     """Implementations of parts of the model; results do not depend on them, up to rounding."""
 
     loss: LossKernel | Auto = "auto"
-    """Logits and cross entropy: `whole`, for all tokens of a micro batch at once; `chunked`,
-    for a part of the tokens at a time, which needs a fraction of the memory and recomputes the
-    logits in the backward pass; `liger`, the same by Liger's kernel, for transformers' models
-    on GPUs (docs/gpu.md). `auto`: whole if that fits, otherwise chunked."""
+    """Logits and cross entropy for all tokens of a micro batch at once, for a part at a time
+    (`chunked`: less memory), or by Liger's kernel. `auto`: whole if that fits."""
     attention: AttentionKernel | Auto = "auto"
-    """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
-    own first choice (`sdpa`); the others are fallbacks. `eager`: none of them, but matrix
-    products and a softmax, which keep all scores. `varlen`: isolated documents without a mask,
-    by the kernel for documents of different lengths, on CPUs one after the other. `auto`: eager
-    for models that the kernels cannot compute (sinks, soft-capped scores); varlen for isolated
-    documents on GPUs in 16 bits and on CPUs; otherwise cuDNN's on Hopper."""
+    """torch's kernel that is tried first. `eager`: matrix products and a softmax. `varlen`:
+    isolated documents without a mask. `auto`: eager for sinks and soft-capped scores, varlen
+    for isolated documents, cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
-    """What torch.compile compiles, on transformers' models: `layers`, each decoder layer, as
-    one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families
-    that the tests compile (docs/gpu.md)."""
+    """torch.compile of each decoder layer of transformers' models. `auto`: on GPUs, for
+    families that the tests compile (docs/gpu.md)."""
     fused: FusedKernels | Auto = "auto"
-    """Fused kernels. `megatron`: megatron-core's SwiGLU, in its dense models; `liger`: Liger's
-    RMSNorm, SwiGLU and rotary positions, in transformers' models whose layers are not compiled,
-    on GPUs (docs/gpu.md); `none`: no fused kernels. `auto`: megatron-core's on GPUs."""
+    """Fused kernels: megatron-core's SwiGLU in its dense models, or Liger's RMSNorm, SwiGLU and
+    rotary positions in transformers' models on GPUs. `auto`: megatron-core's on GPUs."""
     experts: ExpertProducts | Auto = "auto"
-    """How the experts of a rank are computed: `sequential`, in turn; `grouped`, in one product
-    per linear layer, on megatron-core for a copy of the weights in each pass. `auto`: grouped
-    on transformers' models; on megatron-core in bf16 on Hopper and Blackwell, if the host takes
-    longer to start an expert than the GPU to compute it."""
+    """Compute the experts of a rank in turn, or in one product per linear layer. `auto`:
+    grouped on transformers' models, and where megatron-core's are small on Hopper and
+    Blackwell."""
     context: Exchange | Auto = "auto"
     """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
     gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
