@@ -35,7 +35,7 @@ from toolkit.models.hub import model_config as plan_model_config
 from toolkit.recipe.schema import MegatronSource, ModelSection
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide, read_assignment, write
-from toolkit.track.follower import PostedState
+from toolkit.track.poster import Posted
 
 TOOLKIT = Path(verify.__code__.co_filename).parents[1]
 
@@ -182,7 +182,7 @@ def test_logs_are_lines_of_json_or_nothing(payload: bytes, tmp_path: Path) -> No
     (tmp_path / "events.jsonl").write_bytes(payload + b'\n{"kind": "save"}\n')
     assert jsonl.read(tmp_path / "events.jsonl") == [{"kind": "save"}]
     (tmp_path / "wandb.json").write_bytes(payload)
-    assert PostedState.load(tmp_path / "wandb.json").posted_step == 0
+    assert Posted.load(tmp_path / "wandb.json") is None
     assert not (tmp_path / "canary").exists()
 
 

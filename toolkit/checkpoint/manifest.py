@@ -66,7 +66,6 @@ class Manifest:
     """For a run with adapters, the `fingerprint` of the base weights."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     """Of the validations up to this step; a recipe that follows them has this step's, too."""
-    wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
     format: int = FORMAT

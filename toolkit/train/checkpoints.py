@@ -38,10 +38,8 @@ from toolkit.run.changes import changes, may_change, shown
 from toolkit.run.directory import RunDirectory, was_requested
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
-from toolkit.run.recorded import MAPPING, checked, read_events
-from toolkit.system.untrusted import read_json
+from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
-from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
@@ -292,15 +290,7 @@ class RunCheckpoints:
         self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
         self.saved_at = manifest.step
-        if self.leader:
-            self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
-
-    def _restore_wandb_id(self, manifest: Manifest) -> None:
-        """Let W&B continue the same run, even if its own file was lost."""
-        if manifest.wandb_id is not None and not self.directory.tracker_state("wandb").exists():
-            posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
-            posted.save(self.directory.tracker_state("wandb"))
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Start saving, unless this step is already saved.
@@ -390,15 +380,7 @@ class RunCheckpoints:
             base=self._base,
             recipe=self.recipe,
             versions=self.versions,
-            wandb_id=self._wandb_id(),
         )
-
-    def _wandb_id(self) -> str | None:
-        try:
-            state = read_json(self.directory.tracker_state("wandb"))
-            return str(checked(MAPPING, state)["run_id"])
-        except (OSError, ValueError, KeyError):
-            return None
 
 
 def _shape_problems(saved: _Shapes, wanted: _Shapes) -> Iterator[str]:

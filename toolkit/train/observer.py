@@ -18,14 +18,13 @@ from toolkit.run import jsonl
 from toolkit.run.comparison import RunMeasurement, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
-from toolkit.text.terminal import lost_output, tell
+from toolkit.text.terminal import lost_output
 from toolkit.text.units import GIB
 from toolkit.track.metrics import Metrics, MetricsLog, mfu
+from toolkit.track.poster import Trackers
 from toolkit.track.progress import ProgressReport
 from toolkit.track.rank_waits import RankWaits
 from toolkit.track.sample_log import SampleLog
-from toolkit.track.service import TrackerFollower
-from toolkit.track.trackers import wanted
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
@@ -35,7 +34,7 @@ from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.start import Start
 
 TRACKER_GRACE_S = 15.0
-"""How long the end of a run waits for each tracker; launchers give a stopping run 30 s."""
+"""How long the end of a run waits for its trackers; launchers give a stopping run 30 s."""
 
 
 class Reporter:
@@ -56,10 +55,7 @@ class Reporter:
         self.progress = progress
         self._lost: set[str] = set()
         """Outputs that cannot be written any more, as events say."""
-        self.trackers = [
-            TrackerFollower(run, name, settings, recipe.name, events)
-            for name, settings in wanted(recipe.logging)
-        ]
+        self.trackers = Trackers(run, recipe.name, recipe.logging, events)
 
     def log(self, metrics: Metrics) -> None:
         """Write one logged step to all outputs."""
@@ -68,9 +64,8 @@ class Reporter:
         for lost in set(lost_output()) - self._lost:
             self._lost.add(lost)
             self.events.write("warning", source="output", step=metrics.step, message=lost)
-        for tracker in self.trackers:
-            if problem := tracker.problem():
-                self.progress.message(problem)
+        for problem in self.trackers.problems():
+            self.progress.message(problem)
 
     def skipped(self, step: int, result: StepResult) -> None:
         """Report that a step's update was skipped."""
@@ -113,12 +108,8 @@ class Reporter:
         self.progress.message(f"stopped early at step {step}: {history.reason}")
 
     def finish(self) -> None:
-        """Let all trackers post the remaining values, in parallel."""
-        for tracker in self.trackers:
-            tracker.end()
-        for tracker in self.trackers:
-            if line := tracker.finish(TRACKER_GRACE_S) or tracker.afterwards():
-                tell(line)
+        """Let all trackers post the remaining values."""
+        self.trackers.finish(TRACKER_GRACE_S)
 
 
 class Observer:
