@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from toolkit.data.build import TrainingData
     from toolkit.data.packing import StreamSamples
 
-app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Prepare training data, and show it."
+)
 
 
 @app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")

@@ -27,31 +27,35 @@ class Verb(NamedTuple):
     """The text of a verb in `dmt --help`, and its implementation."""
 
     help: str
+    panel: str = ""
+    """Heading in `dmt --help`; empty: the verb is hidden."""
     target: str = ""
     """`module:name` of a function with typer's annotations, or of a typer.Typer; empty: the
     function of the verb's name in its module."""
 
 
 VERBS: dict[str, Verb] = {
-    "init": Verb("Write a recipe for a model and a cluster."),
-    "recipes": Verb("List the shipped recipes."),
-    "check": Verb("Check recipes and report every mistake at once."),
-    "plan": Verb("Choose a layout for a recipe and explain it."),
-    "render": Verb("Print a backend's configuration."),
-    "launch": Verb("Train a recipe: here, on several machines, or as a job."),
-    "train": Verb("Run one rank (launchers call this)."),
-    "rehearse": Verb("Train a small copy in every layout and compare."),
+    "init": Verb("Write a recipe for a model and a cluster.", "Plan"),
+    "recipes": Verb("List the shipped recipes.", "Plan"),
+    "check": Verb("Check recipes and report every mistake.", "Plan"),
+    "plan": Verb("Choose a layout for a recipe and explain it.", "Plan"),
+    "rehearse": Verb("Train a small copy in every layout and compare.", "Plan"),
+    "launch": Verb("Train a recipe: here, on several machines, or as a job.", "Train"),
     "tune": Verb(
-        "Choose settings by trials on this machine.", "toolkit.extras.tune.command:tune"
+        "Choose settings by trials on this machine.",
+        "Train",
+        "toolkit.extras.tune.command:tune",
     ),
+    "doctor": Verb("Check this machine, or measure its speed.", "Train"),
+    "report": Verb("Show what a run did, or what differs between runs.", "Look"),
+    "runs": Verb("List runs: state, step, loss, age.", "Look"),
+    "data": Verb("Prepare training data, and show it.", "Files", "toolkit.cli.data:app"),
     "checkpoint": Verb(
-        "List, verify, export and import checkpoints.", "toolkit.cli.checkpoint:app"
+        "List, verify, export and import checkpoints.", "Files", "toolkit.cli.checkpoint:app"
     ),
-    "report": Verb("Show what a run did, or what differs between runs."),
-    "runs": Verb("List runs: state, step, loss, age."),
-    "doctor": Verb("Check this machine, or measure its speed."),
+    "render": Verb("Print a backend's configuration.", "Files"),
     "schema": Verb("Print the recipe's JSON Schema, for editors."),
-    "data": Verb("Prepare training data, and show it.", "toolkit.cli.data:app"),
+    "train": Verb("Run one rank (launchers call this)."),
 }
 """Every verb of `dmt`, in the order of `--help`."""
 
@@ -60,7 +64,9 @@ class _LazyVerb(TyperCommand):
     """Placeholder of a verb in help texts; becomes the real command when it is run."""
 
     def __init__(self, name: str, verb: Verb) -> None:
-        super().__init__(name, help=verb.help)
+        super().__init__(
+            name, help=verb.help, hidden=not verb.panel, rich_help_panel=verb.panel
+        )
         self._verb = verb
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
