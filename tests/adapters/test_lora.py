@@ -341,8 +341,8 @@ def test_memory_of_a_frozen_base() -> None:
     fields: dict[str, Any] = {"sequence_length": 32, "precision": "bf16", "engine": "deepspeed"}
     before = stage_memory(Workload(spec, model="hf", **fields), layout, 0)
     after = stage_memory(Workload(adapted_spec, model="hf", **fields), layout, 0)
-    assert after.parameters - before.parameters == 2 * own
-    assert (after.gradients, after.optimizer) == (4 * own, 12 * own)
+    assert after["weights"] - before["weights"] == 2 * own
+    assert (after["gradients"], after["optimizer"]) == (4 * own, 12 * own)
 
 
 def test_tensor_parallel_splits_one_factor() -> None:

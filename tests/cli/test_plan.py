@@ -2,7 +2,6 @@
 
 import json
 import re
-from math import log, sqrt
 from pathlib import Path
 
 import pytest
@@ -71,29 +70,16 @@ def test_about_30_lines_on_80_columns(
     assert re.sub(r"\s+", " ", out) == re.sub(r"\s+", " ", shown(dmt, recipe))
 
 
-_UNITS = {
-    "B": 1, "MiB": 2**20, "GiB": 2**30, "s": 1, "ms": 1e-3, "µs": 1e-6, "GB/s": 1e9,
-    "TFLOP/s": 1e12,
-}  # fmt: skip
-
-
-def _printed(text: str) -> tuple[str, float]:
-    """A symbol's name and its value, in bytes or seconds if it has a unit."""
-    name, number, *unit = text.split()
-    return name, float(number.replace(",", "")) * _UNITS["".join(unit) or "B"]
-
-
 def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     whole = shown(dmt, LLAMA_70B, *EIGHT_NODES, "--explain")
     assert "\n  - zero 3: auto\n" in whole
     assert re.findall(r"parallel\.zero\.stage=(\d+) +(?:fits|does)", whole) == ["2"]
     assert re.search(r"parallel\.engine=megatron +fits .* -\d\.\d%\n", whole)
-    formulas = re.findall(r"\w (\S+ \S+) = (.+)\n +(\w.+)\n", whole)
-    for shown_value, formula, symbols in formulas:
-        values = dict(map(_printed, symbols.split(", ")))
-        value = eval(formula.replace("·", "*"), {"max": max, "sqrt": sqrt, "log": log}, values)
-        assert value == pytest.approx(_printed(f"it {shown_value}")[1], rel=0.02), formula
-    assert len(formulas) > 25
+    formulas = whole.partition("why each number: memory")[2].partition("compared with")[0]
+    assert max(map(len, formulas.splitlines())) <= 80
+    assert "  - weights 2.05 GiB = weight_bytes · (dense / weight_ranks + experts" in formulas
+    assert "  - pipeline bubble" not in formulas, "parts that are zero"
+    assert "\n  - matmul.h100-80gb 0.75: calibrated: dgxc_benchmarking" in formulas
 
 
 def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:

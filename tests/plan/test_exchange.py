@@ -7,10 +7,9 @@ import pytest
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Exchange, Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.layer import layer_activations
-from toolkit.plan.cost.memory import micro_batch_memory, micro_batch_of, peak_memory
-from toolkit.plan.cost.time import busiest_stage, step_time
+from toolkit.plan.cost.memory import peak_memory
+from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 
 TOKENS, HIDDEN, KEYS = 8192, 1024, 256
@@ -27,32 +26,27 @@ CLUSTER = parse_cluster("2x8xh100-80gb")
 EXCHANGES: tuple[Exchange, ...] = ("all_gather", "ulysses")
 
 
-def sent(exchange: Exchange, cp: int) -> dict[str, float]:
-    """Bytes that each rank of a group receives in a layer's forward pass, by collective."""
+def sent(exchange: Exchange, cp: int) -> float:
+    """Bytes that each rank of a group receives in a layer's forward pass."""
     layout = Layout(dp=16 // cp, cp=cp, exchange=exchange, zero_stage=3)
-    found = {}
-    for one in busiest_stage(WORKLOAD, layout, CLUSTER).parts.traffic.exchanged:
-        key, share = f"{one.kind} {one.group.size}", 1 - 1 / one.group.size
-        found[key] = found.get(key, 0) + share * one.times * one.nbytes
-    split = context_split(WORKLOAD, exchange, 1, cp, TOKENS / cp)
-    assert sum(found.values()) == 2 * split.received
-    return found
+    return step_time(WORKLOAD, layout, CLUSTER)["context_bytes"]
 
 
 def test_bytes_of_each_exchange() -> None:
     """Gathering moves all keys and values, `ulysses` a quarter of queries, keys, values and
     output. With 8 ranks for 4 key heads, keys are repeated."""
     whole = 2 * 2 * TOKENS * KEYS
-    assert sent("all_gather", 4) == {"all_gather 4": whole * 3 / 4}
+    assert sent("all_gather", 4) == whole * 3 / 4
+    assert sent("ring", 4) == sent("ulysses_ring", 4) == sent("all_gather", 4)
     own = 2 * TOKENS / 4 * (2 * HIDDEN + 2 * KEYS)
-    assert sent("ulysses", 4) == {"all_to_all 4": own * 3 / 4}
+    assert sent("ulysses", 4) == own * 3 / 4
     repeated = 2 * TOKENS / 8 * (2 * HIDDEN + 2 * 2 * KEYS)
-    assert sent("ulysses", 8) == {"all_to_all 8": repeated * 7 / 8}
+    assert sent("ulysses", 8) == repeated * 7 / 8
 
 
 def test_recompute_exchanges_again() -> None:
     once, twice = (
-        step_time(WORKLOAD, Layout(dp=4, cp=4, recompute=way), CLUSTER).communication["context"]
+        step_time(WORKLOAD, Layout(dp=4, cp=4, recompute=way), CLUSTER)["waiting_context"]
         for way in ("none", "full")  # type: ignore[arg-type]
     )
     assert twice == pytest.approx(1.5 * once)
@@ -72,11 +66,9 @@ def test_kept_keys_and_values() -> None:
 def test_everything_else_is_divided(exchange: Exchange) -> None:
     """Logits and the residual stream by the degree; ZeRO shards over data and context ranks."""
     split = Layout(dp=4, cp=4, zero_stage=3, exchange=exchange)
-    parts = [
-        micro_batch_memory(WORKLOAD, *micro_batch_of(one)) for one in (Layout(dp=16), split)
-    ]
-    assert parts[0].head == pytest.approx(4 * parts[1].head)
-    assert parts[0].stored > 2 * parts[1].stored
+    whole, part = (peak_memory(WORKLOAD, one) for one in (Layout(dp=16), split))
+    assert whole["logits"] == pytest.approx(4 * part["logits"])
+    assert whole["layer_bytes"] > 2 * part["layer_bytes"]
     plain = replace(split, dp=16, cp=1)
     states = [peak_memory(WORKLOAD, one).model_states for one in (plain, split)]
     assert states[0] == states[1]

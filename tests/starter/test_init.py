@@ -203,7 +203,7 @@ def test_comments_are_the_plans_numbers(tmp_path: Path, dmt: Dmt) -> None:
     assert "# samples; 8.39M tokens a step" in text
     memory = f"{found.memory.total / GIB:.1f} of 79.1 GiB per GPU"
     assert f"# Planned: {memory}; {seconds(step_s)} a step, " in text
-    assert f"MFU {found.time.mfu_causal:.0%}" in text
+    assert f"MFU {found.time.utilization():.0%}" in text
     assert f"# 1,788,140 steps take {days:,.1f} days: {days * 24 * 32:,.1f} GPU hours." in text
     for key, value in (("tensor", plan.layout.tp), ("recompute", plan.layout.recompute)):
         assert f"  {key}: auto".ljust(34) + f"# now {value}\n" in text

@@ -4,10 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.hardware.cluster import parse_cluster
+from toolkit.hardware.cluster import Basis, parse_cluster
 from toolkit.hardware.cluster_file import load_cluster
-from toolkit.plan.cost.prediction import Basis, Prediction, basis
-from toolkit.run.comparison import RunMeasurement, differences, event_fields, summary_numbers
+from toolkit.run.comparison import (
+    Prediction,
+    RunMeasurement,
+    differences,
+    event_fields,
+    summary_numbers,
+)
 from toolkit.run.recorded import valid_event
 
 ON_GPU = RunMeasurement(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
@@ -82,8 +87,8 @@ def test_basis(
 ) -> None:
     file = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
     file.write_text(f"nodes: 1\ngpus_per_node: 2\ngpu: {gpu}\n{measured}")
-    assert basis(load_cluster(file)) == expected
+    assert load_cluster(file).basis == expected
 
 
 def test_basis_of_a_short_form() -> None:
-    assert basis(parse_cluster("2xcpu")) == "nominal"
+    assert parse_cluster("2xcpu").basis == "nominal"

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.plan.estimate import Estimate, memory_parts, time_parts
+from toolkit.plan.estimate import Estimate, memory_parts
 from toolkit.plan.search import Room
 from toolkit.system.handlers import handling
 from toolkit.text.units import GIB, seconds, size
@@ -64,7 +64,7 @@ def time_lines(found: Estimate) -> Iterator[Text]:
     """A step's parts."""
     total_s = found.time.total_s
     yield Text.assemble(("  time of a step", "dim"), f"  {seconds(total_s)}")
-    parts = _large(time_parts(found.time), total_s)
+    parts = _large(found.time.parts, total_s)
     yield from bars(parts, total_s, "s", _NAMES, _SHORT)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from toolkit.cli import plan_formulas, plan_tables
+from toolkit.cli import plan_tables
 from toolkit.cli.bars import memory_lines, side_by_side, time_lines
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
@@ -19,6 +19,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import over, what_if
+from toolkit.plan.cost.efficiency import TABLE
 from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
@@ -158,7 +159,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
         "model": one.pair.model,
         "layout": one.layout.to_dict(),
         **machine_output(by_part),
-        "hfu": by_part.time.hfu_causal,
+        "hfu": by_part.time.utilization("hfu_causal"),
         "peak_gib": one.memory_gib,
         "fits": by_part.fits,
         "room": by_part.room,
@@ -267,7 +268,11 @@ def _explained(
         yield Text(f"  - {reason}", "yellow" if "WARNING" in reason else "")
     yield Text("  what if: the best plan with one setting changed", "dim")
     yield from plan_tables.alternatives(found)
-    yield from plan_formulas.lines(derivations(by_part))
+    yield from plan_tables.formulas(derivations(by_part))
+    yield Text("  constants (docs/planner.md has all)", "dim")
+    for name in by_part.time.constants():
+        text = f"{name} {TABLE[name].value:g}: {TABLE[name].origin}"
+        yield from plan_tables.wrapped(text, "  - ", "    ")
     yield Text("  compared with one process in fp32", "dim")
     for entry in entries:
         kind = (f"  {entry.kind:<12} ", _COLOURS[entry.kind])

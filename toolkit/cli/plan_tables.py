@@ -1,8 +1,9 @@
 """Tables of `dmt plan`: strategies, or recipes and clusters, side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from textwrap import wrap
+from typing import Any, TypeVar
 
 from rich.text import Text
 
@@ -13,8 +14,9 @@ from toolkit.plan.dimensions import DEGREES, degrees, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planned import Planned
 from toolkit.plan.search import Candidate, Search, room
-from toolkit.text.units import seconds
+from toolkit.text.units import GIB, MIB_PER_GIB, seconds, size
 
+MIB = GIB // MIB_PER_GIB
 Value = TypeVar("Value")
 
 
@@ -88,6 +90,62 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
     if all(columns["cost"](one) == "-" for one in planned):
         del columns["cost"]
     return Table(columns, left=3 - same).texts(planned)
+
+
+def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
+    """Each part of memory and time: its formula, the symbols' values, its source."""
+    told: set[str] = set()
+    for what, parts in derived.items():
+        yield Text(f"  why each number: {what}", "dim")
+        for part, one in parts.items():
+            unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
+            yield from _formula(part, _amount(unit, one["value"]), one, "  - ", told)
+
+
+def _formula(
+    name: str, value: str, one: Mapping[str, Any], bullet: str, told: set[str]
+) -> Iterator[Text]:
+    """The number, what its symbols are, and those that are derived in turn, unless `told`."""
+    indent = " " * len(bullet)
+    formula = one["formula"].replace(" * ", " · ")
+    yield from wrapped(f"{name} {value} = {formula}", bullet, f"{indent}  ")
+    nested = {key: x for key, x in one["symbols"].items() if isinstance(x, dict)}
+    shown = {key: x["value"] if key in nested else x for key, x in one["symbols"].items()}
+    values = [f"{key} {_amount(key, x)}".replace(" ", "\0") for key, x in shown.items() if x]
+    zeros = [key for key, x in shown.items() if not x]
+    values += [f"0: {zeros[0]}", *zeros[1:]] if zeros else []
+    yield from wrapped(", ".join(values), indent, indent)
+    if one["source"]:
+        yield from wrapped(f"({one['source']})", indent, indent, "dim")
+    for key, inner in nested.items():
+        if key not in told:
+            told.add(key)
+            yield from _formula(key, _amount(key, inner["value"]), inner, f"{indent}  ", told)
+
+
+def wrapped(text: str, first: str, rest: str, style: str = "") -> Iterator[Text]:
+    """Lines of 80 columns; a NUL is a space at which no line ends."""
+    lines = wrap(text, 80, initial_indent=first, subsequent_indent=rest)
+    yield from (Text(line.replace("\0", " "), style) for line in lines)
+
+
+def _amount(name: str, value: float) -> str:
+    """A value in the unit that its name ends with."""
+    if name == "share":
+        return f"{value:.1%}"
+    if not value:
+        return "0"
+    if name.endswith("bytes_per_s"):
+        return f"{value / 1e9:,.4g} GB/s"
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e12:,.4g} TFLOP/s"
+    if name.endswith("_s"):
+        return seconds(value)
+    if name.endswith("_bytes"):
+        return size(value / GIB) if value >= MIB else f"{value:,.6g} B"
+    if value == int(value) and value < 1e8:
+        return f"{value:,.0f}"
+    return f"{value:.4g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:

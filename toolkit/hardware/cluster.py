@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GIGA, Gpu, LinkKind, UsualMachine, accelerator, gpu
 from toolkit.recipe.schema import ClusterSection, GpuSection
+
+Basis = Literal["calibrated", "data sheet", "nominal"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,15 @@ class Cluster:
     def gpus(self) -> int:
         """All accelerators."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def basis(self) -> Basis:
+        """The basis of predicted times: speeds measured there, data sheets and the shares of
+        them that published runs reach, or a nominal CPU, which is no real machine."""
+        if self.gpu.measured is not None:
+            return "calibrated"
+        nominal = self.gpu.generation == "cpu" and self.gpu.fp32 is None
+        return "nominal" if nominal else "data sheet"
 
     @property
     def section(self) -> dict[str, Any]:

@@ -1,18 +1,14 @@
 """Memory and step time of a fixed setup, by part."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.layout import Layout, Pair
 from toolkit.models.hub import model_config
-from toolkit.plan.cost.derivation import Derivation
+from toolkit.plan.cost import terms
 from toolkit.plan.cost.memory import Memory
-from toolkit.plan.cost.memory_derivation import memory_derivations
-from toolkit.plan.cost.prediction import basis
-from toolkit.plan.cost.time import StepTime, busiest_stage, step_time
-from toolkit.plan.cost.time_derivation import time_derivations, utilization
+from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
@@ -74,33 +70,24 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     return estimate(Setup(workload, plan.layout, place))
 
 
-@dataclass(frozen=True)
-class Derivations:
+def derivations(found: Estimate) -> dict[str, dict[str, Any]]:
     """How the numbers of an estimate are computed, by part."""
-
-    memory: Mapping[str, Derivation]
-    time: Mapping[str, Derivation]
-    mfu: Derivation | None
-
-
-def derivations(found: Estimate) -> Derivations:
-    """Of every part that is not zero."""
-    workload, layout, cluster = found.setup.workload, found.setup.layout, found.setup.cluster
-    memory = memory_derivations(workload, layout, found.memory)
-    time = time_derivations(busiest_stage(workload, layout, cluster), found.time)
-    return Derivations(
-        {part: one for part, one in memory.items() if one.value},
-        {part: one for part, one in time.items() if one.value},
-        utilization(found.time),
-    )
+    of_peak = found.time.of_peak("mfu_causal")
+    if of_peak is not None:
+        terms.evaluate([terms.UTILIZATION], of_peak)
+    return {
+        "memory": terms.derivations(terms.MEMORY, found.memory.symbols),
+        "time": terms.derivations((*terms.LAYER, *terms.STEP), found.time.symbols),
+        "utilization": terms.derivations((terms.UTILIZATION,), of_peak) if of_peak else {},
+    }
 
 
 def machine_output(found: Estimate) -> dict[str, Any]:
     """One estimate as `dmt plan --json` prints it."""
     return result(found, found.memory, found.memory.total) | {
         "memory_parts_gib": memory_parts(found.memory),
-        "time_parts_s": time_parts(found.time),
-        "basis": basis(found.setup.cluster),
+        "time_parts_s": found.time.parts,
+        "basis": found.setup.cluster.basis,
         "host_gib_per_node": found.needed.host_gib,
         "nvme_gib_per_node": found.needed.nvme_gib,
         "generic": found.setup.workload.spec.generic,
@@ -109,31 +96,8 @@ def machine_output(found: Estimate) -> dict[str, Any]:
 
 
 def memory_parts(memory: Memory) -> dict[str, float]:
-    """Everything on the device by part, in GiB; the parts add up to `memory.total`."""
-    parts = {
-        "weights": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "logits and loss": memory.logits,
-        "one layer's backward": memory.workspace,
-        "buffers": memory.buffers,
-        "allocator reserve": memory.reserve,
-        "CUDA and NCCL": memory.context,
-    }
-    return {part: size / GIB for part, size in parts.items()}
-
-
-def time_parts(time: StepTime) -> dict[str, float]:
-    """A step by part, in seconds; the parts add up to `time.total_s`."""
-    return {
-        **time.compute,
-        **{f"waiting: {part}": size for part, size in time.communication.items()},
-        "pipeline bubble": time.bubble_s,
-        "optimizer": time.optimizer_s,
-        "offload": time.offload_s,
-        "overhead": time.overhead_s,
-    }
+    """Everything on the device by part, in GiB."""
+    return {part: size / GIB for part, size in memory.parts.items()}
 
 
 def result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
@@ -142,7 +106,7 @@ def result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
     return {
         "step_time_s": time.total_s,
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
-        "mfu": time.mfu_causal,
+        "mfu": time.utilization(),
         "memory_gib": _memory_gib(memory, total),
         "fits": found.fits,
     }
@@ -154,12 +118,12 @@ def _memory_gib(memory: Memory, total: float) -> dict[str, float]:
     `other` is all of `total` that is neither a model state nor a stored activation.
     """
     parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
+        "parameters": memory["weights"],
+        "gradients": memory["gradients"],
+        "optimizer": memory["optimizer"],
         "model_states": memory.model_states,
-        "activations": memory.activations,
-        "other": total - memory.model_states - memory.activations,
+        "activations": memory["activations"],
+        "other": total - memory.model_states - memory["activations"],
         "total": total,
     }
     return {part: size / GIB for part, size in parts.items()}

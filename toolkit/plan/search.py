@@ -231,8 +231,7 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
 
 def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
     """Memory of the fullest device; a CPU has no CUDA context."""
-    memory = peak_memory(workload, layout)
-    return replace(memory, context=0.0) if cluster.gpu.memory_gib is None else memory
+    return peak_memory(workload, layout, on_device=cluster.gpu.memory_gib is not None)
 
 
 ON_DISKS = " on the disks"

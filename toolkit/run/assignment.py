@@ -27,8 +27,7 @@ from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe, placed
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import dataset_commit
-from toolkit.plan.cost.prediction import Prediction, predict
-from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
+from toolkit.plan.estimate import Estimate, estimate_plan, memory_parts
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
 from toolkit.recipe.places import is_remote
@@ -36,12 +35,14 @@ from toolkit.recipe.schema import Recipe, RowsSource, Source
 from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
+from toolkit.run.comparison import Prediction
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import PLAN, checked
 from toolkit.system.atomic import write_atomically
 from toolkit.system.compilers import missing_for_torch_compile
 from toolkit.system.untrusted import read_json
 from toolkit.text.terminal import tell
+from toolkit.text.units import GIB
 
 MEETING = "DMT_ELASTIC_MEETING"
 """Variable with the number of the meeting of elastic agents, or of Ray's workers, that started
@@ -110,9 +111,18 @@ def decide(
         plan,
         BACKENDS[plan.engine].render(recipe, plan.layout),
         run_dir,
-        predict(found.memory, found.time, found.setup.cluster),
-        {"memory_gib": memory_parts(found.memory), "step_time_s": time_parts(found.time)},
+        predict(found),
+        {"memory_gib": memory_parts(found.memory), "step_time_s": found.time.parts},
     )
+
+
+def predict(found: Estimate) -> Prediction:
+    """What a run is compared with."""
+    memory = found.memory
+    sizes = (size / GIB for size in (memory.allocated, memory.reserved, memory["context"]))
+    allocated, reserved, outside = sizes
+    basis = found.setup.cluster.basis
+    return Prediction(found.time.total_s, allocated, basis, reserved, outside)
 
 
 def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:

@@ -4,8 +4,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolkit.plan.cost.prediction import Prediction
+from toolkit.hardware.cluster import Basis
 from toolkit.text.units import seconds, size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory and time of one step on the fullest and the busiest rank."""
+
+    step_time_s: float
+    memory_gib: float
+    """Peak of what the framework's allocator hands out (torch.cuda.max_memory_allocated)."""
+    basis: Basis
+    """The basis of the step time."""
+    reserved_gib: float | None = None
+    """Peak of what the allocator takes from the device; None in a plan of an older release."""
+    outside_gib: float | None = None
+    """Memory of the device outside of the allocator: CUDA's context and NCCL's buffers."""
 
 
 @dataclass(frozen=True)

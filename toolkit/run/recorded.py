@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from toolkit.errors import RecipeError
-from toolkit.plan.cost.prediction import Basis
+from toolkit.hardware.cluster import Basis
 from toolkit.recipe import yaml_nodes
 from toolkit.run import jsonl
 

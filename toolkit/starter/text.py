@@ -8,7 +8,6 @@ from typing import Any
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.cost.prediction import basis
 from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.plan.plan import Plan
@@ -186,9 +185,10 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     time = found.time
     tokens = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
     speed = f"{seconds(time.total_s)} a step, {tokens}"
-    mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
+    found = time.utilization()
+    mfu = "" if found is None else f", MFU {found:.0%}"
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
-    if basis(cluster) == "nominal":
+    if cluster.basis == "nominal":
         yield "# These are a nominal CPU's times: `dmt doctor --calibrate` measures this one."
     if (steps := recipe.total_steps()) is not None:
         hours = steps * time.total_s / SECONDS_PER_HOUR

@@ -1,17 +1,14 @@
-"""Time of collectives by algorithm, message size, link and topology.
+"""Rates of collectives by link and topology.
 
 Ranks are placed as `Layout.data_rank` says: tensor fastest, then context, data, pipeline.
-A ring moves (n - 1)/n of the data (Thakur et al. 2005); latencies are not counted.
+Latencies are not counted.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
 from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.cost.efficiency import Efficiency
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +27,9 @@ class Network:
         together = max(1, min(size, self.island // stride))
         return Group(size, -(-size // together), self)
 
-    def message_s(self, message_bytes: float, stride: int) -> float:
-        """One message to the rank at distance `stride`."""
-        near = stride < self.island
-        return message_bytes / (self.near_bytes_per_s if near else self.far_bytes_per_s)
+    def message_bytes_per_s(self, stride: int) -> float:
+        """To the rank at distance `stride`."""
+        return self.near_bytes_per_s if stride < self.island else self.far_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -57,62 +53,22 @@ class Group:
         rate = self.size / self.islands * self.links.far_bytes_per_s
         return min(rate, self.links.near_bytes_per_s) if self.size > self.islands else rate
 
-    def all_gather_s(self, total_bytes: float) -> float:
-        """Every member ends up with `total_bytes`, of which it had 1/size."""
-        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s
-
-    def reduce_scatter_s(self, total_bytes: float) -> float:
-        """Every member ends up with the sum of 1/size of `total_bytes`: an all-gather back."""
-        return self.all_gather_s(total_bytes)
-
-    def all_reduce_s(self, total_bytes: float) -> float:
-        """A reduce-scatter and an all-gather."""
-        return 2 * self.all_gather_s(total_bytes)
-
     @property
-    def near_share(self) -> float:
-        """Of what a member sends to all members, the part for others of its island."""
-        return 1 / self.islands - 1 / self.size
-
-    @property
-    def far_share(self) -> float:
-        """The part for other islands."""
-        return (self.islands - 1) / self.islands
-
-    def all_to_all_s(self, own_bytes: float) -> float:
-        """Every member sends an equal part of its `own_bytes` to each member."""
+    def exchange_bytes_per_s(self) -> float:
+        """What a member sends to all others, an equal part to each, at the slower of both
+        links."""
         if self.size == 1:
-            return 0.0
-        near = own_bytes * self.near_share / self.links.near_bytes_per_s
-        far = own_bytes * self.far_share / self.links.far_bytes_per_s
-        return max(near, far)
-
-
-class Collectives(NamedTuple):
-    """The same collective `times` times."""
-
-    kind: CollectiveKind
-    group: Group
-    nbytes: float
-    """Of the whole tensor, each time; of all_to_all, of a member's own part."""
-    times: float = 1
-
-    @property
-    def seconds(self) -> float:
-        """Of all of them."""
-        once: float = getattr(self.group, f"{self.kind}_s")(self.nbytes)
-        return self.times * once
+            return self.links.near_bytes_per_s
+        near, far = 1 / self.islands - 1 / self.size, 1 - 1 / self.islands
+        links = self.links
+        return (near + far) / max(near / links.near_bytes_per_s, far / links.far_bytes_per_s)
 
 
 @lru_cache(maxsize=64)
 def network(cluster: Cluster, efficiency: Efficiency) -> Network:
     """The links of `cluster` at the rates of the table."""
-    near, far = cluster.node_link, cluster.network
-    return Network(
-        cluster.island,
-        _rate(near, efficiency),
-        _rate(far, efficiency),
-    )
+    near, far = (_rate(link, efficiency) for link in (cluster.node_link, cluster.network))
+    return Network(cluster.island, near, far)
 
 
 def _rate(link: Link, efficiency: Efficiency) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from toolkit.text.units import GIB
+
 
 class Constant(NamedTuple):
     """A value and where it comes from."""
@@ -120,6 +122,18 @@ TABLE: Mapping[str, Constant] = {
     "kernel.gap_s.cpu": Constant(12e-6, "measured: a transformers Llama layer on 8 tokens"),
     # Standard deviation of the nodes' speed.
     "straggler": Constant(0.0044, "calibrated: all sources with several nodes", 0.005, 0.5),
+    # Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
+    # it: blocks are split, rounded up and not always reused. While there is room it reserves
+    # more; the minimum overhead is below 1% with expandable segments (docs/gpu.md).
+    "allocator.reserve": Constant(
+        0.07, "measured: torchtitan's reserved peaks with torch.compile on 8 and 128 H100"
+    ),
+    # Outside of the allocator: CUDA's context with its kernels, and each of NCCL's
+    # communicators, before NCCL 2.22 allocated their buffers lazily.
+    "device.cuda_bytes": Constant(0.7 * GIB, "assumed: no run has measured it yet"),
+    "device.communicator_bytes": Constant(
+        0.4 * GIB, "assumed: 544 to 688 MB for one of four A100 (NVIDIA/nccl#964)"
+    ),
     "host.memory": Constant(0.7, "assumed: CPU Adam's share of the host's memory bandwidth"),
     # An unknown CPU: `dmt doctor --calibrate` measures it.
     "cpu.flops": Constant(1e11, "assumed: a few cores with AVX2, fp32"),

@@ -12,15 +12,6 @@ from math import lcm
 from toolkit.layout import Exchange
 from toolkit.plan.cost.workload import Workload
 
-GATHERED = (
-    "keys and values gathered, their gradients scattered: Llama 3, arXiv:2407.21783, section "
-    "3.3.2"
-)
-SENT = (
-    "queries, keys, values and output sent by heads: DeepSpeed Ulysses, arXiv:2309.14509, "
-    "section 3.1"
-)
-
 
 @dataclass(frozen=True)
 class ContextSplit:

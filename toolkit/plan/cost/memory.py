@@ -1,10 +1,10 @@
-"""Memory of one rank, by part.
+"""The symbols of a rank's memory, and which of its parts are there at the peak.
 
-Every pipeline stage is a sum of model states (weights, gradients, optimizer), activations kept
-for their backward pass, the logits and the loss, communication buffers, and the working memory
-of the current layer. The fullest stage counts.
+Every pipeline stage is a sum of model states, activations kept for their backward pass, logits
+and loss, buffers, and the working memory of a layer (`terms.MEMORY`). The fullest stage counts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from toolkit.layout import (
     stage_layers,
 )
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
+from toolkit.plan.cost import terms
+from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.layer import layer_activations
@@ -31,17 +33,6 @@ from toolkit.plan.cost.stages import (
 from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
 
-RESERVE_SHARE = 0.07
-"""Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
-it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
-peaks with torch.compile (Llama 3 8B on 8 and 128 H100). While there is room it reserves more;
-the minimum overhead is below 1% with expandable segments (docs/gpu.md)."""
-CONTEXT_BYTES = 0.7 * GIB
-"""The CUDA context with its kernels, outside PyTorch's allocator. An assumption: no run has
-measured it yet."""
-COMMUNICATOR_BYTES = 0.4 * GIB
-"""Buffers of one of NCCL's communicators, outside it too. An assumption: 544 to 688 MB were
-reported for one of four A100 (NVIDIA/nccl#964), before NCCL 2.22 allocated them lazily."""
 NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
 """Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
 MESSAGES = 2
@@ -50,139 +41,149 @@ MESSAGES = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a training step, by part."""
+    """Bytes on one rank at the peak of a training step."""
 
     stage: int
     """Pipeline rank, from 0."""
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    """Of the micro batches that wait for their backward pass."""
-    logits: float
-    """Logits, their fp32 copies and gradients; 0 where a layer's backward needs more."""
-    workspace: float
-    """Recomputed activations and gradients of one layer; 0 where the logits need more."""
-    buffers: float
-    """Communication: buckets, gathered weights, pipeline messages."""
-    context: float
-    """Memory of CUDA and NCCL outside the allocator."""
-    idle: float = 0.0
-    """Buffers of the backward pass if the loss is the peak: the allocator keeps them in the
-    pools of their own streams, which nothing else uses while there is room."""
+    symbols: Mapping[str, float]
+    """Those of `terms.MEMORY`, with the values of its rows."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.symbols[name]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Everything on the device; the parts add up to `total`."""
+        return terms.parts(terms.MEMORY, self.symbols)
 
     @property
     def model_states(self) -> float:
         """Weights, gradients and optimizer states."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @cached_property
-    def allocated(self) -> float:
-        """The peak of torch.cuda.max_memory_allocated."""
-        return (
-            self.model_states + self.activations + self.logits + self.workspace + self.buffers
-        )
+        return self["weights"] + self["gradients"] + self["optimizer"]
 
     @property
-    def reserve(self) -> float:
-        """Reserved memory beyond that."""
-        return self.idle + RESERVE_SHARE * (self.allocated + self.idle)
+    def allocated(self) -> float:
+        """The peak of torch.cuda.max_memory_allocated."""
+        return self["allocated_bytes"]
 
     @property
     def reserved(self) -> float:
         """The peak of torch.cuda.max_memory_reserved."""
-        return self.allocated + self.reserve
+        return self.allocated + self["reserve"]
 
     @property
     def total(self) -> float:
         """Total memory of the device."""
-        return self.reserved + self.context
+        return self["total_bytes"]
 
 
-class MicroBatchMemory(NamedTuple):
-    """Memory that one micro batch keeps and needs on every stage."""
-
-    stored: float
-    """Activations of one layer."""
-    whole: float
-    """Of a layer that is not recomputed, where only some are."""
-    again: float
-    """Recomputed activations of one layer."""
-    gradients: float
-    """Of one layer's backward."""
-    head: float
-    """Logits and loss."""
-    messages: float
-    """Of tensor, pipeline and context parallel."""
-    sent: float
-    """Sent outputs of a chunk of an interleaved pipeline, if they are kept."""
-
-
-def peak_memory(workload: Workload, layout: Layout) -> Memory:
-    """The fullest pipeline stage.
+def peak_memory(workload: Workload, layout: Layout, *, on_device: bool = True) -> Memory:
+    """The fullest pipeline stage; a CPU has no memory outside of the allocator.
 
     Later stages hold fewer micro batches, so with equal layers only the first, the last and
     those with one layer more than it can be the fullest.
     """
     workload = workload.in_layout(layout)
-    step = micro_batch_memory(workload, *micro_batch_of(layout))
-    context = context_bytes(workload, layout)
     shares = _fullest_shares(workload, *degrees(layout))
-    if len(shares) == 1:
-        return _memory(workload, layout, step, shares[0], context)
-    stages = [_memory(workload, layout, step, share, context) for share in shares]
+    stages = [_memory(workload, layout, share, on_device) for share in shares]
     return max(stages, key=lambda memory: memory.allocated)
 
 
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    step = micro_batch_memory(workload, *micro_batch_of(layout))
-    share = workload.share(*degrees(layout), stage)
-    return _memory(workload, layout, step, share, context_bytes(workload, layout))
+    return _memory(workload, layout, workload.share(*degrees(layout), stage), True)
 
 
-def _memory(
-    workload: Workload,
-    layout: Layout,
-    step: MicroBatchMemory,
-    share: StageShare,
-    context: float,
-) -> Memory:
-    """All parts of one stage."""
-    parameters, gradients, optimizer = _states(workload, layout, share)
-    logits = step.head if share.stage == layout.pp - 1 else 0.0
-    layers = share.layers / layout.vpp
-    recomputed = layers_stored(workload, layout, share)
-    stored = step.stored * recomputed + step.whole * (share.layers - recomputed)
-    chunk = stored / layout.vpp + document_masks(workload, layout, layers)
-    chunk += step.sent if layout.vpp > 1 else 0.0
-    activations = chunk * chunks_waiting(layout, share)
+def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bool) -> Memory:
+    """The peak of one stage: at the loss, in a layer's backward pass, or after all of these."""
+    micro_batch = micro_batch_symbols(workload, *micro_batch_of(layout))
+    symbols = {
+        **micro_batch,
+        **_state_symbols(workload, layout, share),
+        **_activation_symbols(workload, layout, share, micro_batch),
+        "idle_bytes": 0.0,
+        "engine_bytes": 0.0,
+        "stacked_bytes": 0.0,
+        "owner_bytes": 0.0,
+        "reserve_share": DEFAULT["allocator.reserve"],
+        "cuda_bytes": on_device * DEFAULT["device.cuda_bytes"],
+        "communicators": on_device * workload.cost.communicators(layout),
+        "communicator_bytes": DEFAULT["device.communicator_bytes"],
+    }
+    absent = _moment(workload, layout, share, symbols)
+    return Memory(share.stage, terms.evaluate(terms.MEMORY, symbols, absent))
+
+
+def _moment(
+    workload: Workload, layout: Layout, share: StageShare, symbols: dict[str, float]
+) -> set[str]:
+    """The parts that are not there at the peak; sets the buffers that are."""
+    terms.evaluate(terms.MEMORY, symbols)
+    cost, width = workload.cost, workload.width
+    absent = {"logits"} if share.stage < layout.pp - 1 else set()
+    logits = 0.0 if absent else symbols["logits"]
     padded = padded_share(workload, layout, share)
-    buffers = workload.cost.buffers(layout, workload.width, padded) + stacked(workload, share)
-    at_loss = workload.cost.buffers_at_loss(layout, workload.width, padded)
-    workspace, idle = step.gradients + is_whole_again(workload, layout) * step.again, 0.0
-    if logits + at_loss > workspace + buffers:
-        workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
+    engine, stacks = cost.buffers(layout, width, padded), stacked(workload, share)
+    at_loss = cost.buffers_at_loss(layout, width, padded)
+    at_end = cost.buffers_at_end(layout, width, padded)
+    peak = max(logits + at_loss, symbols["workspace"] + engine + stacks)
+    if at_end > symbols["activations"] + peak:
+        absent, stacks, engine = {"activations", "logits", "workspace"}, 0.0, at_end
+    elif logits + at_loss > symbols["workspace"] + engine + stacks:
+        absent, idle = {"workspace"}, max(0.0, engine + stacks - at_loss)
+        symbols["idle_bytes"], stacks, engine = idle, 0.0, at_loss
     else:
-        logits = 0.0
-    at_end = workload.cost.buffers_at_end(layout, workload.width, padded)
-    if at_end > activations + logits + workspace + buffers:
-        activations, logits, workspace, buffers, idle = 0.0, 0.0, 0.0, at_end, 0.0
+        absent = {"logits"}
     # Owners exchange after these buffers are freed.
-    exchange = exchanged(workload, layout, share) - activations - logits - workspace
-    return Memory(
-        stage=share.stage,
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        logits=logits,
-        workspace=workspace,
-        buffers=step.messages + buffers + max(0.0, exchange),
-        context=context,
-        idle=idle,
-    )
+    freed = sum(symbols[name] for name in {"activations", "logits", "workspace"} - absent)
+    owners = max(0.0, exchanged(workload, layout, share) - freed)
+    symbols |= {"engine_bytes": engine, "stacked_bytes": stacks, "owner_bytes": owners}
+    return absent
+
+
+def _state_symbols(workload: Workload, layout: Layout, share: StageShare) -> dict[str, float]:
+    """Model states of a rank that holds `share`. Gradients that are reduced go where the
+    optimizer is."""
+    each, cost, trained = state_bytes(workload), workload.cost, share.trained
+    away, reduced = layout.offload_optimizer != "none", not cost.whole_gradients(layout)
+    kept = layout.zero_stage == 2 and cost.keeps_gradients(workload.width)
+    spread, whole = shards(workload, layout), (1.0, 1.0)
+    weights = spread if layout.zero_stage >= cost.sharded_weights_from else whole
+    gradients = spread if reduced else whole
+    optimizer = spread if layout.zero_stage >= 1 else whole
+    return {
+        "weight_bytes": each.weight if layout.offload_parameters == "none" else 0.0,
+        "gradient_bytes": 0.0 if away and reduced and not kept else each.gradient,
+        "optimizer_bytes": 0.0 if away else each.optimizer,
+        "saved_bytes": 0.0 if away else moments_saved(workload, layout, share),
+        "dense": share.dense + share.vocabulary,
+        "experts": share.experts,
+        "trained_dense": trained.dense + trained.vocabulary,
+        "trained_experts": trained.experts,
+        "weight_ranks": weights[0],
+        "weight_expert_ranks": weights[1],
+        "gradient_ranks": gradients[0],
+        "gradient_expert_ranks": gradients[1],
+        "optimizer_ranks": optimizer[0],
+        "optimizer_expert_ranks": optimizer[1],
+    }
+
+
+def _activation_symbols(
+    workload: Workload, layout: Layout, share: StageShare, micro_batch: Mapping[str, float]
+) -> dict[str, float]:
+    """The layers of one chunk and what else it keeps of a micro batch."""
+    recomputed = layers_stored(workload, layout, share)
+    layers, stream = share.layers / layout.vpp, micro_batch["stream_bytes"]
+    return {
+        "waiting": chunks_waiting(layout, share),
+        "recomputed": recomputed / layout.vpp,
+        "whole": (share.layers - recomputed) / layout.vpp,
+        "again_bytes": is_whole_again(workload, layout) * micro_batch["again_bytes"],
+        "mask_bytes": document_masks(workload, layout, layers),
+        "sent_bytes": stream if workload.keeps_sent and layout.vpp > 1 else 0.0,
+    }
 
 
 def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> float:
@@ -198,11 +199,6 @@ def is_whole_again(workload: Workload, layout: Layout) -> bool:
     if isinstance(layout.recompute, str):
         return True
     return layout.recompute >= min(stage_layers(workload.spec.layers, *layout.division))
-
-
-def context_bytes(workload: Workload, layout: Layout) -> float:
-    """Bytes of a device outside the allocator."""
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * workload.cost.communicators(layout)
 
 
 def degrees(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -235,7 +231,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
     Offloaded states are not counted, although parts of them pass through the device.
     """
     shares = _fullest_shares(workload, *degrees(layout))
-    return max(sum(_states(workload, layout, share)) for share in shares) / GIB
+    return max(_memory(workload, layout, one, True).model_states for one in shares) / GIB
 
 
 def building_gib(workload: Workload, layout: Layout) -> float:
@@ -270,30 +266,6 @@ def state_bytes(workload: Workload) -> StateBytes:
 _FP32_STATES = StateBytes(4.0, 4.0, 8.0)
 _MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
 _HALF_SUMS = StateBytes(2.0, 2.0, 12.0)
-
-
-def _states(
-    workload: Workload, layout: Layout, share: StageShare
-) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
-    each, cost, trained = state_bytes(workload), workload.cost, share.trained
-    away = layout.offload_optimizer != "none"
-    sharded = layout.zero_stage >= cost.sharded_weights_from
-    reduced = not cost.whole_gradients(layout)
-    kept = layout.zero_stage == 2 and cost.keeps_gradients(workload.width)
-    held, updated = share.parameters, trained.parameters
-    shard = updated_shard = _shard(workload, layout, share)
-    if trained is not share:
-        updated_shard = _shard(workload, layout, trained)
-    weights = each.weight * (shard if sharded else held)
-    gradients = each.gradient * (updated_shard if reduced else updated)
-    optimizer = each.optimizer * (updated_shard if layout.zero_stage >= 1 else updated)
-    return (
-        0.0 if layout.offload_parameters != "none" else weights,
-        # Those that are reduced go where the optimizer is.
-        0.0 if away and reduced and not kept else gradients,
-        0.0 if away else optimizer - moments_saved(workload, layout, share),
-    )
 
 
 def _shard(workload: Workload, layout: Layout, share: StageShare) -> float:
@@ -414,11 +386,11 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 
 @lru_cache(maxsize=4096)
-def micro_batch_memory(
+def micro_batch_symbols(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
     recompute: Recompute, loss: LossKernel, exchange: Exchange,
-) -> MicroBatchMemory:  # fmt: skip
-    """See `micro_batch_of`."""
+) -> Mapping[str, float]:  # fmt: skip
+    """Those that one micro batch has on every stage. See `micro_batch_of`."""
     spec, width = workload.spec, workload.width
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute, exchange)
     tokens = micro * workload.sample_tokens / cp
@@ -431,17 +403,19 @@ def micro_batch_memory(
         messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
     rows = workload.logit_rows(tp)
     logits = logits_at_once(workload, loss, int(tokens), tp)
-    head = logits.each * tokens * rows / logits.chunks
-    head += logits.per_weight * workload.logit_rows(tp) * spec.hidden
-    return MicroBatchMemory(
-        stored=layer.stored.total,
-        whole=layer.whole,
-        again=layer.again,
-        gradients=layer.gradients,
-        head=2 * stream + head,
-        messages=messages,
-        sent=stream if workload.keeps_sent else 0.0,
-    )
+    return {
+        **{f"{part}_bytes": size for part, size in layer.stored._asdict().items()},
+        "whole_layer_bytes": layer.whole,
+        "again_bytes": layer.again,
+        "layer_gradient_bytes": layer.gradients,
+        "stream_bytes": stream,
+        "message_bytes": messages,
+        "tokens": tokens,
+        "vocabulary": rows,
+        "logit_bytes": logits.each,
+        "loss_chunks": logits.chunks,
+        "head_gradient_bytes": logits.per_weight * rows * spec.hidden,
+    }
 
 
 class LogitsAtOnce(NamedTuple):

@@ -5,6 +5,7 @@ the memory bandwidth; elementwise operators are limited by their bytes. Collecti
 included.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -126,11 +127,8 @@ class Pass(NamedTuple):
     elementwise: float = 0.0
     launch: float = 0.0
     """Gaps between kernels."""
-
-    @property
-    def total(self) -> float:
-        """All kinds."""
-        return self.matmul + self.attention + self.elementwise + self.launch
+    flops: float = 0.0
+    """Of the matrix products."""
 
 
 class LayerTime(NamedTuple):
@@ -163,16 +161,6 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
     width = device.width if plain else device.matmul_width
     moved = width * (m * k + k * n) + device.width * m * n
     return max(2.0 * m * n * (k + device.half_k) / rate, moved / device.memory)
-
-
-def layer_flops(workload: Workload, part: Slice) -> float:
-    """Of a layer's matrix products in the forward pass, the mean over layers."""
-    flops, share = 0.0, workload.spec.moe_layers / workload.spec.layers
-    for experts, weight in ((True, share), (False, 1 - share)):
-        if weight:
-            ops = layer_operators(workload, part, experts=experts)
-            flops += weight * sum(2.0 * prod(op.product) for op in ops if op.product)
-    return flops
 
 
 def layer_operators(workload: Workload, part: Slice, *, experts: bool) -> list[Op]:
@@ -213,19 +201,13 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
     The backward pass computes five products where the forward pass computes two
     (arXiv:2205.14135, appendix B).
     """
-    flops, rate = fused_attention(workload, part, device)
-    back = BACKWARD_SCORES * flops / (rate * device.efficiency["attention.backward"])
-    return flops / rate, back
-
-
-def fused_attention(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
-    """FLOPs of the forward pass of the fused kernel, and FLOP/s."""
     spec, sequence = workload.spec, workload.sequence_length
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
-    heads = spec.heads / part.tp
-    flops = 4.0 * part.tokens * heads * spec.head_dim * keys
+    flops = 4.0 * part.tokens * spec.heads / part.tp * spec.head_dim * keys
     on_rank = sequence / part.cp
-    return flops, device.attention * on_rank / (on_rank + device.half_sequence)
+    rate = device.attention * on_rank / (on_rank + device.half_sequence)
+    back = BACKWARD_SCORES * flops / (rate * device.efficiency["attention.backward"])
+    return flops / rate, back
 
 
 def _mean_keys(spec: ModelSpec, sequence: int) -> float:
@@ -271,14 +253,10 @@ def _layer_time(
     spec = workload.spec
     ops = layer_operators(workload, part, experts=experts)
     products = [op.product for op in ops if op.product]
-    mlp = products[2:]
-    matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
-    trained = spec.trained_products
-    # Gradients of the inputs, then of the weights.
-    matmul_back = sum(
-        count * (matmul_s(m, k, n, device) + trained * matmul_s(k, n, m, device))
-        for count, m, n, k in products
-    )
+    mlp, trained = products[2:], spec.trained_products
+    back = []  # gradients of the inputs, then of the weights
+    for count, m, n, k in products:
+        back += [(count, m, k, n), (count * trained, k, n, m)]
     attention, attention_back = _attention_s(workload, part, device)
     moved = device.width * sum(op.moved for op in ops)
     moved_back = device.width * sum(op.moved_back for op in ops)
@@ -287,7 +265,7 @@ def _layer_time(
     stack = device.width * sum(count * n * k for count, _, n, k in mlp)
     if experts and workload.adds_to_experts:
         moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
-        matmul_back += sum(count * matmul_s(k, n, m, device) for count, m, n, k in mlp)
+        back += [(count, k, n, m) for count, m, n, k in mlp]
     if experts and workload.stacks_experts:
         if workload.grouped_experts:  # each pass copies the experts' weights into a stack
             moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
@@ -295,9 +273,26 @@ def _layer_time(
             moved_back += 4.0 * trained * spec.experts * stack
     kernels = _kernels(workload, part, [int(count) for count, *_ in products])
     gaps_s = kernels * device.gap_s
-    forward = Pass(matmul, attention, moved / device.memory, gaps_s)
-    backward = Pass(matmul_back, attention_back, moved_back / device.memory, 2 * gaps_s)
+    forward = Pass(
+        _products_s(products, device),
+        attention,
+        moved / device.memory,
+        gaps_s,
+        _flops(products),
+    )
+    backward = Pass(
+        _products_s(back, device), attention_back, moved_back / device.memory, 2 * gaps_s,
+        _flops(back),
+    )  # fmt: skip
     return LayerTime(forward, backward, _recomputed(workload, recompute, forward))
+
+
+def _products_s(products: Iterable[tuple[float, ...]], device: Device) -> float:
+    return sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
+
+
+def _flops(products: Iterable[tuple[float, ...]]) -> float:
+    return sum(2.0 * prod(product) for product in products)
 
 
 def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass:
@@ -334,8 +329,9 @@ def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
 @lru_cache(maxsize=1 << 13)
 def head_time(
     workload: Workload, part: Slice, loss: LossKernel, device: Device
-) -> tuple[Pass, Pass]:
-    """Both passes of logits and loss; in chunks, the backward pass repeats the forward pass.
+) -> tuple[float, float]:
+    """Seconds of both passes of logits and loss; in chunks, the backward pass repeats the
+    forward pass.
 
     Per logit and pass: a fused loss reads and writes it once; otherwise it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
@@ -347,11 +343,8 @@ def head_time(
     if spec.trained_head:
         backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
     per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
-    moved = tokens * workload.logit_rows(part.tp) / device.memory
+    logit_byte_s = tokens * rows / device.memory
     if loss != "whole":  # nobody measured Liger's kernel with one loss per token
         backward += forward
         per_logit_back += per_logit
-    return (
-        Pass(matmul=forward, elementwise=per_logit * moved),
-        Pass(matmul=backward, elementwise=per_logit_back * moved),
-    )
+    return forward + per_logit * logit_byte_s, backward + per_logit_back * logit_byte_s

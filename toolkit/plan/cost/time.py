@@ -1,84 +1,70 @@
-"""Seconds of one training step: what every rank computes, sends and waits for.
+"""The symbols of one training step's time: what every rank computes, sends and waits for.
 
 A pipeline is as fast as its busiest stage; the others wait for it (the bubble). Closed forms
-throughout: no loop over layers or micro batches.
+throughout (`terms.STEP`): no loop over layers or micro batches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import log, sqrt
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Literal
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Recompute
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost import terms
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.operators import (
     SAVED_PRODUCTS,
-    Device,
-    LayerTime,
-    Pass,
+    attention_kernel,
     device,
     head_time,
     layer_time,
 )
 from toolkit.plan.cost.stages import (
-    StageShare,
     layers_of_stages,
     recomputed_of_stages,
 )
 from toolkit.plan.cost.traffic import (
-    DataTraffic,
-    LayerTraffic,
     PlacedLayout,
     data_traffic,
     layer_traffic,
-    messages_waited,
-    pipeline_message_s,
+    pipeline_traffic,
 )
-from toolkit.plan.cost.update import offload_parts_s, optimizer_s
+from toolkit.plan.cost.update import host_copies, update_symbols
 from toolkit.plan.cost.workload import Workload
+
+Convention = Literal["mfu_causal", "mfu_full", "hfu_causal", "hfu_full"]
+"""Utilization by the model's FLOPs, or also those that are recomputed; attention counted as
+masked, or every query with every key (Megatron's papers, NVIDIA)."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on the busiest stage; the parts add up to `total_s`."""
+    """Seconds of one optimizer step on the busiest stage."""
 
-    compute: Mapping[str, float]
-    """By kind: matmul, attention, elementwise, launch, recompute, logits."""
-    communication: Mapping[str, float]
-    """Exposed: tensor, context, expert, pipeline, data_gather, data_reduce."""
-    bubble_s: float
-    """Waiting for other pipeline stages."""
-    optimizer_s: float
-    offload_s: float
-    """Transfers to and from host and NVMe that do not overlap with computation."""
-    overhead_s: float
-    """Waiting for the slowest node."""
-    passes: list[tuple[float, float]]
-    """Forward, with exposed collectives inside the layers, and backward, with recompute, of one
-    micro batch, by pipeline rank: all its chunks together."""
-    tokens: int
-    """Of one step."""
-    gpus: int
-    peak_flops: float | None
-    """Of one device in the workload's precision."""
-    workload: Workload
-    layout: Layout
+    place: PlacedLayout
+    symbols: Mapping[str, float]
+    """Those of `terms.STEP`, with the values of its rows."""
 
-    @property
+    def __getitem__(self, name: str) -> float:
+        return self.symbols[name]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """A step by part; the parts add up to `total_s`."""
+        return terms.parts(terms.STEP, self.symbols)
+
+    @cached_property
     def total_s(self) -> float:
         """The whole step."""
-        return (
-            sum(self.compute.values())
-            + sum(self.communication.values())
-            + self.bubble_s
-            + self.optimizer_s
-            + self.offload_s
-            + self.overhead_s
-        )
+        return sum(self.parts.values())
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.place.layout.global_batch * self.place.workload.sample_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,110 +74,92 @@ class StepTime:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Of one device."""
-        return self.tokens_per_s / self.gpus
+        return self.tokens_per_s / self.place.layout.world
 
-    @property
-    def mfu_causal(self) -> float | None:
-        """Model FLOPs utilization, attention counted as masked."""
-        return self._utilization("mfu_causal")
+    def utilization(self, convention: Convention = "mfu_causal") -> float | None:
+        """Of the device's peak; None where none is known."""
+        symbols = self.of_peak(convention)
+        return symbols and terms.evaluate([terms.UTILIZATION], symbols)["utilization"]
 
-    @property
-    def mfu_full(self) -> float | None:
-        """Model FLOPs utilization, every query with every key (Megatron's papers, NVIDIA)."""
-        return self._utilization("mfu_full")
-
-    @property
-    def hfu_causal(self) -> float | None:
-        """Hardware FLOPs utilization: recomputed FLOPs count too; attention as masked."""
-        return self._utilization("hfu_causal")
-
-    @property
-    def hfu_full(self) -> float | None:
-        """Hardware FLOPs utilization, every query with every key."""
-        return self._utilization("hfu_full")
-
-    def _utilization(self, convention: str) -> float | None:
-        if self.peak_flops is None:
+    def of_peak(self, convention: Convention) -> dict[str, float] | None:
+        """The symbols of `terms.UTILIZATION`."""
+        place, peak = (
+            self.place,
+            self.place.cluster.gpu.peak_flops(self.place.workload.precision),
+        )
+        if peak is None:
             return None
-        layout = self.layout
-        ways = layout.recompute, layout.division
-        per_token = _flops_per_token(self.workload, *ways)[convention]
+        layout, workload = place.layout, place.workload
+        per_token = _flops_per_token(workload, layout.recompute, layout.division)[convention]
         if layout.loss != "whole" and convention.startswith("hfu"):
-            per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
-        return self.tokens_per_s_per_gpu * per_token / self.peak_flops
+            per_token += 2 * workload.spec.vocab * workload.spec.hidden
+        return {
+            "tokens": self.tokens,
+            "flops_per_token": per_token,
+            "step_s": self.total_s,
+            "gpus": layout.world,
+            "peak_flops_per_s": peak,
+        }
 
-
-class StageParts(NamedTuple):
-    """What all stages have in common, and the additional part of the last one."""
-
-    layer: LayerTime
-    traffic: LayerTraffic
-    recomputed: tuple[float, ...]
-    """Layers that recompute covers, by pipeline rank."""
-    head: tuple[Pass, Pass]
-    """Forward and backward of logits and loss."""
-
-    @property
-    def seconds(self) -> tuple[float, float, float]:
-        """Both passes of a layer, what recompute adds, and both passes of the head."""
-        layer = self.layer.forward.total + self.traffic.forward
-        layer += self.layer.backward.total + self.traffic.backward
-        head = sum(one.total for one in self.head)
-        return layer, self.layer.recompute.total + self.traffic.again, head
-
-    def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
-        """Forward and backward of every stage for one micro batch, by its layers."""
-        again = self.layer.recompute.total + self.traffic.again
-        forward = self.layer.forward.total + self.traffic.forward
-        backward = self.layer.backward.total + self.traffic.backward
-        found = [
-            (count * forward, count * backward + recomputed * again)
-            for count, recomputed in zip(counts, self.recomputed, strict=True)
+    def constants(self) -> list[str]:
+        """Names in `efficiency.TABLE` of what decides its rates."""
+        place, gpu = self.place, self.place.cluster.gpu
+        of = ".cpu" if gpu.generation == "cpu" else ""
+        links = {place.cluster.node_link.kind, place.cluster.network.kind}
+        return [
+            f"matmul.{gpu.like or gpu.name}",
+            f"matmul.half_k{of}",
+            f"attention.{attention_kernel(gpu, place.workload)}",
+            f"attention.half_sequence{of}",
+            "memory",
+            f"kernel.gap_s{of}",
+            *sorted(f"link.{kind}" for kind in links),
+            place.workload.cost.overlap,
         ]
-        ahead, back = self.head
-        found[-1] = (found[-1][0] + ahead.total, found[-1][1] + back.total)
-        return found
 
 
-@dataclass(frozen=True)
-class BusiestStage:
-    """What the parts of a step's time are computed from."""
-
-    place: PlacedLayout
-    machine: Device
-    parts: StageParts
-    passes: list[tuple[float, float]]
-    """Forward and backward of one micro batch, by pipeline rank."""
-    share: StageShare
-    """What a rank of the busiest stage holds."""
-
-    @property
-    def others_s(self) -> float:
-        """One micro batch on all other stages."""
-        return sum(map(sum, self.passes)) - sum(self.passes[self.share.stage])
-
-    @property
-    def data(self) -> DataTraffic:
-        """The communication of data parallelism."""
-        return data_traffic(self.place, self.share, *self.passes[self.share.stage])
-
-
-def busiest_stage(
+def step_time(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
-) -> BusiestStage:
-    """The slowest pipeline stage of `workload` in `layout` on `cluster`.
+) -> StepTime:
+    """Seconds of one step of `workload` in `layout` on `cluster`.
 
-    Raises PlanError if an accelerator lacks the workload's precision.
+    Raises PlanError if the accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
-    parts = _parts(workload, layout, cluster, efficiency)
-    passes = parts.passes(layers_of_stages(workload.spec.layers, *layout.division))
-    times = [sum(pair) for pair in passes]
-    stage = times.index(max(times))
+    counts = layers_of_stages(workload.spec.layers, *layout.division)
+    layer = dict(_layer(workload, _of_layers(layout), cluster, efficiency, layout.pp == 1))
+    each_s, head_s = layer["forward_s"] + layer["backward_s"], layer["head_s"]
+    recomputed = _recomputed_layers(workload, layout)
+    stages = [
+        count * each_s + again * layer["repeated_s"]
+        for count, again in zip(counts, recomputed, strict=True)
+    ]
+    stages[-1] += head_s
+    stage = stages.index(max(stages))
+    last = stage == layout.pp - 1
     share = workload.share(layout.tp, layout.ep, *layout.division, stage)
-    return BusiestStage(place, machine, parts, passes, share)
+    forward_s = share.layers * layer["forward_s"] + last * layer["head_forward_s"]
+    backward_s = stages[stage] - forward_s
+    symbols = {
+        **layer,
+        "micro_batches": layout.gradient_accumulation,
+        "layers": share.layers,
+        "recomputed": recomputed[stage],
+        "chunks": layout.vpp,
+        "last": last,
+        "stage_forward_s": forward_s,
+        "stage_backward_s": backward_s,
+        "other_stages_s": sum(stages) - stages[stage],
+        "spread": efficiency["straggler"],
+        "nodes": max(1.0, layout.world / cluster.gpus_per_node),
+        **pipeline_traffic(place),
+        **data_traffic(place, share, forward_s, backward_s),
+        **update_symbols(place, share, machine),
+        **host_copies(place, share),
+    }
+    return StepTime(place, terms.evaluate(terms.STEP, symbols))
 
 
 def least_step_s(
@@ -206,8 +174,11 @@ def least_step_s(
     known = _layers_and_head_s(workload, one, cluster, layout.pp == 1)
     for size in sizes:
         if size not in known:
-            parts = _parts(workload, replace(layout, micro_batch=size), cluster, DEFAULT)
-            known[size] = parts.seconds
+            sized = replace(one, micro_batch=size)
+            layer = _layer(workload, sized, cluster, DEFAULT, layout.pp == 1)
+            known[size] = (
+                layer["forward_s"] + layer["backward_s"], layer["repeated_s"], layer["head_s"]
+            )  # fmt: skip
         layer_s, again_s, head_s = known[size]
         whole = layers * layer_s + again * again_s + head_s
         busiest = max(most * layer_s, whole / layout.pp)
@@ -222,45 +193,10 @@ def _layers_and_head_s(
     return {}
 
 
-def step_time(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
-) -> StepTime:
-    """Seconds of one step of `workload` in `layout` on `cluster`.
-
-    Raises PlanError if the accelerator lacks the workload's precision.
-    """
-    busiest = busiest_stage(workload, layout, cluster, efficiency)
-    place, share = busiest.place, busiest.share
-    compute = _compute(busiest)
-    bubble = busiest.others_s / layout.vpp
-    update = optimizer_s(place, share, busiest.machine)
-    offload = offload_parts_s(place, share, update, *busiest.passes[share.stage])
-    return StepTime(
-        compute=compute,
-        communication=_communication(busiest),
-        bubble_s=bubble,
-        optimizer_s=update,
-        offload_s=sum(offload.values()),
-        overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
-        passes=busiest.passes,
-        tokens=layout.global_batch * workload.sample_tokens,
-        gpus=layout.world,
-        peak_flops=cluster.gpu.peak_flops(workload.precision),
-        workload=place.workload,
-        layout=layout,
-    )
-
-
-def _parts(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
-) -> StageParts:
-    parts = _layer_and_head(workload, _of_layers(layout), cluster, efficiency)
-    spec, division = workload.spec, layout.division
-    # In a pipeline, a stage whose layers all train is the slowest.
-    layer = parts.layer.reached(spec.reached) if layout.pp == 1 else parts.layer
-    share = workload.recomputed_layers
-    recomputed = recomputed_of_stages(layout.recompute, spec.layers, *division, share)
-    return parts._replace(layer=layer, recomputed=recomputed)
+def _recomputed_layers(workload: Workload, layout: Layout) -> tuple[float, ...]:
+    """Layers that recompute covers, by pipeline rank."""
+    share, layers = workload.recomputed_layers, workload.spec.layers
+    return recomputed_of_stages(layout.recompute, layers, *layout.division, share)
 
 
 def _of_layers(layout: Layout) -> Layout:
@@ -279,57 +215,36 @@ def _of_layers(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=1 << 13)
-def _layer_and_head(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
-) -> StageParts:
-    """The parts of stages whose layers are not counted yet."""
+def _layer(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency, alone: bool
+) -> Mapping[str, float]:
+    """The symbols of a layer and the head. In a pipeline, a stage whose layers all train is the
+    slowest; `alone`: there is none."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine = device(cluster.gpu, workload, efficiency)
-    part = place.slice
+    machine, part = device(cluster.gpu, workload, efficiency), place.slice
     layer = layer_time(workload, part, layout.recompute, machine)
-    traffic = layer_traffic(place)
-    return StageParts(layer, traffic, (), head_time(workload, part, layout.loss, machine))
-
-
-def _compute(busiest: BusiestStage) -> dict[str, float]:
-    """Seconds per step that the stage computes, by kind."""
-    layout, parts, share = busiest.place.layout, busiest.parts, busiest.share
-    layer, steps = parts.layer, layout.gradient_accumulation
-    many = steps * share.layers
-    kinds = {
-        kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
+    if alone:
+        layer = layer.reached(workload.spec.reached)
+    forward, backward = layer.forward, layer.backward
+    head_forward_s, head_backward_s = head_time(workload, part, layout.loss, machine)
+    symbols = {
+        f"{name}_{kind}_s": getattr(one, kind)
+        for name, one in zip(("forward", "backward", "again"), layer, strict=True)
         for kind in ("matmul", "attention", "elementwise", "launch")
     }
-    head = sum(one.total for one in parts.head) if share.stage == layout.pp - 1 else 0.0
-    again = steps * parts.recomputed[share.stage] * layer.recompute.total
-    return {**kinds, "recompute": again, "logits": steps * head}
-
-
-def _communication(busiest: BusiestStage) -> dict[str, float]:
-    """Exposed seconds per step of the stage's traffic, by kind."""
-    parts = busiest.parts
-    layout, traffic, data = busiest.place.layout, parts.traffic, busiest.data
-    steps = layout.gradient_accumulation
-    many = steps * busiest.share.layers
-    recomputed = parts.recomputed[busiest.share.stage]
-    again = recomputed * traffic.tensor_again
-    return {
-        "tensor": many * (traffic.tensor + traffic.tensor_back) + steps * again,
-        "context": many * 2 * traffic.context + steps * recomputed * traffic.context_again,
-        "expert": many * 2 * traffic.expert,
-        "pipeline": messages_waited(busiest.place) * pipeline_message_s(busiest.place),
-        "data_gather": data.gather_s,
-        "data_reduce": data.reduce_s,
+    symbols |= {
+        "forward_flops": forward.flops,
+        "backward_flops": backward.flops,
+        "reached_flops_per_s": (forward.flops + backward.flops)
+        / (forward.matmul + backward.matmul),
+        "forward_bytes": machine.memory * forward.elementwise,
+        "backward_bytes": machine.memory * backward.elementwise,
+        "memory_bytes_per_s": machine.memory,
+        "head_forward_s": head_forward_s,
+        "head_backward_s": head_backward_s,
+        **layer_traffic(place),
     }
-
-
-def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
-    """Waiting for the slowest of n nodes whose speeds spread by `straggler`: the expected
-    largest of n normal values is about √(2·ln n) standard deviations."""
-    nodes = place.layout.world / place.cluster.gpus_per_node
-    if nodes <= 1:
-        return 0.0
-    return place.efficiency["straggler"] * sqrt(2 * log(nodes)) * computed_s
+    return terms.evaluate(terms.LAYER, symbols)
 
 
 @lru_cache(maxsize=1024)

@@ -135,7 +135,7 @@ class RehearsedRank:
     def needed_gib(self) -> float:
         """The peak, plus the memory of CUDA and NCCL, minus the savings of compiled layers or
         Liger's kernels."""
-        return (self.peak.nbytes + self.planned.context) / GIB - self.compiling_saves_gib
+        return (self.peak.nbytes + self.planned["context"]) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:

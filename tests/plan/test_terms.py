@@ -1,0 +1,49 @@
+"""What `dmt plan --explain` prints of each number follows from its own symbols."""
+
+from math import log, sqrt
+from typing import Any
+
+import pytest
+
+from toolkit.hardware.cluster import parse_cluster
+from toolkit.layout import Layout
+from toolkit.models.families import model_spec
+from toolkit.plan.cost.workload import Workload
+from toolkit.plan.estimate import Setup, derivations, estimate, memory_parts
+from toolkit.text.units import GIB
+
+CONFIG = {
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584,
+    "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_local_experts": 6, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def evaluated(one: dict[str, Any]) -> float:
+    values = {
+        name: evaluated(symbol) if isinstance(symbol, dict) else symbol
+        for name, symbol in one["symbols"].items()
+    }
+    value = float(eval(one["formula"], {"max": max, "sqrt": sqrt, "log": log}, values))
+    assert value == pytest.approx(one["value"]), one
+    return value
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, tp=2, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, recompute=1),
+        Layout(dp=8, tp=2, ep=2, zero_stage=1, experts="grouped", gradient_accumulation=2),
+    ],
+    ids=str,
+)
+def test_each_part_has_a_formula(layout: Layout) -> None:
+    train = Workload(model_spec(CONFIG), 2048, "bf16", "megatron", model="megatron")
+    found = estimate(Setup(train, layout, parse_cluster("2x8xh100-80gb")))
+    derived = derivations(found)
+    shown = {part: evaluated(one) for part, one in derived["memory"].items()}
+    memory = {part: size * GIB for part, size in memory_parts(found.memory).items() if size}
+    assert shown == pytest.approx(memory)
+    shown = {part: evaluated(one) for part, one in derived["time"].items()}
+    assert shown == pytest.approx({part: s for part, s in found.time.parts.items() if s})
+    assert evaluated(derived["utilization"]["MFU"]) == found.time.utilization()
