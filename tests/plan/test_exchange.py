@@ -37,7 +37,6 @@ def test_bytes_of_each_exchange() -> None:
     output. With 8 ranks for 4 key heads, keys are repeated."""
     whole = 2 * 2 * TOKENS * KEYS
     assert sent("all_gather", 4) == whole * 3 / 4
-    assert sent("ring", 4) == sent("ulysses_ring", 4) == sent("all_gather", 4)
     own = 2 * TOKENS / 4 * (2 * HIDDEN + 2 * KEYS)
     assert sent("ulysses", 4) == own * 3 / 4
     repeated = 2 * TOKENS / 8 * (2 * HIDDEN + 2 * 2 * KEYS)

@@ -185,8 +185,8 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     time = found.time
     tokens = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
     speed = f"{seconds(time.total_s)} a step, {tokens}"
-    found = time.utilization()
-    mfu = "" if found is None else f", MFU {found:.0%}"
+    share = time.utilization()
+    mfu = "" if share is None else f", MFU {share:.0%}"
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
     if cluster.basis == "nominal":
         yield "# These are a nominal CPU's times: `dmt doctor --calibrate` measures this one."

@@ -79,7 +79,9 @@ class StepTime:
     def utilization(self, convention: Convention = "mfu_causal") -> float | None:
         """Of the device's peak; None where none is known."""
         symbols = self.of_peak(convention)
-        return symbols and terms.evaluate([terms.UTILIZATION], symbols)["utilization"]
+        if symbols is None:
+            return None
+        return terms.evaluate([terms.UTILIZATION], symbols)["utilization"]
 
     def of_peak(self, convention: Convention) -> dict[str, float] | None:
         """The symbols of `terms.UTILIZATION`."""
