@@ -4,9 +4,9 @@
 #   docker run --rm --gpus all dmt                       # dmt doctor
 #   docker run --rm --gpus all --ipc host -v "$PWD:/work" dmt dmt launch recipe.yaml
 #
-# BASE: any image with torch 2.10 to 2.14, Python 3.11 to 3.13 and, to compile DeepSpeed's
+# BASE: any image with torch 2.11 to 2.14, Python 3.11 to 3.13 and, to compile DeepSpeed's
 # operators (offload, NVMe), a CUDA toolkit: the `devel` ones have it.
-ARG BASE=pytorch/pytorch:2.10.0-cuda12.8-cudnn9-devel
+ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
 # hadolint ignore=DL3008

@@ -27,7 +27,7 @@ from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.registry import ENGINES, Registry
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
@@ -95,8 +95,6 @@ class InAccelerate:
     """Lines for the head of a file: where a setting means something else than in a recipe."""
     recomputes: ClassVar[bool] = False
     """Whether Accelerate enables recompute; otherwise the model does."""
-    exchanges: ClassVar[Mapping[str, str]] = {}
-    """Those of `kernels.context` that its context parallel has, and Accelerate's words."""
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """Are gradients reduced after every micro batch? If not, once a step."""
@@ -121,32 +119,20 @@ class InAccelerate:
     def prepare_process(self) -> None:
         """Prepare this process, which has joined the process group."""
 
-    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+    def accelerator(
+        self, layout: Layout, precision: str, config: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Keyword arguments of `Accelerator`."""
         import torch
 
         return {"cpu": not torch.cuda.is_available()}
 
-    def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
-        """Set what Accelerate's plugin reads from the model, before it wraps the model.
-
-        Raises PlanError for a model that does not define it.
-        """
+    def complete(self, accelerator: Any, settings: Mapping[str, Any]) -> None:
+        """Set in an Accelerator what it left out of `settings`, those of `accelerator`."""
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of TrainingArguments: values of `fields`."""
         return {}
-
-    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        """A description of how Accelerate wrapped a model, and whether that matches the plan.
-
-        A single process needs no DDP, and neither does a model that does not train.
-        """
-        from torch.nn.parallel import DistributedDataParallel
-
-        trains = any(parameter.requires_grad for parameter in model.parameters())
-        alone = layout.world == 1 or not trains
-        return type(model).__name__, alone or isinstance(model, DistributedDataParallel)
 
 
 class Backend:

@@ -41,6 +41,8 @@ class LanguageModel(nn.Module):
             config=build_config(recipe.model),  # the recipe's dropout: none unless it says so
             dtype=torch.float32,
         )
+        # By these names FSDP finds the layers that it shards one by one.
+        self._no_split_modules = self.decoder._no_split_modules
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
@@ -52,6 +54,8 @@ def train(accelerator: Accelerator, recipe: Recipe) -> None:
     samples = TrainingSamples(recipe)  # in order: not to be shuffled
     loader = DataLoader(samples, batch_size=accelerator.plan.layout.micro_batch)
     model = LanguageModel(recipe)
+    if accelerator.plan.layout.recompute == "full" and not accelerator.is_fsdp2:
+        model.decoder.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(
         # No weight decay for norms and biases; the recipe's `optimizer.groups`.
         parameter_groups(tensors_of(model.decoder), settings),
@@ -114,7 +118,7 @@ def main() -> int:
                 f"{recipe.name} trains from random weights; this script fine-tunes",
                 fix="--set model.hub=FOLDER_OR_HUB_ID --set model.init=pretrained",
             )
-        accelerator = toolkit.accelerate.accelerator(recipe)
+        accelerator = toolkit.accelerate.prepare(recipe)
         train(accelerator, recipe)
     except DmtError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,16 +12,17 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from toolkit.accelerate import training_arguments
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.accelerate.trainer import RecipeTrainer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.models.huggingface import build_config, snapshot_folder
 from toolkit.recipe.schema import Recipe
+from toolkit.train.schedule import learning_rate
 
 
 class PrintLoss(TrainerCallback):
@@ -32,11 +33,31 @@ class PrintLoss(TrainerCallback):
             print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.9f}")
 
 
+class RecipeTrainer(Trainer):
+    """Trainer with the recipe's learning rates: transformers' warm-ups begin a step late."""
+
+    def __init__(self, recipe: Recipe, **arguments) -> None:
+        self.recipe = recipe
+        super().__init__(**arguments)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        peak, last = self.recipe.optimizer.learning_rate, num_training_steps - 1
+
+        def factor(step: int) -> float:  # also asked for after the last step
+            rate = learning_rate(min(step, last), last + 1, peak, self.recipe.schedule)
+            return rate / peak
+
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+        return self.lr_scheduler
+
+
 def train(recipe: Recipe, output_dir: Path) -> None:
     samples = TrainingSamples(recipe)
     arguments = training_arguments(
         recipe,
         max_steps=samples.steps,
+        train_sampling_strategy="sequential",  # the samples are in the recipe's order
         output_dir=str(output_dir),
         logging_steps=1,
         save_strategy="no",

@@ -8,19 +8,15 @@ import runpy
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Linear, Module, Sequential
+from torch.nn import Module
 from transformers import Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import toolkit.accelerate
-from tests.accelerate.cpu_context import context_parallel_on_cpus
-from toolkit.errors import DmtError
-from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -31,14 +27,13 @@ ENGINES = {
     "fsdp2": ["parallel.engine=fsdp", "parallel.zero.stage=3"],
 }
 BF16 = [*ENGINES["zero3"], "training.precision=bf16", "parallel.recompute=full"]
-CONTEXT = [*ENGINES["fsdp2"], "parallel.context=2", "kernels.context=all_gather"]
 SWITCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
     """What the own loop printed, and what its model became."""
     example = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))
-    accelerator = toolkit.accelerate.accelerator(recipe)
+    accelerator = toolkit.accelerate.prepare(recipe)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         example["train"](accelerator, recipe)
@@ -67,38 +62,12 @@ def with_trainer(recipe: Recipe, output: Path) -> tuple[str, str]:
     return printed.getvalue(), kind
 
 
-def in_context(recipe: Recipe, output: Path) -> tuple[str, str]:
-    """The same, with every row's positions on two ranks."""
-    refusals = patch.object(accelerate_file, "_mesh_problems", return_value=())  # of CPUs
-    with context_parallel_on_cpus() as lengths, refusals:
-        printed, _ = with_trainer(recipe, output)
-    return printed, f"attention over {lengths} of {recipe.training.sequence_length} positions"
-
-
 def kind_of(model: Module) -> str:
     """What shards a model, and how many layers of it are gathered one by one."""
     if hasattr(model, "zero_optimization_stage"):
         return f"zero{model.zero_optimization_stage()}"
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     return f"fsdp2 in {units} units" if units else type(model).__name__
-
-
-def refusals(recipe_file: Path) -> dict[str, str]:
-    """What is said where a model would be left whole."""
-    found = {}
-    for name in ("no layer names", "not sharded by Accelerate"):
-        accelerator = toolkit.accelerate.accelerator(recipe_file, ENGINES["fsdp2"])
-        model = Sequential(Linear(4, 4))
-        if name != "no layer names":
-            model._no_split_modules = ["Linear"]
-            # What Accelerate takes a run on CPUs for when nobody tells it otherwise.
-            AcceleratorState().distributed_type = "MULTI_CPU"
-        try:
-            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        except DmtError as error:
-            found[name] = str(error)
-        forget()
-    return found
 
 
 def forget() -> None:
@@ -117,14 +86,12 @@ def both_examples(recipe_file: Path, output: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     runs = {
         **{("own loop", name): (finetuned, changes) for name, changes in ENGINES.items()},
-        **{("trainer", name): (with_trainer, changes) for name, changes in ENGINES.items()},
+        ("trainer", "zero3"): (with_trainer, ENGINES["zero3"]),
         ("own loop", "bf16"): (finetuned, BF16),
-        ("trainer", "context"): (in_context, CONTEXT),
     }
     for (example, name), (run, changes) in runs.items():
         printed, kind = run(load_recipe(recipe_file, changes), output)
         losses = [float(loss) for loss in re.findall(r"^step .*loss (\S+)$", printed, re.M)]
         result[f"{example}, {name}"] = {"losses": losses, "kind": kind}
         forget()
-    result["refusals"] = refusals(recipe_file)
     return result

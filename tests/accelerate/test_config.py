@@ -19,7 +19,7 @@ from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.accelerate.scripts import accelerator, planned_for_launcher
+from toolkit.accelerate.scripts import planned_for_launcher
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import DataError, PlanError
@@ -240,28 +240,20 @@ ON_FOUR = (
     "training.precision=bf16",
     "kernels.compile=none",
 )
-MESHES = {
-    "copies": (("parallel.replicate=2",), (2, 2, 1, None)),
-    "gathered": (("parallel.context=2", "kernels.context=all_gather"), (1, 2, 2, "allgather")),
-}
-"""Overrides; replicas, shards, context, and how its ranks exchange."""
 
 
-@pytest.mark.parametrize("name", MESHES)
 def test_accelerate_makes_the_mesh_of_the_plan(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides, expected = MESHES[name]
-    recipe, plan = planned(*ON_FOUR, *overrides)
+    """Two copies of shards on two ranks each."""
+    recipe, plan = planned(*ON_FOUR, "parallel.replicate=2")
     text = render(recipe, plan)
     environment = prepare_multi_gpu_env(launched(text, tmp_path))
     for variable in environment.keys() - os.environ.keys():
         monkeypatch.setenv(variable, environment[variable])
     found = ParallelismConfig()
-    strategy = getattr(found.cp_handler, "cp_comm_strategy", None)
-    sizes = (found.dp_replicate_size, found.dp_shard_size, found.cp_size)
-    assert ((*sizes, strategy), found.total_size) == (expected, 4)
-    assert found.tp_size == getattr(found, "sp_size", 1) == 1  # accelerate 1.10 has none
+    sizes = (found.dp_replicate_size, found.dp_shard_size, found.cp_size, found.tp_size)
+    assert (sizes, found.total_size) == ((2, 2, 1, 1), 4)
     (report,) = against(str(tmp_path / "accelerate.yaml"), recipe, plan)
     assert report.agrees, report
     (report, *_) = against("env", recipe, plan)
@@ -273,36 +265,16 @@ def test_accelerate_makes_the_mesh_of_the_plan(
         planned_for_launcher(recipe, ())
 
 
-@pytest.mark.parametrize(
-    ("found", "overrides"),
-    {
-        "Ulysses depend on the ZeRO stage": ("parallel.engine=deepspeed",),
-        "the exchange ulysses": ("kernels.context=ulysses",),
-        "isolated documents": ("data.isolate_documents=true",),
-        "a window": ("model.config.model_type=mistral", "model.config.sliding_window=32"),
-        "CPUs": ("cluster.gpu=cpu", "training.precision=fp32"),
-    }.items(),
-)
-def test_where_accelerate_would_split_sequences_wrongly(
-    found: str, overrides: tuple[str, ...]
-) -> None:
-    gathered = ("parallel.context=2", "kernels.context=all_gather")
-    context = (*ON_FOUR, *gathered, *overrides)
-    with pytest.raises(PlanError, match=found) as caught:
+def test_a_script_does_not_split_sequences() -> None:
+    context = (*ON_FOUR, "parallel.context=2")
+    with pytest.raises(PlanError, match="context 2, whose positions a script") as caught:
         render(*planned(*context))
-    words = caught.value.fix.partition(";")[0].split()
-    render(*planned(*context, *words[1::2]))
-
-
-def test_a_loop_of_ones_own_does_not_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(PlanError, match="context 2, and a loop") as caught:
-        accelerator(TINY, [*ON_FOUR, "parallel.context=2"])
-    assert "training_arguments" in caught.value.fix
+    render(*planned(*context, "parallel.context=1"))
+    assert "--set parallel.context=1" in caught.value.fix
 
 
 def test_samples_of_isolated_documents_are_refused() -> None:
     """A loop that passes no positions, or a mask, would cross documents silently."""
     recipe, _ = planned("data.isolate_documents=true")
-    with pytest.raises(DataError, match="which a forward pass outside `dmt launch` may"):
+    with pytest.raises(DataError, match="a forward pass outside `dmt launch` may"):
         TrainingSamples(recipe)

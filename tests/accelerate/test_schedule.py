@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from toolkit.accelerate.trainer import nearest_schedule
+from toolkit.accelerate.scripts import nearest_schedule
 from toolkit.recipe.schema import ScheduleSection
 from toolkit.train.schedule import learning_rate
 

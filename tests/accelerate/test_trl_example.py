@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.accelerate.examples_worker import ENGINES
 from tests.accelerate.launched import common, launch
 from tests.accelerate.trl_example_ranks import (
     BATCH,
@@ -19,11 +18,12 @@ from tests.accelerate.trl_example_ranks import (
     OBJECTIVES,
     RATE,
     SEED,
+    SHARDED,
     STEPS,
+    Seen,
     plain,
     sharded,
 )
-from tests.accelerate.trl_ranks import Seen
 from tests.data.chat.families import TEMPLATES
 from tests.e2e.conftest import Project
 from tests.e2e.product import settings
@@ -99,7 +99,7 @@ def found(folder: Path) -> dict[str, Seen]:
     return run_ranks(sharded, 2, folder)[0]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SHARDED)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_losses_are_those_of_one_plain_process(
     objective: str,

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from toolkit.batch import MicroBatch
-from toolkit.errors import BackendUnavailable
 from toolkit.models import documents
 
 ENDS = torch.tensor([0, 1, 9, 24, 32, 32, 32], dtype=torch.int32)
@@ -25,10 +24,7 @@ def reference(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What CUDA's kernel computes, in plain products: it takes one size of heads only."""
-    if "window_size" in documents._TAKES:
-        (_, _, scale, (left, right), grouped, *_) = rest
-    else:  # torch 2.10
-        scale, left, right, grouped = query.shape[-1] ** -0.5, -1, 0, False
+    (_, _, scale, (left, right), grouped, *_) = rest
     assert query.shape[-1] == value.shape[-1] == key.shape[-1] == 8
     assert right == 0 and longest == 16
     assert grouped or key.shape[1] == query.shape[1]
@@ -59,10 +55,6 @@ def test_the_kernel_is_called_for_what_one_document_after_the_other_computes(
         for heads, width in ((4, size[0]), (2, size[0]), (2, size[1]))
     )
     rest = (ENDS, ENDS), (16, 16), documents.Scores(scale, window)
-    if window is not None and "window_size" not in documents._TAKES:  # torch 2.10
-        with pytest.raises(BackendUnavailable, match="takes no window"):
-            documents._by_lengths(q, k, v, *rest)
-        return
     by_kernel, one_by_one = (
         within(q, k, v, *rest) for within in (documents._by_lengths, documents._one_by_one)
     )

@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import TrainingArguments
 
 from tests.plan.making import TINY, intent, recipe
-from toolkit.accelerate.trainer import arguments_of
 from toolkit.adapters.lora import trained_tensors
 from toolkit.engines.optimizer import parameter_groups
-from toolkit.errors import PlanError, RecipeError
+from toolkit.errors import RecipeError
 from toolkit.models.parameter_groups import (
     in_small_model,
     multipliers,
@@ -110,9 +108,3 @@ def test_a_small_model_has_the_groups_that_suit_it() -> None:
         prepare(grouping(small), Options()).recipe.optimizer.learning_rate
         <= ADAMW.largest_rate / 4
     )
-
-
-def test_trainer_arguments_refuse_them() -> None:
-    wanted = grouping(group("model.*"), engine="ddp")
-    with pytest.raises(PlanError, match=r"optimizer\.groups.*TrainingArguments cannot state"):
-        arguments_of(wanted, plan_recipe(wanted), TrainingArguments, {})

@@ -1,55 +1,89 @@
 """The functions for a user's own script. Heavy imports are deferred until they are called."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.backend import BACKENDS, adopt_engine_config
-from toolkit.errors import PlanError
+from toolkit.backend import BACKENDS, InAccelerate, adopt_engine_config
+from toolkit.errors import PlanError, RunFailed
 from toolkit.foreign import preflight
 from toolkit.foreign.accelerate import ENGINES
-from toolkit.foreign.accelerate_file import in_accelerate, in_scripts, refuse_kernels
-from toolkit.foreign.environment import SWITCHES, mesh_variables
+from toolkit.foreign.accelerate_file import (
+    MIXED_PRECISION,
+    in_accelerate,
+    in_scripts,
+    refuse_kernels,
+)
+from toolkit.foreign.base import written
+from toolkit.foreign.environment import SWITCHES, accelerate_settings, mesh_variables
+from toolkit.foreign.facts import values_of
+from toolkit.foreign.training_arguments import KEYS
 from toolkit.intake.load import load_recipe
+from toolkit.layout import Layout
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.run.assignment import check_world
 from toolkit.text.terminal import tell
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import TrainingArguments
-
-    from toolkit.accelerate.planned import PlannedAccelerator
 
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
 
 
-def accelerator(
+def prepare(
     recipe: Recipe | Path | str, overrides: Sequence[str] = (), **more: Any
-) -> "PlannedAccelerator":
+) -> "Accelerator":
     """An Accelerator that shards, accumulates and computes as the recipe's plan says.
 
-    It has the recipe as `.recipe` and the plan as `.plan`, and joins the process group if
-    nobody has. `overrides` are those of `dmt launch --set`, where `recipe` is a file. `more`
-    goes to `accelerate.Accelerator` (trackers, project folder, …).
+    It has the recipe as `.recipe` and the plan as `.plan`. The process group is joined if no
+    one has. `overrides` are those of `dmt launch --set`, where `recipe` is a file. `more` goes
+    to `accelerate.Accelerator` (trackers, project folder, …).
 
     Raises RecipeError or PlanError where the recipe is wrong, has other processes than the
     launcher started, has a plan that Accelerate cannot run, or was started for another engine;
-    BackendUnavailable where DeepSpeed's operators cannot be built.
+    BackendUnavailable where DeepSpeed's operators cannot be built; RunFailed if Accelerate did
+    not follow the plan.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
-    if (context := plan.layout.cp) > 1:
-        raise PlanError(
-            f"{loaded.name} has context {context}, and a loop of your own would have to split "
-            "its sequences and count its tokens accordingly",
-            fix="use a Trainer, which does, with toolkit.accelerate.training_arguments; or "
-            "--set parallel.context=1",
-        )
-    from toolkit.accelerate.planned import PlannedAccelerator
+    words, layout = in_accelerate(loaded, plan), plan.layout
+    _prepare_process(words, layout)
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
 
-    return PlannedAccelerator(loaded, plan, **more)
+    config = BACKENDS[plan.engine].render(loaded, layout)
+    precision = MIXED_PRECISION[loaded.training.precision]
+    settings = words.accelerator(layout, precision, config)
+    handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=layout.gradient_accumulation,
+            sync_with_dataloader=False,  # the recipe counts steps across epochs
+            sync_each_batch=words.reduces_every_batch(layout),
+        ),
+        kwargs_handlers=handlers,
+        **settings,
+        **more,
+    )
+    words.complete(accelerator, settings)
+    kind, processes = accelerator.distributed_type.value, accelerator.num_processes
+    planned = words.distributed_type(layout.world)
+    if processes != layout.world or (words.fields and kind != planned):
+        raise RunFailed(
+            f"planned: {planned} on {layout.world} ranks; Accelerate: {kind} on {processes}",
+            fix="report this, with the versions of accelerate and torch",
+            retry=False,
+        )
+    with accelerator.local_main_process_first():
+        BACKENDS[plan.engine].prepare(config, tell)
+    accelerator.recipe, accelerator.plan = loaded, plan
+    return accelerator
 
 
 def training_arguments(
@@ -65,18 +99,28 @@ def training_arguments(
     `more` are arguments of that class (`output_dir`, saving, reporting, …); one that the recipe
     gives as well takes precedence over it, except those that state the engine. All is in the
     fields: arguments created from `to_dict()` train the same way. The learning rate's schedule
-    is the recipe's but up to one step late, as Trainer's warm-ups begin at 0;
-    `toolkit.accelerate.trainer.RecipeTrainer` has the recipe's own.
+    is the recipe's but up to one step late, as Trainer's warm-ups begin at 0.
 
-    Raises as `accelerator` does, and PlanError where `more` states another engine.
+    Raises as `prepare` does, and PlanError where `more` states another engine or the recipe has
+    what no argument can state.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
+    _refuse_unstated(loaded, plan, more)
+    words = in_accelerate(loaded, plan)
+    config = BACKENDS[plan.engine].render(loaded, plan.layout)
+    of_engine = words.training_arguments(plan.layout, config)
+    _prepare_process(words, plan.layout)
+    import torch
     from transformers import TrainingArguments
 
-    from toolkit.accelerate.trainer import arguments_of
-
-    made: Arguments = arguments_of(loaded, plan, config_class or TrainingArguments, more)
-    return made
+    create: Any = config_class or TrainingArguments
+    names = {field.name for field in fields(create)}
+    of_recipe = _of_recipe(loaded, plan, words, more, names)
+    on_cpus = not torch.cuda.is_available()
+    arguments: Arguments = create(**{"use_cpu": on_cpus, **of_engine, **of_recipe, **more})
+    with arguments.main_process_first(local=True):
+        BACKENDS[plan.engine].prepare(config, tell)
+    return arguments
 
 
 def planned_for_launcher(
@@ -93,7 +137,8 @@ def planned_for_launcher(
     plan = plan_recipe(recipe)
     words = in_accelerate(recipe, plan)
     _refuse_other_engine(plan, mesh_variables(words.mesh(plan.layout)))
-    preflight(recipe, plan, "worker", _tell_once)
+    report = tell if int(os.environ.get("RANK", 0)) == 0 else lambda _: None
+    preflight(recipe, plan, "worker", report)
     return recipe, plan
 
 
@@ -115,7 +160,123 @@ def _refuse_other_engine(plan: Plan, mesh: Mapping[str, str]) -> None:
             )
 
 
-def _tell_once(message: str) -> None:
-    """Every rank finds the same; one reports it."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        tell(message)
+def _prepare_process(words: InAccelerate, layout: Layout) -> None:
+    """Prepare this process so that Accelerate can run a plan.
+
+    The process group is joined as DMT's worker does, so that Accelerate finds one of the right
+    backend. Variables that state what the recipe states are removed: Accelerate, DeepSpeed's
+    plugin and the Trainer take from them whatever a script leaves open, and Accelerate forgets
+    DeepSpeed where ACCELERATE_USE_CPU is set.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from toolkit.engines.distributed import join
+
+    # DeepSpeed calls functions of torch by their former names, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if not dist.is_initialized():
+        join()
+    if not torch.cuda.is_available():
+        # Unset, Accelerate would count physical cores, which containers do not know.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    for name in accelerate_settings(os.environ):
+        del os.environ[name]
+    # Not as an argument: TRL's copies of a Trainer's arguments lose it.
+    os.environ.update(mesh_variables(words.mesh(layout)))
+    words.prepare_process()
+
+
+def _refuse_unstated(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> None:
+    """Raise PlanError for what TrainingArguments cannot state, or must not."""
+    kept = {
+        f"optimizer.name: {recipe.optimizer.name}": (
+            "TrainingArguments" not in recipe.optimizer.kind.elsewhere,
+            "optimizer.name=adamw",
+        ),
+        "schedule.name: plateau": (recipe.schedule.name == "plateau", "schedule.name=cosine"),
+        "optimizer.groups": (bool(recipe.optimizer.groups), "optimizer.groups=[]"),
+        **{key: (True, f"{key}=null") for key in recipe.follows_validation},
+    }
+    for setting, (refused, change) in kept.items():
+        if refused:
+            raise PlanError(
+                f"{recipe.name} has {setting}, which TrainingArguments cannot state",
+                fix=f"--set {change}, or train with `dmt launch`",
+            )
+    engines = [BACKENDS[name].accelerate for name in BACKENDS.names]
+    stating = [field for words in engines for field in getattr(words, "fields", ())]
+    for name in (*stating, "parallelism_config", "use_cpu"):
+        if name in more:
+            raise PlanError(
+                f"{name} is given, but the recipe's plan decides it: engine {plan.engine}",
+                fix=f"leave {name} out; state another engine in the recipe or the overrides, "
+                'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
+            )
+
+
+def _of_recipe(
+    recipe: Recipe, plan: Plan, words: InAccelerate, more: Mapping[str, Any], names: set[str]
+) -> dict[str, Any]:
+    """The recipe's settings, apart from the engine, for a class with the fields `names`."""
+    precision, steps = recipe.training.precision, recipe.total_steps()
+    length = {"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}
+    schedule = nearest_schedule(
+        recipe.schedule, more.get("learning_rate", recipe.optimizer.learning_rate)
+    )
+    if "lr_scheduler_type" in more:  # the options are those of the recipe's
+        del schedule["lr_scheduler_kwargs"]
+    stated = {
+        **written(KEYS, values_of(recipe, plan)),
+        **({} if {"max_steps", "num_train_epochs"} & more.keys() else length),
+        **schedule,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        # Loss and gradients are means over the tokens of the global batch.
+        "average_tokens_across_devices": True,
+        # `shift_labels` is no argument of a model's forward, but its loss takes it.
+        "remove_unused_columns": False,
+        "accelerator_config": {
+            "gradient_accumulation_kwargs": {
+                "sync_each_batch": words.reduces_every_batch(plan.layout)
+            }
+        },
+    }
+    if not {"activation_checkpointing", "gradient_checkpointing"} & more.keys():
+        # transformers renames it; TRL's own default is to recompute.
+        name = next(n for n in ("activation", "gradient") if f"{n}_checkpointing" in names)
+        recomputes = plan.layout.recompute == "full" and not words.recomputes
+        stated[f"{name}_checkpointing"] = recomputes
+        if recomputes:
+            stated[f"{name}_checkpointing_kwargs"] = {"use_reentrant": False}
+    if "max_length" in names:  # TRL's classes
+        stated["max_length"] = recipe.training.sequence_length
+    return stated
+
+
+def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
+    """The recipe's schedule in TrainingArguments: at most one step late.
+
+    `peak` is the learning rate that warm-up ends at.
+    """
+    smallest = schedule.min_learning_rate
+    names: dict[str, tuple[str, dict[str, Any]]] = {
+        "constant": ("constant_with_warmup", {}),
+        "linear": ("polynomial", {"lr_end": smallest, "power": 1.0}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": smallest / peak}),
+        "wsd": (
+            "warmup_stable_decay",
+            {
+                "num_decay_steps": schedule.decay_steps,
+                "min_lr_ratio": smallest / peak,
+                "decay_type": schedule.decay,
+            },
+        ),
+    }
+    # transformers refuses a decay that ends where it starts.
+    name, options = names["constant" if smallest == peak else schedule.name]
+    return {
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": options,
+        "warmup_steps": schedule.warmup_ratio or schedule.warmup_steps,  # takes both
+    }

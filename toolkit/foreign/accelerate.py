@@ -45,13 +45,6 @@ ENGINES: Mapping[str, str] = {
 }
 """Accelerate's `distributed_type` → the engine that trains so."""
 
-EXCHANGES = {
-    theirs: ours
-    for engine in BACKENDS.names
-    for ours, theirs in getattr(BACKENDS[engine].accelerate, "exchanges", {}).items()
-}
-"""Accelerate's words for exchanges of `kernels.context`."""
-
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0}
 _SECTION_OF_TYPE = {
     "deepspeed_config": "DEEPSPEED",
@@ -120,8 +113,8 @@ def _exchange(setting: ForeignSetting, settings: Settings) -> list[Result] | Non
     size = settings.get(_CONTEXT[0])
     if size is None or size.value == 1:
         return None
-    if exchange := EXCHANGES.get(str(setting.value)):
-        return [Stated("kernels.context", exchange, setting)]
+    if setting.value == "allgather":
+        return [Stated("kernels.context", "all_gather", setting)]
     return [NotCarried("without effect on the result", "kernels.context")]
 
 

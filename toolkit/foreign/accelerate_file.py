@@ -10,9 +10,6 @@ from operator import attrgetter
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
 from toolkit.features.base import excluding
-from toolkit.layout import Layout
-from toolkit.models.families import model_spec
-from toolkit.models.hub import model_config
 from toolkit.plan.dimensions import DEGREES, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -43,8 +40,8 @@ _IN_SCRIPTS = {"loss": "whole", "compile": "none"}
 """What transformers models do by themselves, of `kernels`, and planning must know."""
 
 
-_ASKED_FOR = {"parallel.replicate": 1, "parallel.context": 1, "kernels.context": "all_gather"}
-"""What Accelerate has for those who ask for it, and the value for others."""
+_ASKED_FOR = {"parallel.replicate": 1, "parallel.context": 1}
+"""What is on where the recipe says so, and the value otherwise."""
 
 
 def render(recipe: Recipe, plan: Plan) -> str:
@@ -136,8 +133,6 @@ def in_scripts(recipe: Recipe) -> Recipe:
     changed |= {
         key: value for key, value in _ASKED_FOR.items() if attrgetter(key)(recipe) == "auto"
     }
-    if "parallel.context" in changed:
-        changed["kernels.context"] = _ASKED_FOR["kernels.context"]  # of no ranks
     found = recipe.with_values(changed)
     is_open = recipe.parallel.recompute == "auto"
     if is_open and isinstance(plan_recipe(found, explained=False).layout.recompute, int):
@@ -162,14 +157,15 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
             "layers or none",
             fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
         )
-    whole = plan.layout.tp == plan.layout.ep == 1
+    copies, ranks = plan.layout.replicate, plan.layout.dp
+    if copies > 1 and (ranks % copies or ranks == copies):
+        raise PlanError(
+            f"{recipe.name} has {copies} copies of shards on {ranks} data-parallel ranks; "
+            "Accelerate needs two or more ranks for each",
+            fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
+        )
+    whole = plan.layout.tp == plan.layout.cp == plan.layout.ep == 1
     if plan.model == "hf" and words is not None and whole:
-        if problems := dict(_mesh_problems(recipe, plan.layout, words)):
-            raise PlanError(
-                f"{recipe.name} has {'; '.join(problems)}",
-                fix=" ".join(f"--set {change}" for change in problems.values())
-                + "; or keep the layout with `dmt launch`",
-            )
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)
     changes = [f"parallel.engine={able}", "parallel.model=hf"]
@@ -183,6 +179,8 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     of_model = "" if plan.model == "hf" else " with megatron-core's model"
     if plan.model == "hf" and plan.layout.tp > 1:
         of_model = f" with tensor {plan.layout.tp}, whose ranks need the same samples"
+    if plan.model == "hf" and plan.layout.cp > 1:
+        of_model = f" with context {plan.layout.cp}, whose positions a script does not split"
     if plan.model == "hf" and plan.layout.ep > 1:
         of_model = f" with expert {plan.layout.ep}, which changes the model"
     raise PlanError(
@@ -191,48 +189,6 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         fix=" ".join(f"--set {change}" for change in changes)
         + "; or keep the layout with `dmt launch`",
     )
-
-
-def _mesh_problems(
-    recipe: Recipe, layout: Layout, words: InAccelerate
-) -> Iterator[tuple[str, str]]:
-    """What Accelerate refuses of copies of shards; and what torch's context parallel, which it
-    has under FSDP2, does not compute, or computes wrongly. Each with what to set instead."""
-    copies = layout.replicate
-    if copies > 1 and (layout.dp % copies or layout.dp == copies):
-        found = f"{copies} copies of shards on {layout.dp} data-parallel ranks"
-        yield f"{found}; Accelerate needs two or more ranks for each", "parallel.replicate=1"
-    if layout.cp == 1:
-        return
-    dropped = "whose mask Accelerate drops under context parallel"
-    never = {
-        "CPUs, for which torch's context parallel has no kernels": recipe.cluster.gpu == "cpu",
-        f"layers with a window, {dropped}": model_spec(
-            model_config(recipe.model)
-        ).sliding_layers,
-        "pairs, whose rows TRL would not add up": recipe.data.kind == "preference",
-    }
-    if found := next((found for found, is_so in never.items() if is_so), ""):
-        yield found, "parallel.context=1"
-        return
-    able = next(name for name in COMMON.values() if _exchanges_of(name))
-    known = words.exchanges or _exchanges_of(able)
-    if not words.exchanges:
-        found = (
-            "context parallel, which is exact under FSDP2 only in Accelerate: the gradients "
-        )
-        found += "of DeepSpeed's Ulysses depend on the ZeRO stage"
-        yield found, f"parallel.engine={able}"
-    if layout.exchange not in known:
-        found = f"the exchange {layout.exchange}, where torch's context parallel has "
-        yield found + " and ".join(known), f"kernels.context={next(iter(known))}"
-    if recipe.data.isolates:
-        greedy = " --set data.packing=none" if recipe.data.packing == "greedy" else ""
-        yield f"isolated documents, {dropped}", f"data.isolate_documents=false{greedy}"
-
-
-def _exchanges_of(engine: str) -> Mapping[str, str]:
-    return getattr(BACKENDS[engine].accelerate, "exchanges", {})
 
 
 def _start(words: InAccelerate, cluster: ClusterSection) -> Iterator[tuple[str, object]]:
@@ -268,4 +224,4 @@ def _heading(recipe: Recipe, words: InAccelerate) -> Iterator[str]:
             "On CPUs, a script that calls Accelerator() itself gets one process, or no shards; "
             "use"
         )
-        yield "toolkit.accelerate.accelerator(RECIPE) there. launch/train.py is not concerned."
+        yield "toolkit.accelerate.prepare(RECIPE) there. launch/train.py is not concerned."

@@ -24,8 +24,8 @@ from toolkit.errors import BackendUnavailable
 
 IMPLEMENTATION = "documents"
 """Name of this attention in the config of a transformers model."""
-_TAKES = frozenset(signature(varlen_attn).parameters)
-"""Its arguments, which later versions of torch have more of."""
+_HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""torch 2.12 has it, 2.11 repeats keys and values."""
 _WIDTHS = 8
 """FlashAttention's head sizes are multiples of it."""
 _INPUTS = ("position_bias", "indices", "block_indices")
@@ -163,24 +163,14 @@ def _by_lengths(
     size, own = query.shape[-1], value.shape[-1]
     width = -(-max(size, own) // _WIDTHS) * _WIDTHS
     scale = size**-0.5 if scale is None else scale
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window, 0)}
-    if "window_size" not in _TAKES:  # torch 2.10
-        if window is not None:
-            raise BackendUnavailable(
-                f"kernels.attention varlen: torch {torch.__version__} takes no window",
-                fix="use a newer torch, or set kernels.attention to sdpa",
-            )
-        options = {"is_causal": True}
+    left = -1 if window is None else window
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in _TAKES:
+        if _HAS_GROUPS:
             options["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-    if "scale" in _TAKES:
-        options["scale"] = scale
-    else:
-        query = query * (scale * width**0.5)
     # `pad` copies also with nothing to add: of gathered keys, each run would keep a copy.
     q, k, v = (
         x if x.shape[-1] == width and x.is_contiguous() else pad(x, (0, width - x.shape[-1]))

@@ -9,16 +9,13 @@ import copy
 import json
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.backend import InAccelerate
 from toolkit.engines.deepspeed.presets import preset_for, preset_path
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
 from toolkit.text.dotted import put
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPS_AT = 1.0
@@ -81,7 +78,9 @@ class DeepSpeedInAccelerate(InAccelerate):
         import_deepspeed().init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         _complete_optimizers()
 
-    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+    def accelerator(
+        self, layout: Layout, precision: str, config: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Accelerate drops DeepSpeed if the device is set to CPU; only the backend may request
         it."""
         import torch
@@ -99,10 +98,6 @@ class DeepSpeedInAccelerate(InAccelerate):
         for name in _FILLED:
             put(stated, name, "auto")
         return {"deepspeed": stated}
-
-    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        stage = getattr(model, "zero_optimization_stage", lambda: None)()
-        return f"DeepSpeed's ZeRO stage {stage}", stage == layout.zero_stage
 
 
 def script_config(config: Mapping[str, Any]) -> dict[str, Any]:

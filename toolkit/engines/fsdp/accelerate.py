@@ -1,15 +1,12 @@
 """Engine `fsdp` in Accelerate: its plugin for FSDP2."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.backend import InAccelerate
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class FsdpInAccelerate(InAccelerate):
@@ -18,12 +15,10 @@ class FsdpInAccelerate(InAccelerate):
     fields = ("fsdp", "fsdp_config")
     common = {"fsdp2": Layout(zero_stage=3)}
     notes = (
-        "With mixed_precision, Accelerator() also reduces gradients in 16 bits; "
-        "launch/train.py",
-        "and toolkit.accelerate.accelerator(RECIPE) do so in fp32.",
+        "With mixed_precision, Accelerate reduces gradients in 16 bits; launch/train.py",
+        "and toolkit.accelerate.prepare(RECIPE) do so in fp32.",
     )
     recomputes = True
-    exchanges = {"all_gather": "allgather"}
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """If not, whole gradients are kept until the last micro batch."""
@@ -47,62 +42,50 @@ class FsdpInAccelerate(InAccelerate):
 
     def mesh(self, layout: Layout) -> dict[str, object]:
         """Without one, Accelerate shards over all ranks."""
-        if layout.replicate == layout.cp == 1:
+        copies = layout.replicate
+        if copies == 1:
             return {}
-        shards = layout.dp // layout.replicate
-        sizes = {"dp_replicate_size": layout.replicate, "dp_shard_size": shards}
-        strategy = {"cp_comm_strategy": self.exchanges[layout.exchange]}
-        return {**sizes, **({"cp_size": layout.cp, **strategy} if layout.cp > 1 else {})}
+        return {"dp_replicate_size": copies, "dp_shard_size": layout.dp // copies}
 
-    def prepare_process(self) -> None:
-        from toolkit.engines.fsdp.accelerate_patch import complete_fsdp
-
-        complete_fsdp()
-
-    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+    def accelerator(
+        self, layout: Layout, precision: str, config: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Gradients are reduced in fp32."""
         import torch
         from accelerate import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **_settings(layout)
         )
-        return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
+        if dtype := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision):
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, torch.float32)
+        on_gpus = torch.cuda.is_available()
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not on_gpus:
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        return {"fsdp_plugin": plugin, "cpu": not on_gpus}
 
-    def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
-        """The classes of the layers that are gathered one at a time.
+    def complete(self, accelerator: Any, settings: Mapping[str, Any]) -> None:
+        """On CPUs, Accelerate leaves the plugin out."""
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
 
-        The model's own word (`_no_split_modules`), or that of the transformers model in it.
-        """
-        from transformers import PreTrainedModel
-
-        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        present = {type(module).__name__ for module in model.modules()}
-        for owner in (model, inner):
-            if names := present & set(getattr(owner, "_no_split_modules", None) or ()):
-                accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(names)
-                return
-        raise PlanError(
-            f"{type(model).__name__} does not say which of its layers FSDP shards one by one",
-            fix="name their classes in its attribute _no_split_modules, e.g. ['Block']",
-        )
+        if settings["cpu"]:
+            accelerator.state.fsdp_plugin = settings["fsdp_plugin"]
+            for state in (accelerator.state, PartialState()):
+                state.distributed_type = DistributedType.FSDP
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
         """Saved whole: save_model then writes what transformers loads."""
+        import torch
+
+        if not torch.cuda.is_available():
+            raise PlanError(
+                "the plan runs on the engine fsdp, and a Trainer on CPUs would not shard",
+                fix="--set parallel.engine=deepspeed, or a loop of your own with `prepare`",
+            )
         saved = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
         return {"fsdp": True, "fsdp_config": _settings(layout) | saved}
-
-    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor
-
-        units = sum(isinstance(module, FSDPModule) for module in model.modules())
-        meshes = {
-            one.device_mesh.shape for one in model.parameters() if isinstance(one, DTensor)
-        }
-        copies = layout.replicate
-        shape = (copies,) * (copies > 1) + (layout.dp * layout.cp // copies,)
-        planned = isinstance(model, FSDPModule) and units > 1 and meshes == {shape}
-        return f"{units} units of FSDP2 over {[*meshes]} ranks", planned
 
 
 def _settings(layout: Layout) -> dict[str, Any]:
