@@ -92,7 +92,7 @@ def test_other_engines_refuse_it(engine: str) -> None:
         )
     (problem,) = caught.value.problems
     assert problem.key == "parallel.zero.extra"
-    assert "set parallel.engine to deepspeed" in problem.fix
+    assert "set parallel.engine to auto" in problem.fix
 
 
 def test_auto_is_then_deepspeed() -> None:

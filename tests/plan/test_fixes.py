@@ -4,17 +4,13 @@ import random
 import re
 from typing import Any
 
-import pytest
-
 from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from toolkit.errors import PlanError, Problem
 from toolkit.intake.checks import broken_rules
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
-INTENTS = 2000
-TRIED = 400
-"""The first of them, which `make test` tries."""
+INTENTS = 50
 MOST_FIXES = 25
 """Two fixes that undo each other would go on for ever."""
 
@@ -102,9 +98,7 @@ def dead_end(intent: dict[str, Any]) -> Problem | None:
     return problem
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(TRIED, marks=pytest.mark.slow)])
-def test_following_the_first_fix_reaches_a_plan(first: int) -> None:
+def test_following_the_first_fix_reaches_a_plan() -> None:
     source = random.Random(20)
-    intents = [random_intent(source) for _ in range(INTENTS)]
-    ends = [dead_end(intent) for intent in (intents[first:] if first else intents[:TRIED])]
+    ends = [dead_end(random_intent(source)) for _ in range(INTENTS)]
     assert not [str(problem) for problem in ends if problem is not None]

@@ -195,7 +195,7 @@ def test_what_is_refused() -> None:
     assert "kernels.compile: layers for engine megatron" in refused(
         LLAMA, **layers, parallel__engine="megatron"
     )
-    assert "parallel.zero.stage: 3 with kernels.compile: layers" in refused(
+    assert "another with kernels.compile: layers" in refused(
         LLAMA,
         **layers,
         parallel__engine="deepspeed",
@@ -221,7 +221,10 @@ def test_what_is_refused() -> None:
         "gpt2/gpt2-124m-pretrain", **liger, parallel__model="hf", cluster__gpu="h100-80gb"
     )
     assert "no grouped products for the experts of llama4_text" in refused(
-        "llama/llama-4-scout-pretrain", kernels__experts="grouped", parallel__engine="fsdp"
+        "llama/llama-4-scout-pretrain",
+        kernels__experts="grouped",
+        parallel__engine="fsdp",
+        parallel__expert=1,
     )
     assert "the model has no experts" in refused(
         LLAMA, kernels__experts="grouped", parallel__engine="megatron"

@@ -1,4 +1,4 @@
-"""What megatron-core refuses of a shape is refused first, with the nearest legal value."""
+"""What megatron-core refuses of a shape is refused first, and may be left to the planner."""
 
 from dataclasses import replace
 from typing import Any
@@ -73,23 +73,22 @@ def test_legal(config: dict[str, Any], ranks: int, asked: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "asked", "allowed", "fix"),
+    ("changes", "ranks", "allowed"),
     [
-        ({}, 8, {"tensor": 8}, "12 attention heads", "parallel.tensor to 4"),
-        ({}, 10, {"tensor": 5}, "12 attention heads", "parallel.tensor to 2"),
-        ({}, 6, {"tensor": 6}, "multiple or a divisor of the 4 key/value", "tensor to 2"),
-        ({"num_key_value_heads": 1, "head_dim": 2}, 12, {"tensor": 12}, "28 rows", "to 4"),
-        ({"intermediate_size": 190}, 4, {"tensor": 4}, "size 190", "tensor to 2"),
-        ({"intermediate_size": 191}, 2, {"tensor": 2}, "size 191", "tensor to 1"),
+        ({}, 8, "12 attention heads"),
+        ({}, 5, "12 attention heads"),
+        ({}, 6, "multiple or a divisor of the 4 key/value"),
+        ({"num_key_value_heads": 1, "head_dim": 2}, 12, "28 rows"),
+        ({"intermediate_size": 190}, 4, "size 190"),
+        ({"intermediate_size": 191}, 2, "size 191"),
     ],
 )
-def test_tensor(
-    changes: dict[str, Any], ranks: int, asked: dict[str, Any], allowed: str, fix: str
-) -> None:
-    problem = only(job(LLAMA | changes, ranks, **asked))
-    assert (problem.key, problem.found) == ("parallel.tensor", str(asked["tensor"]))
+def test_tensor(changes: dict[str, Any], ranks: int, allowed: str) -> None:
+    problem = only(job(LLAMA | changes, ranks, tensor=ranks))
+    assert (problem.key, problem.found) == ("parallel.tensor", str(ranks))
     assert allowed in problem.allowed
-    assert problem.fix.endswith(fix)
+    assert problem.fix == "set parallel.tensor to auto"
+    assert problems(job(LLAMA | changes, ranks, engine="megatron")) == []
 
 
 def test_tensor_divides_the_shared_experts() -> None:
@@ -97,48 +96,31 @@ def test_tensor_divides_the_shared_experts() -> None:
     config = LLAMA | {"model_type": "qwen2_moe", "num_experts": 4, **shared}
     problem = only(job(config, 4, tensor=4))
     assert "shared experts' intermediate size 66" in problem.allowed
-    assert problem.fix == "set parallel.tensor to 2"
-
-
-def test_every_objection_to_a_degree_is_in_one_problem() -> None:
-    problem = only(job(LLAMA | {"intermediate_size": 190}, 8, tensor=8))
-    assert "12 attention heads and a divisor of the MLP's" in problem.allowed
-    assert problem.fix == "set parallel.tensor to 2"
 
 
 def test_sequence_parallel_cuts_the_sequence_evenly() -> None:
-    problem = only(job(LLAMA, 4, length=66, tensor=4, sequence=True))
-    assert problem.key == "parallel.sequence"
-    assert "64 or 68" in problem.allowed
-    assert problem.fix == "set training.sequence_length to 64, or parallel.sequence to false"
+    for config in (LLAMA, MIXTRAL):
+        problem = only(job(config, 4, length=66, tensor=4, sequence=True))
+        assert (problem.key, problem.fix) == (
+            "parallel.sequence", "set parallel.sequence to auto",
+        )  # fmt: skip
     assert problems(job(LLAMA, 4, length=66, tensor=4)) == []
     assert problems(job(LLAMA, 4, length=66, tensor=4, sequence=False)) == []
-    assert only(job(LLAMA, 4, length=3, tensor=4, sequence=True)).fix.startswith(
-        "set training.sequence_length to 4,"
-    )
 
 
 def test_experts_under_tensor_parallel_need_sequence_parallel() -> None:
     problem = only(job(MIXTRAL, 2, tensor=2, sequence=False))
-    assert (problem.key, problem.fix) == (
-        "parallel.sequence", "set parallel.sequence to true (or auto)",
-    )  # fmt: skip
+    assert (problem.key, problem.allowed[:5]) == ("parallel.sequence", "true:")
     problem = only(job(MIXTRAL, 4, length=66, tensor=4))
-    assert (problem.key, problem.fix) == ("parallel.tensor", "set parallel.tensor to 2")
+    assert problem.key == "parallel.tensor"
     assert "sequence length 66" in problem.allowed
-    problem = only(job(MIXTRAL, 4, length=66, tensor=4, sequence=True))
-    assert problem.fix == "set training.sequence_length to 64"
 
 
 def test_experts() -> None:
     problem = only(job(LLAMA, 2, expert=2))
-    assert (problem.key, problem.fix) == ("parallel.expert", "set parallel.expert to 1")
-    problem = only(job(MIXTRAL, 4, expert=4))
-    assert "6 experts and of 4 ranks" in problem.allowed
-    assert problem.fix == "set parallel.expert to 2"
-    problem = only(job(MIXTRAL, 6, expert=6, pipeline=2))
-    assert "3 ranks per stage" in problem.allowed
-    assert problem.fix == "set parallel.expert to 3"
+    assert (problem.key, problem.fix) == ("parallel.expert", "set parallel.expert to auto")
+    assert only(job(MIXTRAL, 4, expert=4)).key == "parallel.expert"
+    assert "the 6 experts" in only(job(MIXTRAL, 6, expert=6, pipeline=2)).allowed
     # With expert parallel, an expert is whole on its rank; without, tensor cuts it.
     odd = MIXTRAL | {"intermediate_size": 191}
     assert problems(job(odd, 2, tensor=2, expert=2)) == []
@@ -194,7 +176,7 @@ def test_muon_stays_on_the_device() -> None:
     ):
         problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), optimizer=MUON))
         assert problem.key == f"parallel.zero.{[*zero][-1]}"
-        assert "optimizer.name to adamw" in problem.fix
+        assert "muon" in problem.allowed
     open_places = replace(job(LLAMA, 4), optimizer=MUON)
     assert problems(open_places) == []
     for fallback in fallbacks(open_places, 4):
@@ -215,34 +197,25 @@ def test_muon_in_fp16() -> None:
 
 
 def test_a_layer_per_chunk() -> None:
-    problem = only(job(LLAMA, 8, pipeline=8))
-    assert (problem.key, problem.fix) == ("parallel.pipeline", "set parallel.pipeline to 4")
-    problem = only(job(LLAMA, 8, pipeline=8, virtual_pipeline=2))
-    assert problem.key == "parallel.pipeline"
+    assert only(job(LLAMA, 8, pipeline=8)).key == "parallel.pipeline"
+    assert only(job(LLAMA, 8, pipeline=8, virtual_pipeline=2)).key == "parallel.pipeline"
     problem = only(job(LLAMA, 2, pipeline=2, virtual_pipeline=4))
-    assert (problem.key, problem.fix) == (
-        "parallel.virtual_pipeline", "set parallel.virtual_pipeline to 3",
+    assert (problem.key, problem.allowed[:15]) == (
+        "parallel.virtual_pipeline", "at most a chunk",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "tensor", "batches"),
-    [
-        (9, "auto", 1, "8 or 10"),
-        (12, 4, 1, "8 or 16"),
-        (2, 2, 1, "4"),
-        (9, "auto", 2, "8 or 10"),
-    ],
+    ("batch", "micro", "tensor", "good"),
+    [(9, "auto", 1, 8), (12, 4, 1, 16), (2, 2, 1, 4), (9, "auto", 2, 10)],
 )
 def test_interleaving_takes_whole_groups(
-    batch: int, micro: int | str, tensor: int, batches: str
+    batch: int, micro: int | str, tensor: int, good: int
 ) -> None:
     asked = {"tensor": tensor, "pipeline": 2, "virtual_pipeline": 2}
     problem = only(job(LLAMA, 2 * tensor, batch, micro_batch=micro, **asked))
     assert problem.key == "parallel.virtual_pipeline"
-    assert problem.fix.endswith(f"training.global_batch_size to {batches}")
-    for good in batches.split(" or "):
-        assert problems(job(LLAMA, 2 * tensor, int(good), micro_batch=micro, **asked)) == []
+    assert problems(job(LLAMA, 2 * tensor, good, micro_batch=micro, **asked)) == []
 
 
 def test_what_megatron_cannot_express_is_left_to_transformers() -> None:

@@ -27,7 +27,6 @@ class Need(NamedTuple):
     """Values of the other one that they go with."""
     allowed: str
     """What this setting may be otherwise."""
-    fix: str
 
 
 def _never(_: object) -> bool:
@@ -112,7 +111,7 @@ def division_text(chunks: Iterable[int]) -> str:
     return " + ".join(f"{count} × {size}" if count > 1 else str(size) for size, count in runs)
 
 
-_STAGE, _IN_3 = "parallel.zero.stage", "set parallel.zero.stage to 3 (or auto)"
+_STAGE = "parallel.zero.stage"
 
 
 def _degree(field: str, name: str, *, key: str | None = None, **more: Any) -> Dimension:
@@ -135,7 +134,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
                 "parallel.pipeline",
                 lambda pipeline: pipeline != 1,
                 "1 without pipeline stages",
-                "set parallel.virtual_pipeline to auto, or parallel.pipeline to 2 or more",
             ),
         ),
         disruption=12,
@@ -171,7 +169,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
                 "parallel.tensor",
                 lambda tensor: tensor != 1,
                 "true only inside a tensor-parallel group",
-                "set parallel.sequence to auto, or parallel.tensor to 2 or more",
             ),
         ),
         disruption=11,
@@ -196,7 +193,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
                 "parallel.zero.offload_parameters",
                 lambda place: not _is_offloaded(place),
                 "1 with offload, which is for models that copies of shards leave no room for",
-                "set parallel.replicate to 1 (or auto)",
             ),
         ),
         disruption=8,
@@ -215,14 +211,12 @@ DIMENSIONS: tuple[Dimension, ...] = (
                 lambda stage: stage in (3, "auto"),
                 "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory "
                 "silently",
-                _IN_3,
             ),
             Need(
                 lambda place: place == "cpu",
                 _STAGE,
                 lambda stage: stage != 0,
                 "none in stage 0, which shards no optimizer states",
-                "set parallel.zero.stage to 2 (or auto)",
             ),
         ),
         disruption=9,
@@ -239,7 +233,6 @@ DIMENSIONS: tuple[Dimension, ...] = (
                 _STAGE,
                 lambda stage: stage in (3, "auto"),
                 "none below stage 3, which alone shards parameters",
-                _IN_3,
             ),
         ),
         disruption=10,

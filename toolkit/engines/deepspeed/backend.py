@@ -25,7 +25,7 @@ from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules.models import known
+from toolkit.plan.rules.legality import degree
 from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.text.dotted import get
 
@@ -275,7 +275,7 @@ class DeepSpeedBackend(Backend):
         longer marked as tensor-parallel: each rank clips by its own norm."""
         precision, tensor = job.training.precision, job.parallel.tensor
         # An open degree becomes 1 if this allows it, but not with sequence parallel.
-        splits = job.parallel.sequence is True or (known(tensor) or 1) > 1
+        splits = job.parallel.sequence is True or degree(tensor) > 1
         if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
             yield Problem(
                 "parallel.zero.stage",

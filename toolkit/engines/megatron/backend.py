@@ -10,7 +10,7 @@ from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules.models import known
+from toolkit.plan.rules.legality import degree
 from toolkit.recipe.schema import Recipe
 
 
@@ -93,7 +93,7 @@ class MegatronBackend(Backend):
         """optimizer/__init__.py gives expert-parallel experts a separate optimizer, and each
         optimizer a dynamic loss scale: all skip a step that overflows, but only the one that
         overflowed lowers its scale."""
-        if job.training.precision == "fp16" and (known(job.parallel.expert) or 1) > 1:
+        if job.training.precision == "fp16" and degree(job.parallel.expert) > 1:
             yield Problem(
                 "training.precision",
                 f"fp16 with parallel.expert: {job.parallel.expert}",

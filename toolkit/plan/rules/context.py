@@ -8,7 +8,9 @@ from toolkit.layout import Exchange, Layout, Pair
 from toolkit.models.config_keys import is_attention_dropout
 from toolkit.models.families import settings_of
 from toolkit.models.families.common import frequencies_limit
+from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.legality import Rule, broken, degree
 from toolkit.recipe.schema import ParallelSection, Recipe
 
 LONG = 16_384
@@ -36,13 +38,13 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def exchanges(job: PlanRequest, parallel: ParallelSection) -> tuple[Exchange, ...]:
     """The recipe's value, or all that `auto` may become with settled degrees."""
-    degree = _number(parallel.context)
+    ranks = degree(parallel.context)
     if job.kernels.context != "auto":
         return (job.kernels.context,)
-    if degree == 1:
+    if ranks == 1:
         return (Layout.exchange,)
-    heads = max(1, job.spec.heads // _number(parallel.tensor))
-    return ("all_gather",) if heads % degree else ("all_gather", "ulysses")
+    heads = max(1, job.spec.heads // degree(parallel.tensor))
+    return ("all_gather",) if heads % ranks else ("all_gather", "ulysses")
 
 
 def unused(recipe: Recipe) -> Iterator[Problem]:
@@ -59,28 +61,6 @@ def unused(recipe: Recipe) -> Iterator[Problem]:
 def is_used(exchange: str) -> bool:
     """Whether a recipe that states it has context parallel."""
     return exchange not in ("auto", Layout.exchange)
-
-
-def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """Why a pair cannot spread the positions of this recipe's rows over so many ranks."""
-    asked = job.parallel
-    if not isinstance(asked.context, int) or asked.context == 1:
-        return
-    yield from _lengths(job, asked.context)
-    dropped = [key for key, rate in job.config.items() if rate and is_attention_dropout(key)]
-    if dropped:
-        yield _refused(
-            asked.context, f"1 with attention dropout (model.config.{dropped[0]})", "1"
-        )
-    if pair.model == "hf" and (why := _no_parts(job)):
-        yield _refused(asked.context, f"1 with {why}", "1")
-    heads = job.spec.heads // gcd(job.spec.heads, _number(asked.tensor))
-    if job.kernels.context == "ulysses" and heads % asked.context:
-        near = gcd(heads, asked.context)
-        allowed = (
-            f"a divisor of the {heads} attention heads of a rank with kernels.context: ulysses"
-        )
-        yield _refused(asked.context, allowed, str(near), ", or kernels.context to auto")
 
 
 def _no_parts(job: PlanRequest) -> str:
@@ -103,24 +83,51 @@ def unit(context: int, tensor: int = 1) -> int:
     return lcm(2 * context, context * tensor)
 
 
-def _lengths(job: PlanRequest, context: int) -> Iterator[Problem]:
+def _length(job: PlanRequest, _: Pair) -> str:
     sequence = job.parallel.sequence is True
-    step = unit(context, _number(job.parallel.tensor) if sequence else 1)
-    if (length := job.training.sequence_length) % step == 0:
-        return
-    near = " or ".join(str(n * step) for n in (length // step, length // step + 1) if n)
-    yield Problem(
+    step = unit(degree(job.parallel.context), degree(job.parallel.tensor) if sequence else 1)
+    if job.training.sequence_length % step == 0:
+        return ""
+    return f"lengths that {step} divides: each rank computes two equal runs"
+
+
+def _dropout(job: PlanRequest, _: Pair) -> str:
+    rates = (key for key, rate in job.config.items() if rate and is_attention_dropout(key))
+    return next(rates, "")
+
+
+def _heads(job: PlanRequest) -> int:
+    """Attention heads of a rank."""
+    return job.spec.heads // gcd(job.spec.heads, degree(job.parallel.tensor))
+
+
+RULES = (
+    Rule(
         "parallel.context",
-        f"{context} with sequences of {length} tokens",
-        f"a degree for lengths that {step} divides: each rank computes two equal runs",
-        f"set training.sequence_length to {near}, or parallel.context to 1",
-    )
+        _length,
+        found="{value} with sequences of {j.training.sequence_length} tokens",
+        fix="set parallel.context to auto, or training.sequence_length to such a length",
+    ),
+    Rule("parallel.context", _dropout, "1 with attention dropout (model.config.{why})"),
+    Rule(
+        "parallel.context",
+        lambda j, p: p.model == "hf" and _no_parts(j),
+        "1 with {why}",
+    ),
+    Rule(
+        "parallel.context",
+        lambda j, _: (
+            j.kernels.context == "ulysses"
+            and _heads(j) % degree(j.parallel.context)
+            and _heads(j)
+        ),
+        "a divisor of the {why} attention heads of a rank with kernels.context: ulysses",
+    ),
+)
+"""What keeps a pair from spreading the positions of this recipe's rows over so many ranks."""
 
 
-def _refused(degree: int, allowed: str, near: str, otherwise: str = "") -> Problem:
-    fix = f"set parallel.context to {near}{otherwise}"
-    return Problem("parallel.context", str(degree), allowed, fix)
-
-
-def _number(degree: int | str) -> int:
-    return degree if isinstance(degree, int) else 1
+def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """See `RULES`."""
+    if is_above_one(job.parallel.context):
+        yield from broken(RULES, job, pair)

@@ -4,9 +4,6 @@ Of each: the recipe's value, for `auto` what pays unless there is an `objection`
 of engine and model cannot do what the recipe states.
 """
 
-from collections.abc import Iterator
-
-from toolkit.errors import Problem
 from toolkit.features.base import excluding
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import CompiledParts, ExpertProducts, FusedKernels, Pair, Stage
@@ -14,27 +11,8 @@ from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
+from toolkit.plan.rules.legality import Rule, degree
 from toolkit.recipe.schema import ParallelSection
-
-
-def problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """Why `pair` cannot compute with the kernels that the recipe states."""
-    yield from _compile_problems(job, pair)
-    asked, why = job.kernels.fused, ""
-    if asked not in ("auto", "none"):
-        why = _not_by_liger(job, pair) if asked == "liger" else _not_by_megatron(job, pair)
-    if why:
-        yield _refused("fused", f"{asked} for {pair}", f"auto or none: {why}")
-    if job.kernels.loss == "liger" and (why := _no_liger_loss(job, pair)):
-        yield _refused("loss", f"liger for {pair}", f"auto, whole or chunked: {why}")
-    if job.kernels.experts == "grouped" and (why := _ungroupable(job, pair, job.parallel)):
-        yield _refused("experts", f"grouped for {pair}", f"auto: {why}")
-
-
-def _refused(setting: str, found: str, allowed: str) -> Problem:
-    fix = f"set kernels.{setting} to auto"
-    return Problem(f"kernels.{setting}", found, allowed, fix)
-
 
 # torch.compile on the decoder layers of transformers' models. Compiled, chains of elementwise
 # operators are one kernel, and fewer of their inputs are kept for the backward pass;
@@ -64,23 +42,6 @@ def compile_objection(job: PlanRequest, pair: Pair, stage: Stage) -> str:
     if job.spec.generic:
         return f"no test compiles {job.spec.family}"
     return "no published run compiles adapters" if job.adapter else ""
-
-
-def _compile_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    if job.kernels.compile != "layers":
-        return
-    stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
-    split = is_above_one(job.parallel.context)
-    if not stages or job.spec.moe_layers or split:
-        why = _uncompilable(job, pair, stages[0] if stages else 0)
-        yield _refused("compile", f"layers for {pair}", f"auto or none: {why}")
-    elif stage not in ("auto", *stages):
-        yield Problem(
-            "parallel.zero.stage",
-            f"{stage} with kernels.compile: layers",
-            f"{', '.join(map(str, stages))} for {pair}: {_GATHERS}",
-            "set parallel.zero.stage to auto, or kernels.compile to auto",
-        )
 
 
 def _uncompilable(job: PlanRequest, pair: Pair, stage: Stage) -> str:
@@ -137,10 +98,8 @@ def _without_liger(job: PlanRequest, pair: Pair) -> str:
         return f"no test runs {job.spec.family} with Liger's kernels"
     if untested := excluding("liger", job.features):
         return f"no test runs {untested[0]} with Liger's kernels"
-    for degree in ("tensor", "context"):
-        if _number(getattr(job.parallel, degree)) > 1:
-            return f"no test runs {degree} parallel with them"
-    return ""
+    split = [name for name in ("tensor", "context") if degree(getattr(job.parallel, name)) > 1]
+    return f"no test runs {split[0]} parallel with them" if split else ""
 
 
 def _no_liger_loss(job: PlanRequest, pair: Pair) -> str:
@@ -214,7 +173,7 @@ def _experts_objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) 
     gpu, precision = accelerator(job.cluster.gpu), job.training.precision
     if gpu.generation not in GROUPED or gpu.name in WITHOUT or precision != "bf16":
         return f"torch has a grouped kernel for bf16 on {' and '.join(GROUPED)} alone"
-    if job.spec.experts == _number(parallel.expert):
+    if job.spec.experts == degree(parallel.expert):
         return "a rank has one expert"
     if (seconds := _products_s(job, parallel)) > START_S:
         return f"an expert's products take {seconds * 1e3:.2g} ms, longer than to start them"
@@ -239,7 +198,7 @@ def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str
         if job.spec.family in OWN_PRODUCTS:
             return f"transformers has no grouped products for the experts of {job.spec.family}"
         on_cpu = accelerator(job.cluster.gpu).generation == "cpu"
-        if on_cpu and _number(parallel.expert) > 1:
+        if on_cpu and degree(parallel.expert) > 1:
             return "with parallel.expert, DeepSpeed's call kernels written in Triton"
     elif job.mapped.transformer["add_bias_linear"]:
         return "its experts have biases, which grouped products lack"
@@ -258,21 +217,64 @@ def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str
 
 def _inner(job: PlanRequest, parallel: ParallelSection) -> float:
     """The intermediate size of an expert on a rank: split where experts are not spread."""
-    spread = _number(parallel.expert) > 1
-    return job.spec.expert_intermediate / (1 if spread else _number(parallel.tensor))
+    spread = degree(parallel.expert) > 1
+    return job.spec.expert_intermediate / (1 if spread else degree(parallel.tensor))
 
 
 def _products_s(job: PlanRequest, parallel: ParallelSection) -> float:
     """Seconds of one expert's forward and backward pass at the peak, of evenly routed tokens of
     a micro batch; of one sample where its size is open."""
     spec, training = job.spec, job.training
-    samples = _number(training.micro_batch_size) * training.rows_per_sample
+    samples = degree(training.micro_batch_size) * training.rows_per_sample
     tokens = samples * training.sequence_length * spec.experts_per_token / spec.experts
     weights = (3 if spec.gated_mlp else 2) * spec.hidden * _inner(job, parallel)
-    flops = 6 * tokens * _number(parallel.expert) * weights
+    flops = 6 * tokens * degree(parallel.expert) * weights
     return flops / (accelerator(job.cluster.gpu).bf16 or 1.0)
 
 
-def _number(asked: int | str) -> int:
-    """The least that `auto` may become."""
-    return asked if isinstance(asked, int) else 1
+def _wrong_stage(job: PlanRequest, pair: Pair) -> bool:
+    stages = legality.table()[pair].kernel_stages
+    return job.kernels.compile == "layers" and job.parallel.zero.stage not in ("auto", *stages)
+
+
+def _not_compiled(job: PlanRequest, pair: Pair) -> str:
+    """Why stated `layers` are not compiled, whatever the stage."""
+    stages = legality.table()[pair].kernel_stages
+    if job.kernels.compile != "layers":
+        return ""
+    split = is_above_one(job.parallel.context)
+    if not stages or job.spec.moe_layers or split:
+        return _uncompilable(job, pair, stages[0] if stages else 0)
+    return ""
+
+
+def _not_fused(job: PlanRequest, pair: Pair) -> str:
+    if job.kernels.fused in ("auto", "none"):
+        return ""
+    return (_not_by_liger if job.kernels.fused == "liger" else _not_by_megatron)(job, pair)
+
+
+_HERE = "{value} for {p}"
+RULES = (
+    Rule("kernels.compile", _not_compiled, "auto or none: {why}", found=_HERE),
+    Rule(
+        "parallel.zero.stage",
+        lambda j, p: not _not_compiled(j, p) and _wrong_stage(j, p),
+        f"another with kernels.compile: layers for {{p}}: {_GATHERS}",
+        "set parallel.zero.stage to auto, or kernels.compile to auto",
+    ),
+    Rule("kernels.fused", _not_fused, "auto or none: {why}", found=_HERE),
+    Rule(
+        "kernels.loss",
+        lambda j, p: j.kernels.loss == "liger" and _no_liger_loss(j, p),
+        "auto, whole or chunked: {why}",
+        found=_HERE,
+    ),
+    Rule(
+        "kernels.experts",
+        lambda j, p: j.kernels.experts == "grouped" and _ungroupable(j, p, j.parallel),
+        "auto: {why}",
+        found=_HERE,
+    ),
+)
+"""Why a pair cannot compute with the kernels that the recipe states."""

@@ -1,25 +1,59 @@
 """The legality rules: which engine can train which model implementation, and how.
 
 One table serves `dmt check` (through `problems`), the planner (through `pairs`) and the ledger.
-A layout outside the table is refused with the nearest legal one. Additional rules about a
-model's shape are in `toolkit.plan.rules.models`.
+Rules about a model's shape are in `toolkit.plan.rules.models`. A setting that a rule refuses
+may be left to the planner: that is the fix, where nothing better is known.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
+from typing import NamedTuple
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
 from toolkit.features.base import intent_problems
 from toolkit.layout import Pair, Precision, Stage
 from toolkit.plan.dimensions import DEGREES, SETTABLE, is_above_one
-from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
+from toolkit.plan.request import PlanRequest
+from toolkit.recipe.describe import plain_text
+from toolkit.recipe.schema import ClusterSection, ParallelSection
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 RANKS = ("tensor", "pipeline", "context")
 """Degrees of `parallel` by which data-parallel ranks become fewer."""
+_LIMITED = (*(one.setting for one in DEGREES if one.key), "replicate")
+"""Degrees of which a pair has a largest one."""
+
+
+class Rule(NamedTuple):
+    """What a pair of engine and model cannot do; texts are formats of the job `j`, the pair `p`
+    and what `refuses` returns, `why`."""
+
+    key: str
+    """The setting that is refused."""
+    refuses: Callable[[PlanRequest, Pair], object]
+    allowed: str = "{why}"
+    fix: str = "set {key} to auto"
+    found: str = "{value}"
+
+
+def broken(rules: Iterable[Rule], job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """The first broken rule of each setting."""
+    refused = set[str]()
+    for rule in rules:
+        if rule.key not in refused and (why := rule.refuses(job, pair)):
+            refused.add(rule.key)
+            value = plain_text(attrgetter(rule.key)(job)) if "{value}" in rule.found else ""
+            words = {"key": rule.key, "j": job, "p": pair, "why": why, "value": value}
+            found, allowed = rule.found.format(**words), rule.allowed.format(**words)
+            yield Problem(rule.key, found, allowed, rule.fix.format(**words))
+
+
+def degree(stated: int | str) -> int:
+    """A stated degree; the least that `auto` may become."""
+    return stated if isinstance(stated, int) else 1
 
 
 @cache
@@ -35,10 +69,7 @@ def table() -> Mapping[Pair, Support]:
     return {pair: found[pair] for pair in order}
 
 
-_PIPELINE_AND_ZERO = (
-    "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
-    "still accumulates"
-)
+_PIPELINE_AND_ZERO = " (a pipeline still accumulates gradients, which ZeRO 2 and 3 shard)"
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
@@ -88,7 +119,7 @@ def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
 
 
 def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem]:
-    """Everything illegal about the intent, each with the nearest legal alternative.
+    """Everything illegal about the intent.
 
     Keys are full dotted paths; file and line are left to the caller.
     """
@@ -121,11 +152,6 @@ def divisors(number: int) -> list[int]:
     return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
 
 
-def nearest(wanted: int, fit: Iterable[int]) -> int | None:
-    """The nearest of `fit`, the smaller of two; None of nothing."""
-    return min(fit, key=lambda degree: (abs(degree - wanted), degree), default=None)
-
-
 def _needs(parallel: ParallelSection) -> Iterator[Problem]:
     """Settings that make sense only together with another one."""
     for dimension in SETTABLE:
@@ -135,8 +161,9 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
                 other := _value(parallel, need.other)
             ):
                 name = need.other.removeprefix("parallel.zero.")
-                shown = f"{str(value).lower()} with {name}: {other}"
-                yield Problem(dimension.key, shown, need.allowed, need.fix)
+                shown = f"{plain_text(value)} with {name}: {other}"
+                fix = f"set {dimension.key} to auto, or {need.other}"
+                yield Problem(dimension.key, shown, need.allowed, fix)
     yield from intent_problems(parallel)
 
 
@@ -147,84 +174,46 @@ def _value(parallel: ParallelSection, key: str) -> object:
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
     """What the nearest legal pair does not support."""
-    legal = [pair for pair in table() if _matches(parallel, pair)]
-    if not legal:
-        return [_illegal_pair(parallel)]
-    return min((_violations(parallel, pair) for pair in legal), key=len)
-
-
-def _illegal_pair(parallel: ParallelSection) -> Problem:
-    """Engine and model are both stated, but are not a legal pair."""
-    asked = (parallel.engine, parallel.model)
-    near = [pair for pair in table() if (pair[0] == asked[0]) != (pair[1] == asked[1])]
-    best = min(near, key=lambda pair: pair.model != "hf")
-    kept = 0 if best[0] == asked[0] else 1
-    name, other = Pair._fields[1 - kept], Pair._fields[kept]
-    fits = ", ".join(pair[1 - kept] for pair in near if pair[kept] == asked[kept])
-    return Problem(
-        f"parallel.{name}",
-        f"{asked[1 - kept]} with {other}: {asked[kept]}",
-        f"{fits} with {other}: {asked[kept]}",
-        f"set parallel.{name} to {best[1 - kept]}",
-    )
+    if legal := [pair for pair in table() if _matches(parallel, pair)]:
+        return min((_violations(parallel, pair) for pair in legal), key=len)
+    # Engine and model are both stated, but are not a legal pair.
+    name, other = ("engine", "model") if parallel.model == "hf" else ("model", "engine")
+    stated, kept = getattr(parallel, name), getattr(parallel, other)
+    fits = ", ".join(getattr(one, name) for one in table() if getattr(one, other) == kept)
+    there = f"with {other}: {kept}"
+    fix = f"set parallel.{name} to auto"
+    return [Problem(f"parallel.{name}", f"{stated} {there}", f"{fits} {there}", fix)]
 
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
-    """tensor · pipeline · context must divide the number of ranks."""
-    stated = {name: getattr(parallel, name) for name in RANKS}
-    degrees = {name: 1 if degree == "auto" else degree for name, degree in stated.items()}
-    if degrees["context"] == 1:
-        del degrees["context"]
+    """tensor · pipeline · context must divide the number of ranks, and replicas the rest, with
+    at least two ranks each."""
+    degrees = {name: degree(getattr(parallel, name)) for name in RANKS}
     product, world = math.prod(degrees.values()), cluster.world_size
-    if world % product == 0:
-        sharded = world // product * degrees.get("context", 1)
-        yield from _copies(parallel, sharded)
-        yield from intent_problems(parallel, ranks=sharded)
+    if world % product:
+        largest = max(degrees, key=lambda name: degrees[name])
+        shown = " · ".join(f"{name} {number}" for name, number in degrees.items())
+        yield Problem(
+            f"parallel.{largest}",
+            f"{shown} = {product} on {world} ranks",
+            f"a product that divides nodes · gpus_per_node = {world}",
+            f"set parallel.{largest} to auto, or use another number of ranks",
+        )
         return
-    largest = max(degrees, key=lambda name: degrees[name])
-    shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
-    near = _nearest_degrees(degrees, world)
-    changes = [f"parallel.{n} to {near[n]}" for n in degrees if near[n] != degrees[n]]
-    fix = f"set {' and '.join(changes)}"
-    if product % cluster.gpus_per_node == 0:
-        fix += f", or use {product // cluster.gpus_per_node:,} nodes"
-    yield Problem(
-        f"parallel.{largest}",
-        f"{shown} = {product} on {world} ranks",
-        f"a product that divides nodes · gpus_per_node = {world}",
-        fix,
-    )
-
-
-def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
-    """Replicas divide the data-parallel ranks, with at least two ranks each."""
-    wanted = parallel.replicate
-    if not isinstance(wanted, int) or wanted == 1 or wanted in (fit := copies_of(ranks)):
-        return
-    yield Problem(
-        "parallel.replicate",
-        f"{wanted} on {ranks} ranks",
-        f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
-        f"set parallel.replicate to {nearest(wanted, fit)}",
-    )
+    sharded = world // product * degrees["context"]
+    if parallel.replicate not in ("auto", *(fit := copies_of(sharded))):
+        yield Problem(
+            "parallel.replicate",
+            f"{parallel.replicate} on {sharded} ranks",
+            f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
+            "set parallel.replicate to auto",
+        )
+    yield from intent_problems(parallel, ranks=sharded)
 
 
 def copies_of(ranks: int) -> list[int]:
     """Possible numbers of replicas on this many ranks, data parallel times context parallel."""
     return [1, *(ranks // shards for shards in reversed(divisors(ranks)[1:]) if shards < ranks)]
-
-
-def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
-    """The nearest degrees whose product divides `world`.
-
-    The largest is changed first: the others are fixed before it, smallest first, and change
-    only if they do not divide the remaining ranks.
-    """
-    near, room = {}, world
-    for name in sorted(degrees, key=lambda name: degrees[name]):
-        near[name] = nearest(degrees[name], divisors(room)) or 1
-        room //= near[name]
-    return near
 
 
 def _matches(parallel: ParallelSection, pair: Pair) -> bool:
@@ -233,104 +222,57 @@ def _matches(parallel: ParallelSection, pair: Pair) -> bool:
 
 def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     """The settings that this pair does not support; `auto` suits every pair."""
-    support, zero = table()[pair], parallel.zero
-    found: list[Problem] = []
+    support, found = table()[pair], dict[str, Problem]()
+    instead = "".join(
+        f", or set parallel.{name} to auto"
+        for name in Pair._fields
+        if getattr(parallel, name) != "auto"
+    )
+    for key, allowed in _unsupported(parallel, support):
+        name = f"parallel.{key}"
+        value = plain_text(_value(parallel, key))
+        fix = f"set {name} to auto{instead}"
+        if key in ("zero.config", "zero.extra"):
+            fix = f"remove it{instead}"
+        found.setdefault(name, Problem(name, value, f"{allowed} for {pair}", fix))
+    return [*found.values(), *intent_problems(parallel, pair)]
 
-    def refuse(key: str, value: object, allowed: str, instead: str, why: str = "") -> None:
-        found.append(
-            Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
-        )
 
-    for name in (*(one.setting for one in DEGREES if one.key), "replicate"):
-        degree, most = getattr(parallel, name), support.largest(name)
-        if parallel.model == "auto":
-            most = support.largest(name)
-        if degree != "auto" and degree > most:
-            exclusive = name == "pipeline" and zero.stage in (2, 3)
-            why = _PIPELINE_AND_ZERO if exclusive else ""
-            instead = f"set parallel.{name} to {most}{_or_pair(parallel, name, degree)}"
-            refuse(name, degree, str(most), instead, why)
+def _unsupported(parallel: ParallelSection, support: Support) -> list[tuple[str, str]]:
+    """Settings that are refused, and what they may be."""
+    zero, pipeline = parallel.zero, is_above_one(parallel.pipeline)
+    found: list[tuple[str, str]] = []
+    for name in _LIMITED:
+        stated, most = getattr(parallel, name), support.largest(name)
+        if stated != "auto" and stated > most:
+            sharded = name == "pipeline" and zero.stage in (2, 3)
+            found.append((name, f"{most}{_PIPELINE_AND_ZERO if sharded else ''}"))
     if parallel.sequence is True and not support.sequence:
-        refuse("sequence", "true", "false", "set parallel.sequence to auto")
+        found.append(("sequence", "false"))
     if parallel.overlap == "none" and not support.without_overlap:
-        able = " or ".join(p.engine for p, one in table().items() if one.without_overlap)
-        instead = f"set parallel.overlap to auto, or parallel.engine to {able}"
-        refuse("overlap", "none", "auto", instead, ", which overlaps what it can")
-    or_engine = or_zero(parallel, pair)
-    if zero.stage != "auto" and zero.stage not in support.zero_stages:
+        found.append(("overlap", "auto, as it always overlaps,"))
+    if zero.stage not in ("auto", *support.zero_stages):
         stages = ", ".join(map(str, support.zero_stages))
-        why = _PIPELINE_AND_ZERO if is_above_one(parallel.pipeline) else ""
-        instead = f"set parallel.zero.stage to auto{or_engine}"
-        refuse("zero.stage", zero.stage, stages, instead, why)
-    for name in ("offload_optimizer", "offload_parameters"):
-        place, places = getattr(zero, name), getattr(support, name)
-        if place != "auto" and place not in places:
-            near = "cpu" if "cpu" in places else "none"
-            fix = f"set parallel.zero.{name} to {near}{or_engine}"
-            refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
-    if support.offload_together and not found and (problem := _apart(zero, pair, or_engine)):
-        found.append(problem)
+        found.append(("zero.stage", f"{stages}{_PIPELINE_AND_ZERO if pipeline else ''}"))
+    optimizer, parameters = zero.offload_optimizer, zero.offload_parameters
+    places = {"optimizer": optimizer, "parameters": parameters}
+    for name, place in places.items():
+        able = getattr(support, f"offload_{name}")
+        if place not in ("auto", *able):
+            found.append((f"zero.offload_{name}", ", ".join(sorted(able))))
+    if support.offload_together and not found:
+        together = "where optimizer and parameters move together in stage 3,"
+        if optimizer == "cpu" and zero.stage not in (3, "auto"):
+            found.append(("zero.offload_optimizer", f"none {together}"))
+        elif "auto" not in (optimizer, parameters) and optimizer != parameters:
+            alone = "parameters" if optimizer == "none" else "optimizer"
+            found.append((f"zero.offload_{alone}", f"both or none {together}"))
     recompute = parallel.recompute
     if isinstance(recompute, str) and recompute not in ("auto", *support.recompute):
-        ways = ", ".join(support.recompute)
-        why = ": selective is megatron-core's, and the model here is transformers'"
-        refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
-    found += intent_problems(parallel, pair)
-    if zero.config is not None and not support.zero_config:
-        refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
-    if zero.extra and not support.zero_config:
-        refuse("zero.extra", ", ".join(zero.extra), "null", f"remove it{or_engine}")
-    return found
-
-
-def _apart(zero: ZeroSection, pair: Pair, or_engine: str) -> Problem | None:
-    """An offload that keeps optimizer states and parameters apart, or would have to."""
-    optimizer, parameters = zero.offload_optimizer, zero.offload_parameters
-    if optimizer == "cpu" and zero.stage not in (3, "auto"):
-        return Problem(
-            "parallel.zero.offload_optimizer",
-            f"cpu with stage: {zero.stage}",
-            f"none below stage 3 for {pair}, which moves optimizer and parameters together",
-            f"set parallel.zero.stage to 3 (or auto){or_engine}",
+        found.append(
+            ("recompute", f"{', '.join(support.recompute)} (selective is megatron-core's)")
         )
-    if "auto" in (optimizer, parameters) or optimizer == parameters:
-        return None
-    alone, other = "optimizer", "parameters"
-    if optimizer == "none":
-        alone, other = other, alone
-    return Problem(
-        f"parallel.zero.offload_{alone}",
-        f"cpu with offload_{other}: none",
-        f"both cpu or both none for {pair}, which moves optimizer and parameters together",
-        f"set parallel.zero.offload_{other} to cpu{or_engine}",
-    )
-
-
-def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
-    """The alternative fix for a degree that is too large: a pair that supports it, if any."""
-    if name == "pipeline" and parallel.zero.stage in (2, 3):
-        return ", or parallel.zero.stage to 1"
-    asked = (parallel.engine, parallel.model)
-    able = [p for p in table() if table()[p].largest(name) >= degree]
-    if not able:
-        return ""
-    other = min(
-        able, key=lambda p: sum(a not in ("auto", b) for a, b in zip(asked, p, strict=True))
-    )
-    changes = [
-        f"parallel.{field} to {value}"
-        for field, value, stated in zip(Pair._fields, other, asked, strict=True)
-        if stated not in ("auto", value)
-    ]
-    return f", or {' and '.join(changes)}" if changes else ""
-
-
-def or_zero(parallel: ParallelSection, pair: Pair) -> str:
-    """DeepSpeed as the alternative fix, if the pair is not its and the degrees allow it."""
-    if table()[pair].zero_config:
-        return ""
-    degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
-    engines = [pair.engine for pair, support in table().items() if support.zero_config]
-    if not engines or any(map(is_above_one, degrees)):
-        return ""
-    return f", or set parallel.engine to {engines[0]}"
+    for name in ("config", "extra"):
+        if getattr(zero, name) and not support.zero_config:
+            found.append((f"zero.{name}", "null"))
+    return found

@@ -2,7 +2,7 @@
 
 `toolkit.plan.rules.legality` decides what a pair of engine and model supports; here, whether
 this model can be split that way. Every rule names the line of megatron-core 0.16 that would
-stop the run or silently compute wrong results, and the nearest legal value.
+stop the run or silently compute wrong results.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, context, kernels, legality
-from toolkit.plan.rules.legality import divisors, nearest
+from toolkit.plan.rules.legality import Rule, broken, degree
 
 
 def exceeded_positions(config: Mapping[str, object], length: int) -> int | None:
@@ -49,65 +49,35 @@ def able_pairs(job: PlanRequest) -> list[Pair]:
 
 
 def problems(job: PlanRequest) -> list[Problem]:
-    """Why no pair can train this model as asked, each with the nearest legal value.
+    """Why no pair can train this model as asked.
 
     The problems are those of the nearest of the legal pairs. Keys are full dotted paths; file
     and line are left to the caller.
     """
-    if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
-        return wrong
-    if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
-        return wrong
-    most, length = job.spec.max_positions, job.training.sequence_length
-    if job.spec.learned_positions and length > most:
-        key, allowed = "training.sequence_length", f"at most {most}, the model's positions"
-        return [Problem(key, str(length), allowed, f"set {key} to {most}")]
-    some, layers = job.parallel.recompute, job.spec.layers
-    if isinstance(some, int) and some >= layers:
-        allowed, fix = (
-            f"less than the model's {layers} layers",
-            "set parallel.recompute to full",
-        )
-        return [Problem("parallel.recompute", str(some), allowed, fix)]
-    if wrong := [*attention.problems(job)]:
-        return wrong
-    if job.optimizer.groups and (
-        wrong := [*parameter_groups.problems(job.optimizer.groups, job.trained)]
-    ):
-        return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
-    found = [pair_problems(job, pair) for pair in asked]
-    return min(found, key=len, default=[])
+    groups = job.optimizer.groups
+    return (
+        [*(frozen.problems(job.freeze, frozen.names_of(job.config)) if job.freeze else ())]
+        or [*(lora.problems(job.adapter, job.config) if job.adapter else ())]
+        or [one for pair in asked[:1] for one in broken(OF_ANY_PAIR, job, pair)]
+        or [*attention.problems(job)]
+        or [*(parameter_groups.problems(groups, job.trained) if groups else ())]
+        or min((pair_problems(job, pair) for pair in asked), key=len, default=[])
+    )
 
 
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     stacked, fused = job.divided
-    if offloaded := [*_offloaded_owners(job)]:
-        return offloaded
-    if wrong := [*_layer_kernels(job, pair)]:
-        return wrong
     backend = BACKENDS[pair.engine]
-    if job.parallel.stages and legality.table()[pair].largest("pipeline") == 1:
-        stated, fix = f"{len(job.parallel.stages)} stages", "set parallel.engine to megatron"
-        allowed = f"none with {pair}: it has no pipeline"
-        return [Problem("parallel.stages", stated, allowed, fix)]
+    first = [*broken(OWNERS, job, pair)] or [*_layer_kernels(job, pair)]
+    if first or (first := [*broken(NO_STAGES, job, pair)]):
+        return first
     if pair.model != "megatron":
-        return [*stacked, *_expert(job), *backend.rules(job, pair.model)]
-    if reason := job.inexpressible:
-        return [_inexpressible(job, pair, reason)]
-    some = job.parallel.recompute
-    if isinstance(some, int) and not can_recompute_some(job.spec, pair):
-        allowed = (
-            "none, selective, full: megatron-core gives routers their mask in all or no layers"
-        )
-        fix = "set parallel.recompute to full (or auto)"
-        return [Problem("parallel.recompute", str(some), allowed, fix)]
-    if refusal := backend.refusal(job, pair.model):
-        return [refusal]
-    rules = [_expert, _tensor, _sequence, _pipeline, _stages, _virtual_pipeline]
-    found = (problem for rule in rules for problem in rule(job))
-    return [*fused, *found, *backend.rules(job, pair.model)]
+        return [*stacked, *broken(EXPERTS, job, pair), *backend.rules(job, pair.model)]
+    if unable := next(broken(MEGATRON, job, pair), backend.refusal(job, pair.model)):
+        return [unable]
+    return [*fused, *broken((*EXPERTS, *SPLITS), job, pair), *backend.rules(job, pair.model)]
 
 
 def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
@@ -119,182 +89,186 @@ def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
 
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     """What compiled layers, fused kernels and features do not support."""
-    yield from kernels.problems(job, pair)
+    yield from broken(kernels.RULES, job, pair)
     yield from context.problems(job, pair)
     yield from attention.context_problems(job, pair)
     for refuse, _ in hooks("refuse", job.features):
         yield from refuse(job, pair)
 
 
-def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
-    """Owners compute on the device, where their buffers and states are."""
-    for name in ("offload_optimizer", "offload_parameters"):
-        place = getattr(job.parallel.zero, name)
-        if job.optimizer.kind.whole is not None and place not in ("none", "auto"):
-            yield Problem(
-                f"parallel.zero.{name}",
-                f"{place} with optimizer.name: {job.optimizer.name}",
-                "none: owners update whole tensors on the device, where their states are",
-                f"set parallel.zero.{name} to none (or auto), or optimizer.name to adamw",
-            )
-
-
-def _inexpressible(job: PlanRequest, pair: Pair, reason: str) -> Problem:
-    family = job.config["model_type"]
-    return Problem(
-        "model.config",
-        f"{family} with {pair}",
-        f"what megatron-core computes exactly as transformers does: {reason}",
-        "set parallel.model to hf, without pipeline parallel (tensor and expert parallel: "
-        "docs/models.md)",
-    )
-
-
-def _expert(job: PlanRequest) -> Iterator[Problem]:
-    """moe_layer.py: each rank holds the same number of experts; parallel_state.py: with whole
-    experts on each rank, expert · pipeline divides the world."""
-    ep, spec = known(job.parallel.expert), job.spec
-    if ep is None or ep == 1:
-        return
-    if not spec.moe_layers:
-        yield _refuse("expert", ep, "1 for a model without experts", 1)
-        return
-    ranks = job.cluster.world_size // (known(job.parallel.pipeline) or 1)
-    if spec.experts % ep or ranks % ep:
-        allowed = f"a divisor of the {spec.experts} experts and of {ranks} ranks per stage"
-        yield _refuse("expert", ep, allowed, nearest(ep, divisors(gcd(spec.experts, ranks))))
-
-
-def _tensor(job: PlanRequest) -> Iterator[Problem]:
-    tp = known(job.parallel.tensor)
-    if tp is None or not (objections := _objections(job, tp)):
-        return
-    others = known(job.parallel.pipeline) or 1
-    fit = [d for d in divisors(job.cluster.world_size // others) if not _objections(job, d)]
-    yield _refuse("tensor", tp, " and ".join(objections), nearest(tp, fit))
-
-
-def _objections(job: PlanRequest, tp: int) -> list[str]:
-    """Conditions on this model's tensor-parallel degree that `tp` does not satisfy."""
-    spec, parallel = job.spec, job.parallel
-    found = []
+def _tensor(job: PlanRequest, _: Pair) -> str:
+    """The first condition on this model's tensor-parallel degree that it does not satisfy."""
+    tp, spec, parallel = degree(job.parallel.tensor), job.spec, job.parallel
+    rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    length, dense = job.training.sequence_length, spec.moe_layers < spec.layers
+    if tp == 1:
+        return ""
     if spec.heads % tp:  # transformer_config.py
-        found.append(f"a divisor of the {spec.heads} attention heads")
-    elif spec.kv_heads % tp and tp % spec.kv_heads:  # transformer_config.py
-        found.append(f"a multiple or a divisor of the {spec.kv_heads} key/value heads")
-    elif (spec.heads + 2 * spec.kv_heads) * spec.head_dim % tp:  # attention.py: linear_qkv
-        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        found.append(f"a divisor of the {rows} rows of queries, keys and values")
-    elif tp > spec.kv_heads and job.adapter and lora.some_of_qkv(job.adapter, job.config):
-        found.append(
-            f"at most the {spec.kv_heads} key/value heads where only some of query, key and "
-            "value have an adapter"
-        )
-    if spec.moe_layers < spec.layers and spec.intermediate % tp:  # mlp.py: linear_fc1
-        found.append(f"a divisor of the MLP's intermediate size {spec.intermediate}")
+        return f"a divisor of the {spec.heads} attention heads"
+    if spec.kv_heads % tp and tp % spec.kv_heads:  # transformer_config.py
+        return f"a multiple or a divisor of the {spec.kv_heads} key/value heads"
+    if rows % tp:  # attention.py: linear_qkv
+        return f"a divisor of the {rows} rows of queries, keys and values"
+    if tp > spec.kv_heads and job.adapter and lora.some_of_qkv(job.adapter, job.config):
+        why = "where only some of query, key and value have an adapter"
+        return f"at most the {spec.kv_heads} key/value heads {why}"
+    if dense and spec.intermediate % tp:  # mlp.py: linear_fc1
+        return f"a divisor of the MLP's intermediate size {spec.intermediate}"
     if not spec.moe_layers:
-        return found
+        return ""
     if parallel.expert == 1 and spec.expert_intermediate % tp:  # the same, expert by expert
-        found.append(f"a divisor of the experts' intermediate size {spec.expert_intermediate}")
+        return f"a divisor of the experts' intermediate size {spec.expert_intermediate}"
     shared = job.mapped.transformer.get("moe_shared_expert_intermediate_size", 0)
     if shared % tp:  # shared_experts.py: linear_fc1
-        found.append(f"a divisor of the shared experts' intermediate size {shared}")
-    length = job.training.sequence_length
+        return f"a divisor of the shared experts' intermediate size {shared}"
     if parallel.sequence == "auto" and length % tp:  # moe_layer.py
-        found.append(
-            f"a divisor of the sequence length {length}, since experts under tensor parallel "
-            "need sequence parallel"
-        )
-    return found
+        why = "as experts under tensor parallel need sequence parallel"
+        return f"a divisor of the sequence length {length}, {why}"
+    return ""
 
 
-def _sequence(job: PlanRequest) -> Iterator[Problem]:
-    """moe_layer.py refuses experts with tensor parallel without sequence parallel; mappings.py
-    splits the sequence into equal parts."""
-    tp = known(job.parallel.tensor)
-    if tp is None or tp == 1:
-        return
-    if job.parallel.sequence is False and job.spec.moe_layers:
-        yield Problem(
-            "parallel.sequence",
-            f"false with parallel.tensor: {tp} and experts",
-            "true: megatron-core trains experts under tensor parallel only with it",
-            "set parallel.sequence to true (or auto)",
-        )
-    length = job.training.sequence_length
-    if job.parallel.sequence is True and length % tp:
-        below, above = length // tp * tp, (length // tp + 1) * tp
-        lengths = f"{below} or {above}" if below > 1 else str(above)
-        otherwise = "" if job.spec.moe_layers else ", or parallel.sequence to false"
-        yield Problem(
-            "parallel.sequence",
-            f"true with parallel.tensor: {tp} and sequences of {length} tokens",
-            f"true where tensor divides training.sequence_length: {lengths}",
-            f"set training.sequence_length to {lengths.split(' or ')[0]}{otherwise}",
-        )
-
-
-def _pipeline(job: PlanRequest) -> Iterator[Problem]:
-    """Every stage has at least one layer."""
-    pp, layers = known(job.parallel.pipeline), job.spec.layers
-    if pp is None or pp <= layers:
-        return
-    ranks = job.cluster.world_size // (known(job.parallel.tensor) or 1)
-    fit = [d for d in divisors(ranks) if d <= layers]
-    yield _refuse("pipeline", pp, f"at most the {layers} layers", nearest(pp, fit))
-
-
-def _stages(job: PlanRequest) -> Iterator[Problem]:
+def _stages(job: PlanRequest, _: Pair) -> str:
     """A number for every chunk, which add up to the model."""
-    stages, layers = job.parallel.stages, job.spec.layers
+    stages, parallel = job.parallel.stages, job.parallel
+    chunks = degree(parallel.pipeline) * degree(parallel.virtual_pipeline)
+    settled = "auto" not in (parallel.pipeline, parallel.virtual_pipeline)
     if not stages:
-        return
-    pp, vpp = known(job.parallel.pipeline), known(job.parallel.virtual_pipeline)
-    found = f"[{', '.join(map(str, stages))}]"
-    key, chunks = "parallel.stages", None if pp is None or vpp is None else pp * vpp
-    if len(stages) != (chunks or len(stages)):
-        allowed = f"{chunks} numbers: pipeline {pp} · virtual_pipeline {vpp}"
-        yield Problem(key, found, allowed, f"state {chunks} numbers, or none")
-    elif chunks is None and len(stages) % ((pp or 1) * (vpp or 1)):
-        allowed = f"a multiple of {(pp or 1) * (vpp or 1)} numbers, one for each chunk"
-        yield Problem(key, found, allowed, "state as many as stages · chunks, or none")
-    if sum(stages) != layers:
-        allowed = f"numbers that add up to the model's {layers} layers, not {sum(stages)}"
-        last = layers - sum(stages[:-1])
-        fix = f"set the last to {last}" if last > 0 else "change them, or remove them"
-        yield Problem(key, found, allowed, fix)
+        return ""
+    if len(stages) != chunks if settled else len(stages) % chunks:
+        return f"{chunks} numbers{'' if settled else ' or a multiple'}, one for each chunk"
+    total, layers = sum(stages), job.spec.layers
+    return "" if total == layers else f"numbers that add up to {layers} layers, not {total}"
 
 
-def _virtual_pipeline(job: PlanRequest) -> Iterator[Problem]:
-    """Every chunk has at least one layer; schedules.py interleaves micro batches in groups
-    of one per stage."""
-    pp, vpp = known(job.parallel.pipeline), known(job.parallel.virtual_pipeline)
-    layers = job.spec.layers
-    if pp is None or vpp is None or vpp == 1 or pp > layers:
-        return
-    if pp * vpp > layers:
-        allowed = f"at most {layers // pp}: a layer per chunk, {layers} layers on {pp} stages"
-        yield _refuse("virtual_pipeline", vpp, allowed, layers // pp)
-        return
+def _whole_groups(job: PlanRequest, _: Pair) -> bool:
+    """schedules.py interleaves micro batches in groups of one per stage. An uneven batch is
+    reported where batches are."""
+    stages, batch = degree(job.parallel.pipeline), job.training.batch_unit
     dp = legality.data_parallel(job.parallel, job.cluster)
-    micro, batch = known(job.training.micro_batch_size) or 1, job.training.batch_unit
-    if dp is None or batch % (dp * micro) or batch // (dp * micro) % pp == 0:
-        return  # an uneven batch is reported where batches are
-    unit = dp * micro * pp
-    batches = " or ".join(str(b) for b in (batch // unit * unit, -(-batch // unit) * unit) if b)
-    yield Problem(
+    if dp is None or not _is_interleaved(job):
+        return False
+    groups, rest = divmod(batch, dp * degree(job.training.micro_batch_size))
+    return rest == 0 and groups % stages > 0
+
+
+def _is_interleaved(job: PlanRequest) -> bool:
+    stages, chunks = job.parallel.pipeline, job.parallel.virtual_pipeline
+    return "auto" not in (stages, chunks) and chunks != 1 and degree(stages) <= job.spec.layers
+
+
+def _are_off_device(job: PlanRequest, place: str) -> bool:
+    return job.optimizer.kind.whole is not None and place not in ("none", "auto")
+
+
+def _ranks(job: PlanRequest) -> int:
+    """Of a pipeline stage."""
+    return job.cluster.world_size // degree(job.parallel.pipeline)
+
+
+OF_ANY_PAIR = (
+    Rule(
+        "training.sequence_length",
+        lambda j, _: (
+            j.spec.learned_positions and j.training.sequence_length > j.spec.max_positions
+        ),
+        "at most {j.spec.max_positions}, the model's positions",
+        "set {key} to {j.spec.max_positions}",
+    ),
+    Rule(
+        "parallel.recompute",
+        lambda j, _: degree(j.parallel.recompute) >= max(2, j.spec.layers),
+        "less than the model's {j.spec.layers} layers",
+    ),
+)
+"""What no pair can do."""
+_ON_DEVICE = "none with {j.optimizer.name}, whose owners update whole tensors on the device"
+OWNERS = (
+    Rule(
+        "parallel.zero.offload_optimizer",
+        lambda j, _: _are_off_device(j, j.parallel.zero.offload_optimizer),
+        _ON_DEVICE,
+    ),
+    Rule(
+        "parallel.zero.offload_parameters",
+        lambda j, _: _are_off_device(j, j.parallel.zero.offload_parameters),
+        _ON_DEVICE,
+    ),
+)
+NO_STAGES = (
+    Rule(
+        "parallel.stages",
+        lambda j, p: j.parallel.stages and legality.table()[p].largest("pipeline") == 1,
+        "none with {p}: it has no pipeline",
+        "set parallel.engine to megatron",
+    ),
+)
+MEGATRON = (
+    Rule(
+        "model.config",
+        lambda j, _: j.inexpressible,
+        "what megatron-core computes exactly as transformers does: {why}",
+        "set parallel.model to hf, without pipeline parallel (tensor and expert parallel: "
+        "docs/models.md)",
+        "{j.config[model_type]} with {p}",
+    ),
+    Rule(
+        "parallel.recompute",
+        lambda j, p: (
+            isinstance(j.parallel.recompute, int) and not can_recompute_some(j.spec, p)
+        ),
+        "none, selective, full: megatron-core gives routers their mask in all or no layers",
+    ),
+)
+"""What megatron-core's model cannot do at all."""
+EXPERTS = (
+    Rule(
+        "parallel.expert",
+        lambda j, _: not j.spec.moe_layers and degree(j.parallel.expert) > 1,
+        "1 for a model without experts",
+    ),
+    Rule(  # moe_layer.py; parallel_state.py
+        "parallel.expert",
+        lambda j, _: gcd(j.spec.experts, _ranks(j)) % degree(j.parallel.expert),
+        "a divisor of the {j.spec.experts} experts and of a pipeline stage's ranks",
+    ),
+)
+SPLITS = (
+    Rule("parallel.tensor", _tensor),
+    Rule(
+        "parallel.sequence",
+        lambda j, _: (
+            degree(j.parallel.tensor) > 1 and j.parallel.sequence is False and j.spec.moe_layers
+        ),
+        "true: megatron-core trains experts under tensor parallel only with it",  # moe_layer.py
+    ),
+    Rule(
+        "parallel.sequence",
+        lambda j, _: (
+            j.parallel.sequence is True
+            and j.training.sequence_length % degree(j.parallel.tensor)
+        ),
+        "true where tensor divides the {j.training.sequence_length} tokens",  # mappings.py
+        found="true with parallel.tensor: {j.parallel.tensor}",
+    ),
+    Rule(
+        "parallel.pipeline",
+        lambda j, _: degree(j.parallel.pipeline) > j.spec.layers,
+        "at most the {j.spec.layers} layers",
+    ),
+    Rule("parallel.stages", _stages, fix="state that many, or none"),
+    Rule(
         "parallel.virtual_pipeline",
-        f"{vpp} with {batch // (dp * micro)} micro batches per step on {pp} stages",
-        f"1, or micro batches in a multiple of {pp}: the interleaved schedule's groups",
-        f"set parallel.virtual_pipeline to 1, or training.global_batch_size to {batches}",
-    )
-
-
-def _refuse(name: str, found: int, allowed: str, near: int | None) -> Problem:
-    fix = f"set parallel.{name} to {near}" if near else f"use fewer ranks for parallel.{name}"
-    return Problem(f"parallel.{name}", str(found), allowed, fix)
-
-
-def known(degree: int | str) -> int | None:
-    """A stated number; None for `auto`."""
-    return degree if isinstance(degree, int) else None
+        lambda j, _: (
+            _is_interleaved(j)
+            and degree(j.parallel.pipeline) * degree(j.parallel.virtual_pipeline)
+            > j.spec.layers
+        ),
+        "at most a chunk for each of {j.spec.layers} layers on {j.parallel.pipeline} stages",
+    ),
+    Rule(
+        "parallel.virtual_pipeline",
+        _whole_groups,
+        "1, or micro batches in groups of {j.parallel.pipeline}, as the schedule takes them",
+    ),
+)
+"""How megatron-core splits this model."""
