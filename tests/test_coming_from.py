@@ -1,5 +1,5 @@
-"""The pages of docs/coming-from: their commands run as they stand there, in a folder with the
-files that the page shows, and the settings that they name exist."""
+"""docs/coming-from.md: its commands run in a folder with the file that it shows, its tables are
+those that the import uses, and the settings that it names exist."""
 
 import re
 import shlex
@@ -9,57 +9,37 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.cli.main import main
-from toolkit.recipe.describe import Setting
+from toolkit.foreign.docs import PAGE, page
+from toolkit.recipe.describe import settings
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.section import Section
 
-FOLDER = ROOT / "docs" / "coming-from"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
-FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TEXT = PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_conversion(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_the_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the recipes are for GPUs
-    for name, content in FILE.findall(text):
-        Path(name).write_text(content, encoding="utf-8")
-    commands = [
-        line.removeprefix("$ dmt ")
-        for block in BLOCK.findall(text)
-        for line in block.splitlines()
-        if line.startswith("$")
-    ]
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the recipe is for GPUs
+    (name, content), *_ = re.findall(r'^```yaml title="([^"]+)"\n(.*?)^```$', TEXT, re.M | re.S)
+    Path(name).write_text(content, encoding="utf-8")
+    commands = re.findall(r"^\$ dmt (.*)$", TEXT, re.M)
     assert commands
     for command in commands:
-        assert main(shlex.split(command, comments=True)) == 0, capfd.readouterr().err
+        assert main(shlex.split(command)) == 0, capfd.readouterr().err
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_settings_exist(page: Path) -> None:
-    text = re.sub(r"^\| .+? \| ", "", page.read_text("utf-8"), flags=re.MULTILINE)  # theirs
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]+)?`", text)
+def test_the_tables_are_those_of_the_import() -> None:
+    assert page() == TEXT, "python -m toolkit.foreign.docs writes them"
+
+
+def test_settings_exist() -> None:
+    text = re.sub(r"^\| .+? \| ", "", TEXT, flags=re.M)  # their names
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:\[\d\])?(?:: [^`]+)?`", text)
     ours = {name for name in named if name.split(".")[0] in Recipe.model_fields}
-    assert ours
-    missing = {name for name in ours if not is_setting(Recipe, name.split("."))}
-    assert not missing
-
-
-def is_setting(section: type[Section], names: list[str]) -> bool:
-    """Whether a dotted path leads through the schema."""
-    info = section.model_fields.get(names[0])
-    if info is None or len(names) == 1:
-        return info is not None
-    return any(is_setting(one, names[1:]) for one in Setting(names[0], info).sections)
-
-
-def test_index_lists_every_page() -> None:
-    listed = re.findall(r"\]\(([a-z-]+\.md)\)", (FOLDER / "index.md").read_text("utf-8"))
-    assert sorted(listed) == [page.name for page in PAGES]
+    assert len(ours) > 40
+    known = settings().keys()
+    assert {
+        name for name in ours if name not in known and name.split(".")[1] != "train"
+    } == set()
+    assert (ROOT / "docs" / "coming-from.md") == PAGE

@@ -92,6 +92,8 @@ COMMANDS: dict[str, str] = {
     "plan --memory-fraction": "use --set cluster.memory_fraction=FRACTION",
     "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
     "plan --html": "use `dmt plan RECIPE --explain`",
+    "check --against env": "leave it out: `dmt launch` refuses variables that would hang a run "
+    "or change what it computes",
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",

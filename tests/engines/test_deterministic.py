@@ -12,8 +12,8 @@ from tests.plan.making import recipe
 from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
-from toolkit.errors import BackendUnavailable, RecipeError
-from toolkit.foreign import environment
+from toolkit.errors import BackendUnavailable, PlanError, RecipeError
+from toolkit.foreign import preflight
 from toolkit.launchers.job import gpu_variables, job_of
 from toolkit.plan.planner import plan_recipe
 from toolkit.run.announce import ledger_of
@@ -51,12 +51,10 @@ def test_the_users_own_values_stay(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_values_of_ones_own_that_cannot_be_are_reported_before_the_start() -> None:
     environ = {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    (source,) = environment.read(recipe(**ASKED), environ, "launch")
-    found = {one.at.name: one for one in source.stated}
-    assert found["NCCL_ALGO"].breaks and "Ring" in found["NCCL_ALGO"].advice
-    assert "CUBLAS_WORKSPACE_CONFIG" not in found
-    (source,) = environment.read(recipe(**GPU), ALLOCATOR, "launch")
-    assert source.only_there == list(ALLOCATOR), "shown by `dmt check --against env`"
+    with pytest.raises(PlanError, match="NCCL_ALGO=Tree") as caught:
+        preflight(recipe(**ASKED), "launch", environ)
+    assert "Ring" in caught.value.fix and "CUBLAS" not in str(caught.value)
+    preflight(recipe(**GPU), "launch", environ)
 
 
 def test_the_worker_demands_them_on_gpus() -> None:

@@ -1,4 +1,4 @@
-"""A recipe with its plan, to compare files and environments with."""
+"""A recipe with its plan, to compare files with."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from toolkit.foreign import Report, against
+from toolkit.foreign.compare import FileComparison, against
 from toolkit.intake.load import load_recipe
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
+FILES = ROOT / "tests/foreign/files"
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,12 @@ class Planned:
         assignment = decide(load_recipe(path, overrides), None)
         return cls(assignment.recipe, assignment.plan)
 
-    def against(self, path: Path) -> Report:
-        """Compare with one file."""
-        (report,) = against(str(path), self.recipe, self.plan)
-        return report
+    def against(self, path: Path) -> FileComparison:
+        return against(path, self.recipe, self.plan)
 
-    def conflicts(self, path: Path) -> dict[str, tuple[str, str]]:
-        """What disagrees: the other's name → the recipe's value and the other's."""
-        found = self.against(path).conflicts
-        return {row.name: (row.recipe, row.other) for row in found}
+    def wrong(self, path: Path) -> dict[str, str]:
+        """The settings that disagree: their name → ours."""
+        return {row.name: row.key for row in self.against(path).settings if not row.agrees}
 
 
 @pytest.fixture(scope="session")

@@ -1,206 +1,204 @@
-"""What each kind of file says that DMT does not write itself, and files of no kind."""
+"""What files of other tools state, by value; another run and a misunderstood value are refused.
 
+The files have the shape of the tools' own examples: arrays, anchors, registries of data sets,
+numbers with underscores, blocks of DeepSpeed and FSDP.
+"""
+
+import dataclasses
 import json
+import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import FullyShardedDataParallelPlugin
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from accelerate.commands.config.config_args import ClusterConfig
+from ruamel.yaml import YAML
+from transformers import TrainingArguments
 
-from tests.foreign.conftest import TINY, Planned
-from tests.foreign.reading import read, told
-from toolkit.errors import RecipeError
+from tests.foreign.conftest import FILES, Planned
+from toolkit.errors import DmtError, RecipeError
+from toolkit.foreign.files import SECTIONS
+from toolkit.foreign.megatron import config_of
+from toolkit.foreign.shell import read_flags
+from toolkit.foreign.statements import complete, read_together
+from toolkit.foreign.tables import tool, tools
 
-
-def test_what_deepspeed_translates_drops_and_refuses(tiny: Planned, tmp_path: Path) -> None:
-    """The older offload switches count (DeepSpeed 0.19); a block of settings drops nothing."""
-    zero = {"stage": 2, "cpu_offload": True, "cpu_offload_param": False, "xyz": 1}
-    text = json.dumps({"zero_optimization": zero, "xyz": 1, "bf16": True}, indent=1)
-    report = read(tiny, tmp_path, text, "ds.json")
-    assert told(report) == {
-        "zero_optimization.stage": ("parallel.zero.stage", "agrees", "3"),
-        "zero_optimization.cpu_offload": (
-            *("parallel.zero.offload_optimizer", "disagrees", "4"),
-        ),
-        "zero_optimization.cpu_offload_param": (
-            *("parallel.zero.offload_parameters", "agrees", "5"),
-        ),
-    }
-    assert {one.name: one.hint for one in report.source.unknown} == {
-        "xyz": "DeepSpeed drops it silently",
-        "zero_optimization.xyz": "DeepSpeed refuses it",
-        "bf16": "not an object: { … }",
-    }
-    assert DeepSpeedZeroConfig(stage=2, cpu_offload=True).offload_optimizer.device == "cpu"
-    with pytest.raises(ValueError, match="xyz"):
-        DeepSpeedZeroConfig(xyz=1)
+EXPECTED = YAML(typ="safe").load(FILES / "expected.yaml")
 
 
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
-mixed_precision: fp16
-num_processes: 4
-use_cpu: true
-deepspeed_config:
-  zero_stage: 3
-  offload_optimizer_device: none
-  gradient_clipping: 1.0
-  gradient_accumulation_steps: auto
-  deepspeed_config_fil: ds.json
-fsdp_config:
-  fsdp_version: {version}
-  fsdp_reshard_after_forward: true
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_offload_params: false
-"""
+def stated(paths: list[Path]) -> tuple[dict[str, Any], set[str]]:
+    """Our settings, with those of the model, and the names of what changes training."""
+    found = read_together(paths, "--from")
+    config, problems = config_of(found)
+    if problems:
+        raise RecipeError(problems)
+    complete(found, 8)
+    values = {key: one.value for key, one in found.values.items()}
+    values |= {f"model.config.{key}": value for key, value in config.items()}
+    return values, {one.at.name for one in found.left if one.changes}
 
 
-def test_accelerate_with_deepspeed(tiny: Planned, tmp_path: Path) -> None:
-    text = ACCELERATE.format(kind="DEEPSPEED", version=2)
-    report = read(tiny, tmp_path, text, "accelerate.yaml")
-    assert told(report) == {
-        "distributed_type": ("parallel.engine", "agrees", "2"),
-        "mixed_precision": ("training.precision", "disagrees", "3"),
-        "num_processes": ("world_size", "disagrees", "4"),
-        "use_cpu": ("cluster.gpu", "agrees", "5"),
-        "deepspeed_config.zero_stage": ("parallel.zero.stage", "disagrees", "7"),
-        "deepspeed_config.offload_optimizer_device": (
-            "parallel.zero.offload_optimizer",
-            "agrees",
-            "8",
-        ),
-        "deepspeed_config.gradient_clipping": ("optimizer.clip_grad_norm", "agrees", "9"),
-        "deepspeed_config.gradient_accumulation_steps": (
-            "gradient_accumulation",
-            "auto",
-            "10",
-        ),
-    }
-    winners = {row.name: row.winner for row in report.conflicts}
-    assert winners["num_processes"] == "refused"
-    assert winners["mixed_precision"] == "recipe"
-    (typo,) = report.source.unknown
-    assert typo.hint == "did you mean `deepspeed_config_file`?"
-    reasons = {one.at.name: one.reason for one in report.source.leftovers}
-    assert reasons["fsdp_config.fsdp_version"] == "not in effect: distributed_type is not FSDP"
+@pytest.mark.parametrize("files", EXPECTED)
+def test_values(files: str) -> None:
+    expected = dict(EXPECTED[files])
+    paths = [FILES / name for name in files.split()]
+    if refused := expected.pop("refused", ()):
+        with pytest.raises(RecipeError) as caught:
+            stated(paths)
+        text = str(caught.value)
+        assert all(name in text for name in refused) and f"{paths[0]}:" in text
+        return
+    left = set(expected.pop("changes", ()))
+    values, changes = stated(paths)
+    assert {key: values.get(key) for key in expected} == expected
+    assert left <= changes
 
 
-@pytest.mark.parametrize(("version", "stage"), [(1, "agrees"), (2, "disagrees")])
-def test_accelerate_with_fsdp(version: int, stage: str, tiny: Planned, tmp_path: Path) -> None:
-    """Version 1 shards by its strategy, here gradients only; version 2 by resharding."""
-    text = ACCELERATE.format(kind="FSDP", version=version)
-    report = read(tiny, tmp_path, text, "accelerate.yaml")
-    verdicts = [row.verdict for row in report.compared if row.key == "parallel.zero.stage"]
-    assert verdicts == [stage]
-    engines = [row.verdict for row in report.compared if row.key == "parallel.engine"]
-    assert engines == ["disagrees", "disagrees"]
-
-
-@pytest.mark.parametrize(
-    ("version", "verdict"), [("", "disagrees"), ("\n  fsdp_version: 2", "agrees")]
+LF, AXOLOTL = (
+    "stage: sft\ndataset: x\ncutoff_len: 512\n",
+    "base_model: a/b\nmicro_batch_size: 1\n",
 )
-def test_fsdp_without_a_version_is_its_first(
-    version: str, verdict: str, tmp_path: Path
-) -> None:
-    planned = Planned.of(TINY, "parallel.engine=fsdp")
-    text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: false{version}\n"
-    report = read(planned, tmp_path, text, "accelerate.yaml")
-    (row,) = [row for row in report.compared if row.name == "distributed_type"]
-    assert row.verdict == verdict
-    assert FullyShardedDataParallelPlugin().fsdp_version == 1
-    assert ("fsdp_version 2" in row.advice) == (verdict == "disagrees")
-
-
-@pytest.mark.parametrize(("shards", "verdict"), [(2, "agrees"), (1, "disagrees")])
-def test_shards_and_replicas_are_compared_apart(
-    shards: int, verdict: str, tiny: Planned, tmp_path: Path
-) -> None:
-    """Two whole replicas are two data-parallel ranks, but no shards."""
-    text = (
-        "num_processes: 2\nparallelism_config:\n"
-        f"  parallelism_config_dp_shard_size: {shards}\n"
-        f"  parallelism_config_dp_replicate_size: {2 // shards}\n"
-    )
-    found = told(read(tiny, tmp_path, text, "accelerate.yaml"))
-    sizes = "parallelism_config.parallelism_config_dp_"
-    assert found[f"{sizes}shard_size"] == ("shards", verdict, "3")
-    assert found[f"{sizes}replicate_size"] == ("replicas", verdict, "4")
-
-
-GATHERED = ("parallel.context=2", "kernels.context=all_gather")
-CONTEXTS = {
-    # Sizes of torch's and DeepSpeed's kind, and the strategy: verdicts of each.
-    "torch's": ((2, 1, "allgather"), ("agrees", None, "agrees")),
-    "a ring": ((2, 1, "alltoall"), ("agrees", None, None)),
-    "another size": ((4, 1, "allgather"), ("disagrees", None, "agrees")),
-    "DeepSpeed's": ((1, 2, "allgather"), (None, "disagrees", None)),
-    "neither": ((1, 1, "allgather"), ("disagrees", "disagrees", None)),
-}
-
-
-@pytest.mark.parametrize("case", CONTEXTS)
-def test_accelerate_states_context_parallel_in_two_ways(case: str, tmp_path: Path) -> None:
-    values, verdicts = CONTEXTS[case]
-    names = ("cp_size", "sp_size", "cp_comm_strategy")
-    planned = Planned.of(TINY, "parallel.engine=fsdp", *GATHERED)
-    text = "parallelism_config:\n" + "".join(
-        f"  parallelism_config_{name}: {value}\n"
-        for name, value in zip(names, values, strict=True)
-    )
-    report = read(planned, tmp_path, text, "accelerate.yaml")
-    found = {row.name.rpartition("_config_")[2]: row for row in report.compared}
-    assert tuple(found[name].verdict if name in found else None for name in names) == verdicts
-    lines = {name: found[name].place.rpartition(":")[2] for name in found}
-    assert lines.items() <= dict(zip(names, "234", strict=True)).items()
-    if case == "DeepSpeed's":  # its size agrees, its exchange is another
-        assert found["sp_size"].advice.startswith("--set kernels.context=ulysses")
-
-
-def test_accelerate_with_deepspeeds_json_inside(tiny: Planned, tmp_path: Path) -> None:
-    text = (
-        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
-        '  deepspeed_config_file: |-\n    {\n      "zero_optimization": {"stage": 1}\n    }\n'
-    )
-    report = read(tiny, tmp_path, text, "accelerate.yaml")
-    assert told(report)["zero_optimization.stage"] == ("parallel.zero.stage", "disagrees", "6")
+TRL = "output_dir: x\nlearning_rate: 1e-5\n"
+SHAPE = (
+    "torchrun x.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+    "--micro-batch-size 1 --lr 1e-4 --train-iters 50 --padded-vocab-size 512 --swiglu "
+    "--max-position-embeddings 128 --ffn-hidden-size 128 --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope "
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("text", "name"),
     [
-        ("a.json", b"[1]", "a text without"),
-        ("a.json", b'{"a": 1', "JSON"),
-        ("a.json", b'{"a": 1}', "settings a"),
-        ("a.json", b'{"train_batch_size": 1, "train_batch_size": 2}', "stated again"),
-        ("a.yaml", b"- 1", "no map"),
-        ("a.yaml", b"a: [", "YAML"),
-        ("a.yaml", b"name: x\nmodel: {}\ntraining: {}", "a recipe"),
-        ("a.txt", b"hello", "without `--flags`"),
-        ("a.txt", b"\xff\xfe\x00", "utf-8"),
-        ("a.txt", b"", "without `--flags`"),
-        ("missing", None, "No such file"),
-        (".", None, "directory"),
-        ("a.txt", b"x" * 300_000, "more than 256 KiB"),
+        *((LF + more, more.partition(":")[0]) for more in (
+            "stage: rm\n", "do_predict: true\n", "quantization_bit: 4\n", "pref_loss: simpo\n",
+            "image_max_pixels: 262144\n", "lr_scheduler_type: poly\n", "finetuning_type: oft\n",
+        )),
+        *((AXOLOTL + more, more.partition(":")[0]) for more in (
+            "sequence_len: 5k\n", "rl: grpo\n", "processor_type: A\n",
+            "weight_decay: -1\n",
+            "load_in_8bit: true\n", "optimizer: lion\n", "warmup_ratio: a\n",
+            "reward_model: true\n", "datasets: [1]\n", "max_steps: [1]\n",
+        )),
+        *((TRL + more, more.partition(":")[0]) for more in (
+            "load_in_4bit: true\n", "max_steps: '1h'\n", "optim: lion_32bit\n",
+            "loss_type: kto\n", "predict_with_generate: true\n", "bf16: maybe\n",
+        )),
+        (f"{SHAPE} --num-experts 4 --moe-router-score-function sigmoid", "--moe-router-sco"),
+        (SHAPE.replace("128 ", "$SEQ ", 1), "--seq-length"),
+        (SHAPE.replace("--padded-vocab-size 512", ""), "--vocab-size"),
+        (f"{SHAPE} --perform-rl-step", "--perform-rl-step"),
+        (f"{SHAPE} --lr-decay-style WSD", "--lr-decay-style"),
+        (f"{SHAPE} --lr 'never ends", "quotation"),
+        ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
+        ('{"zero_optimization": 3}', "zero_optimization"),
+        ("distributed_type: TPU\nnum_processes: 2", "distributed_type"),
+        ("num_processes: x\nmixed_precision: no", "num_processes"),
     ],
-)
-def test_no_kind_of_file(
-    name: str, content: bytes | None, found: str, tiny: Planned, tmp_path: Path
+)  # fmt: skip
+def test_another_run_or_a_value_that_is_not_understood(
+    text: str, name: str, tmp_path: Path
 ) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    """Neither the tool's default nor DMT's is trained instead."""
+    suffix = "sh" if "torchrun" in text else "json" if text.startswith("{") else "yaml"
+    lines = {line.partition(":")[0]: line for line in text.splitlines()}
+    file = tmp_path / f"file.{suffix}"
+    file.write_text("\n".join(lines.values()) if suffix == "yaml" else text)
     with pytest.raises(RecipeError) as caught:
-        tiny.against(tmp_path / name)
-    (problem,) = caught.value.problems
-    assert found in f"{problem.found} {problem.allowed}"
-    assert problem.file == str(tmp_path / name)
+        stated([file])
+    assert f"{file}:" in str(caught.value) and name in str(caught.value)
 
 
-def test_without_a_plan_what_is_auto_is_open(tmp_path: Path, tiny: Planned) -> None:
-    unplanned: Any = Planned(tiny.recipe, None)  # type: ignore[arg-type]
-    text = '{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}'
-    verdicts = {
-        row.name: row.verdict for row in read(unplanned, tmp_path, text, "a.json").compared
-    }
-    assert verdicts == {"zero_optimization.stage": "open", "gradient_clipping": "disagrees"}
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("stage: dpo\ndataset: x", "dpo.beta", None),  # the recipe's default is the tool's
+        ("stage: sft\ndataset: x\nlora_rank: 4", "adapter.alpha", 8),
+        ("base_model: m\nmicro_batch_size: 2\nbatch_size: 9", "training.global_batch_size", 64),
+        ("base_model: m\nrl: ipo\nrl_beta: 0.2", "dpo.loss", "ipo"),
+        ("base_model: m\nlr_scheduler: constant\nwarmup_steps: 9",
+         "schedule.warmup_steps", None),
+        ("base_model: m\nseed: 1\nfp16: true\nbf16: false", "training.precision", "fp16"),
+        (f"{TRL}eval_strategy: steps\nlogging_steps: 7", "evaluation.every_steps", 7),
+        (f"{TRL}eval_strategy: epoch\neval_steps: 7", "evaluation.every_steps", None),
+        (f"{TRL}max_steps: 5\nnum_train_epochs: 2", "training.epochs", None),
+        (f"{TRL}max_steps: -1", "training.epochs", 3.0),
+        (f"{TRL}max_grad_norm: 0", "optimizer.clip_grad_norm", None),
+        (f"{TRL}fsdp: shard_grad_op", "parallel.zero.stage", 2),
+        (f"{TRL}fsdp: true\nfsdp_config: {{version: 1, reshard_after_forward: FULL_SHARD}}",
+         "parallel.zero.stage", 3),
+        (f"{SHAPE} --train-data-path 0.3 /a 0.7 /b", "data.train",
+         [{"kind": "megatron", "prefix": "/a", "weight": 0.3},
+          {"kind": "megatron", "prefix": "/b", "weight": 0.7}]),
+        (f"{SHAPE} --eval-iters 0", "evaluation.every_steps", None),
+        (f"{SHAPE} --save-interval 50", "checkpoint.every_steps", None),
+        (f"{SHAPE} --tokenizer-type NullTokenizer", "data.tokenizer", None),
+        (f"{SHAPE} --recompute-granularity full --recompute-method block "
+         "--recompute-num-layers 1", "parallel.recompute", 1),
+    ],
+)  # fmt: skip
+def test_a_setting(text: str, key: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / ("a.sh" if "torchrun" in text else "a.yaml")
+    file.write_text(text)
+    assert stated([file])[0].get(key) == value
+
+
+@pytest.mark.parametrize("name", ["gpt3", "llama3_fp8", "mixtral", "qwen3", "gptoss"])
+def test_scripts_are_read_as_bash_reads_them(name: str, tmp_path: Path) -> None:
+    """bash itself is asked for the words that it gives to torchrun."""
+    script = FILES / f"megatron_lm/{name}.sh"
+    words = [str(tmp_path / one) for one in "abcde"]
+    shell = f"torchrun() {{ printf '%s\\0' \"$@\"; }}; source {script} {' '.join(words)}"
+    ran = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    given = ran.stdout.split("\0")[:-1]
+    text = script.read_text()
+    for index, word in enumerate(words, 1):
+        text = text.replace(f"${index}", word).replace(f"${{{index}:-", f"${{N{index}:-")
+    flags, undecided = read_flags(
+        f"{''.join(f'N{i}={w}{chr(10)}' for i, w in enumerate(words, 1))}{text}", "x"
+    )
+    read = [part for one in flags for part in (one.name, *one.values)]
+    split = [
+        part for word in given for part in (word.split("=", 1) if word[:2] == "--" else [word])
+    ]
+    assert read == [word for word in split if not word.endswith(".py")] and not undecided
+
+
+def test_names_of_the_installed_tools() -> None:
+    """The tables of tools whose every name DMT claims to know have them."""
+    table = tool("trainer")
+    unknown = [
+        field.name
+        for field in dataclasses.fields(TrainingArguments)
+        if table.renamed.get(field.name, field.name) not in table.names
+        and not table.ignores(field.name)
+    ]
+    assert unknown == []
+    table = tool("accelerate")
+    names = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert names <= table.names | SECTIONS.keys()
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 0.5, 1e308, 10**400, "", "x", "true", "no", "steps", "auto"),
+    *("a\0b", "y" * 5000, [], [[]], [{}], [True, "x"], {}, {"A": 1}, {"stage": {}}, "{"),
+)
+
+
+@pytest.mark.parametrize("key", [one.key for one in tools() if one.recognise])
+def test_any_value_at_any_key(key: str, tiny: Planned, tmp_path: Path) -> None:
+    """No setting may stop a run with a traceback."""
+    chance, table = random.Random(6), tool(key)
+    names = sorted(name for name in table.names if "*" not in name and "." not in name)
+    file = tmp_path / "file.json"
+    for _ in range(100):
+        some = chance.sample(names, min(8, len(names)))
+        values = dict.fromkeys(sorted(table.recognise)[:3], "x")
+        values |= {name: chance.choice(VALUES) for name in some}
+        file.write_text(json.dumps(values))
+        try:
+            stated([file])
+            tiny.against(file)
+        except DmtError:
+            pass

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from toolkit.backend import BACKENDS, InAccelerate, adopt_engine_config
 from toolkit.errors import PlanError, RunFailed
 from toolkit.foreign import preflight
-from toolkit.foreign.accelerate import ENGINES
 from toolkit.foreign.accelerate_file import (
     MIXED_PRECISION,
     in_accelerate,
     in_scripts,
     refuse_kernels,
 )
-from toolkit.foreign.base import written
-from toolkit.foreign.environment import SWITCHES, accelerate_settings, mesh_variables
-from toolkit.foreign.facts import values_of
-from toolkit.foreign.training_arguments import KEYS
+from toolkit.foreign.environment import ENGINES, SWITCHES, accelerate_settings, mesh_variables
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.plan import Plan
@@ -137,8 +133,7 @@ def planned_for_launcher(
     plan = plan_recipe(recipe)
     words = in_accelerate(recipe, plan)
     _refuse_other_engine(plan, mesh_variables(words.mesh(plan.layout)))
-    report = tell if int(os.environ.get("RANK", 0)) == 0 else lambda _: None
-    preflight(recipe, plan, "worker", report)
+    preflight(recipe, "worker")
     return recipe, plan
 
 
@@ -220,6 +215,7 @@ def _of_recipe(
 ) -> dict[str, Any]:
     """The recipe's settings, apart from the engine, for a class with the fields `names`."""
     precision, steps = recipe.training.precision, recipe.total_steps()
+    optimizer = recipe.optimizer
     length = {"max_steps": steps} if steps else {"num_train_epochs": recipe.training.epochs}
     schedule = nearest_schedule(
         recipe.schedule, more.get("learning_rate", recipe.optimizer.learning_rate)
@@ -227,7 +223,16 @@ def _of_recipe(
     if "lr_scheduler_type" in more:  # the options are those of the recipe's
         del schedule["lr_scheduler_kwargs"]
     stated = {
-        **written(KEYS, values_of(recipe, plan)),
+        "per_device_train_batch_size": plan.layout.micro_batch,
+        "gradient_accumulation_steps": plan.layout.gradient_accumulation,
+        "learning_rate": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "optim": optimizer.kind.elsewhere["TrainingArguments"],
+        "max_grad_norm": optimizer.clip_grad_norm or 0.0,
+        "seed": recipe.training.seed,
         **({} if {"max_steps", "num_train_epochs"} & more.keys() else length),
         **schedule,
         "bf16": precision == "bf16",

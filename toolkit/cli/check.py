@@ -16,13 +16,13 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
-from toolkit.cli.conflict_tables import lines, record
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
 from toolkit.data.local import chat_notes, local_problems
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
-from toolkit.foreign import Report, against, places_in
+from toolkit.foreign.carry import left_lines
+from toolkit.foreign.compare import FileComparison, against
 from toolkit.intake.load import load_recipe, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
@@ -46,8 +46,8 @@ class Verdict:
     """What could not be checked, and why; what nothing reads, or may not be meant."""
     parameters: int | None = None
     """Of the model; None where its shape is not known here."""
-    reports: tuple[Report, ...] = ()
-    """One for each place that it was compared with."""
+    reports: tuple[FileComparison, ...] = ()
+    """One for each file that it was compared with."""
 
     @property
     def good(self) -> bool:
@@ -59,12 +59,12 @@ def check(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files.")],
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     others: Annotated[
-        list[str] | None,
+        list[Path] | None,
         typer.Option(
             "--against",
-            metavar="FILE|env",
-            help="Compare with what another tool reads: a DeepSpeed or Accelerate config, "
-            "TrainingArguments, Megatron-LM arguments, or the environment; may be repeated.",
+            metavar="FILE",
+            help="Compare with another tool's file: TrainingArguments, a DeepSpeed, "
+            "Accelerate, Axolotl or LLaMA-Factory config, Megatron-LM arguments; repeat it.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -73,12 +73,12 @@ def check(
 
     A model type without a family file takes a few seconds, because transformers is imported.
 
-    With --against, also lists every setting stated in both places, with both values and which
-    of them takes precedence; exit 2 when any disagrees.
+    With --against, also lists every setting with another value there, and what the recipe does
+    not have; exit 2 when any disagrees.
 
     Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
 
-    Example: `dmt check recipe.yaml --against ds_config.json --against env`
+    Example: `dmt check recipe.yaml --against ds_config.json`
     """
     verdicts = [judge(path, overrides, others or ()) for path in recipes]
     output(
@@ -90,7 +90,7 @@ def check(
     )
 
 
-def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> Verdict:
+def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()) -> Verdict:
     """Load, plan and render one recipe; its mistakes become part of the verdict."""
     try:
         recipe = load_recipe(path, overrides)
@@ -105,13 +105,12 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
         key, _, reason = error.message.partition(": ")
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
     found += local_problems(recipe)
-    reports: list[Report] = []
+    reports: list[FileComparison] = []
     if others:
-        places = places_in(path, overrides)
         plan = plan or _plan_alone(recipe)
         for other in others:
             try:
-                reports += against(other, recipe, plan, places)
+                reports.append(against(other, recipe, plan))
             except RecipeError as error:
                 found += error.problems
     problems = tuple(placed(problem, path, overrides) for problem in found)
@@ -179,7 +178,7 @@ def _record(verdict: Verdict) -> dict[str, object]:
         "note": verdict.note,
     }
     if verdict.reports:
-        fields["against"] = [record(report) for report in verdict.reports]
+        fields["against"] = [_compared(report) for report in verdict.reports]
     return fields
 
 
@@ -202,4 +201,39 @@ def _lines(verdicts: Sequence[Verdict]) -> Iterator[Line]:
         else:
             err.print(problem_list(verdict.file, verdict.problems), soft_wrap=True)
         for report in verdict.reports:
-            yield from lines(report)
+            yield from _comparison(report)
+
+
+def _compared(report: FileComparison) -> dict[str, object]:
+    """One comparison as plain data."""
+    return {
+        "source": report.source,
+        "kind": report.kind,
+        "agrees": report.agrees,
+        "settings": report.settings,
+        "left": [
+            {
+                "name": one.at.name,
+                "place": one.at.place,
+                "reason": one.reason,
+                "changes": one.changes,
+            }
+            for one in (*report.misspelt, *report.left)
+        ],
+    }
+
+
+def _comparison(report: FileComparison) -> Iterator[Line]:
+    """One comparison: the settings that disagree, names that are misspelt, what is not here."""
+    conflicts = [row for row in report.settings if not row.agrees]
+    sign = Text("✓ ", "green") if report.agrees else Text("✗ ", "red")
+    count = f"{len(report.settings) - len(conflicts)} settings agree, {len(conflicts)} disagree"
+    yield Text.assemble("  ", sign, (report.source, "bold"), f"  {report.kind}: {count}")
+    for row in conflicts:
+        values = f"  {row.name}: {row.other}, the recipe {row.recipe}\n      fix  "
+        where, key = (f"  {row.place}", "cyan"), (f"  {row.key}", "bold")
+        yield Text.assemble(where, key, values, (row.fix, "green"))
+    for one in report.misspelt:
+        yield Text(f"  {one.at.place}  {one.at.name}: {one.reason}", "red")
+    for line in left_lines(report.left):
+        yield Text(f"  {line}", "dim")

@@ -88,11 +88,11 @@ def _import(
     out: Path | None,
 ) -> None:
     """`--from`: the recipe, and on standard error what is not carried."""
-    from toolkit.starter.imported import import_files, summary
+    from toolkit.starter.imported import import_files
 
     imported = import_files(files, model, cluster, task, data)
     _put(imported.text, out)
-    for line in summary(imported.uncarried):
+    for line in imported.left:
         tell(f"dmt: {line}")
     if imported.problem:
         tell(f"dmt: as it is, the recipe cannot be planned: {imported.problem}")

@@ -1,171 +1,167 @@
-"""Compares the settings of another place with those of the recipe and its plan."""
+"""`dmt check --against`: settings of a recipe and its plan that another tool's file states."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from toolkit.engines.deepspeed.config import same
-from toolkit.foreign.base import (
-    AUTO,
-    DATA_PARALLEL,
-    AtMost,
-    Nearest,
-    OneOf,
-    OverContext,
-    PerReplica,
-    SettingSource,
-    ShareOfSteps,
-    Stated,
+from toolkit.engines.megatron.config import trained_config
+from toolkit.errors import DmtError
+from toolkit.foreign.carry import (
+    ACCUMULATION,
+    SHARDS,
+    WORLD,
+    Carried,
+    ForeignSetting,
+    Found,
+    Left,
+    same,
     shown,
 )
-from toolkit.foreign.facts import DERIVED, Fact
-from toolkit.recipe.describe import choices, settings
+from toolkit.foreign.megatron import config_of
+from toolkit.foreign.statements import add_batch, add_betas, read_together
+from toolkit.plan.dimensions import settings
+from toolkit.plan.plan import Plan
+from toolkit.recipe.describe import settings as recipe_settings
+from toolkit.recipe.schema import Recipe
+from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 
-Verdict = Literal["agrees", "disagrees", "auto", "open"]
-"""`auto`: takes the recipe's value. `open`: shows only when it runs."""
+_TRACKERS = ("logging.wandb", "logging.mlflow", "logging.trackio")
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class SettingComparison:
-    """One setting that both places state."""
+    """One setting that both state."""
 
     key: str
-    """The recipe's key; a word of `DERIVED` for what it implies."""
+    """The recipe's key, or the word for a number that it derives."""
     recipe: str
-    """The recipe's value, or the plan's where it is `auto`; empty where none is known yet."""
-    origin: str
-    """Where that comes from: `FILE:LINE`, `default`, `planned`, `derived: …`."""
     name: str
     """What the setting is called there."""
     other: str
-    """Its value there, as written."""
     place: str
-    """`FILE:LINE`, or the variable."""
-    verdict: Verdict
-    winner: str
-    """Which takes precedence; empty where the two agree."""
-    advice: str
+    """`FILE:LINE`."""
+    agrees: bool
+    fix: str
     """What to do; empty where the two agree."""
-    breaks: bool
-    """Whether a run that starts all the same would fail or train something else."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """The comparison with one other place."""
+class FileComparison:
+    """A recipe next to one file."""
 
-    source: SettingSource
-    compared: tuple[SettingComparison, ...]
-
-    @property
-    def conflicts(self) -> tuple[SettingComparison, ...]:
-        """The settings that disagree."""
-        return tuple(row for row in self.compared if row.verdict == "disagrees")
+    source: str
+    kind: str
+    settings: tuple[SettingComparison, ...]
+    left: tuple[Left, ...]
+    """What the recipe does not have."""
+    misspelt: tuple[Left, ...]
+    """Names that the tool does not know."""
 
     @property
     def agrees(self) -> bool:
-        """Nothing disagrees, and no name is misspelt."""
-        return not self.conflicts and not self.source.unknown
+        """Whether no value is another one, and no name is misspelt."""
+        return all(row.agrees for row in self.settings) and not self.misspelt
 
 
-def compare(source: SettingSource, facts: Mapping[str, Fact]) -> Report:
-    """Judge every setting of `source` that the recipe states as well."""
-    return Report(source, tuple(_judge(stated, source, facts) for stated in source.stated))
+def against(path: Path, recipe: Recipe, plan: Plan | None) -> FileComparison:
+    """Compare a recipe with the file at `path`; without a plan, not what is `auto`.
 
-
-def _judge(
-    stated: Stated, source: SettingSource, facts: Mapping[str, Fact]
-) -> SettingComparison:
-    stated = _multiplied(stated, facts)
-    fact = facts.get(stated.key)
-    verdict = _verdict(stated, fact)
-    winner = advice = ""
-    if verdict == "disagrees":
-        assert fact is not None, "what is compared has a value"
-        winner = stated.winner or source.winner
-        advice = stated.advice or _advice(stated, fact)
-    elif verdict == "auto":
-        winner = "recipe"
-    elif verdict == "open":
-        advice = stated.advice or "the recipe leaves it open until the run is planned"
-    return SettingComparison(
-        key=stated.key,
-        recipe="" if fact is None else redact(shown(fact.value)),
-        origin="" if fact is None else fact.origin,
-        name=stated.at.name,
-        other=redact(stated.at.written),
-        place=stated.at.place,
-        verdict=verdict,
-        winner=winner,
-        advice=redact(advice),
-        breaks=verdict == "disagrees" and stated.breaks,
+    Raises RecipeError for a file that cannot be read or is not understood.
+    """
+    found = read_together([path], "--against")
+    ours = _values(recipe, plan)
+    found.defaults = {}
+    add_betas(found)
+    add_batch(
+        found, None if plan is None else plan.layout.dp, int(ours.get("parallel.context", 1))
     )
+    rows = (*_rows(found, ours), *_shape_rows(found, recipe))
+    kind = found.tools[0]
+    misspelt = tuple(
+        one for one in found.left if one.unknown and (kind.complete or one.at.value is None)
+    )
+    left = tuple(one for one in found.left if one not in misspelt)
+    return FileComparison(str(path), kind.name, tuple(rows), left, misspelt)
 
 
-def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
-    """A batch per replica as the global one, where the number of replicas is known; a share of
-    the steps as a number of them."""
-    if isinstance(stated.value, OverContext):
-        batch, degree = stated.value.sequences, facts.get("parallel.context")
-        if degree is None or degree.value in (1, AUTO) or batch % int(str(degree.value)):
-            return replace(stated, value=batch)
-        return replace(stated, value=OneOf((batch, batch // int(str(degree.value)))))
-    if isinstance(stated.value, ShareOfSteps):
-        steps = facts.get("training.steps")
-        if steps is None:
-            key, share = "schedule.warmup_ratio", stated.value.share
-            return replace(stated, key=key, value=share, certain=key in facts)
-        share = math.ceil(stated.value.share * int(str(steps.value)))
-        at = replace(stated.at, text=f"{stated.at.written} · {steps.value} steps = {share}")
-        return replace(stated, value=share, at=at)
-    if not isinstance(stated.value, PerReplica):
-        return stated
-    replicas = facts.get(DATA_PARALLEL)
-    if replicas is None:
-        return replace(stated, certain=False)
-    assert isinstance(replicas.value, int)
-    batch = stated.value.sequences * replicas.value
-    at = replace(stated.at, text=f"{stated.at.text} = {batch}")
-    return replace(stated, value=batch, at=at)
+def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
+    """Every value of the run by its key; without a plan, `auto` values are missing."""
+    dumped = recipe.model_dump(exclude={"model": {"config"}})
+    values = {key: value for key, value in leaves(dumped) if value != _AUTO}
+    values |= {
+        key: getattr(recipe.data, key.partition(".")[2])
+        for key in ("data.train", "data.validation")
+    }
+    values[WORLD] = recipe.cluster.world_size
+    steps = recipe.total_steps()
+    if steps is not None:
+        values["training.steps"] = steps
+        values["schedule.warmup_steps"] = recipe.schedule.warmup(steps)
+    elif recipe.schedule.warmup_ratio is not None:
+        del values["schedule.warmup_steps"]
+    for key in _TRACKERS:
+        section = getattr(recipe.logging, key.partition(".")[2])
+        values[key] = section is not None and getattr(section, "mode", "") != "disabled"
+    for key in ("data.train", "data.validation"):
+        sources = values[key]
+        if isinstance(sources, tuple):
+            values[key] = [one.model_dump() for one in sources]
+    if plan is not None:
+        layout = plan.layout
+        planned = {
+            "parallel.engine": plan.engine,
+            "parallel.model": plan.model,
+            **settings(layout),
+        }
+        values = planned | values
+        values[ACCUMULATION] = layout.gradient_accumulation
+        shards = max(1, layout.dp // layout.replicate) if layout.zero_stage else 1
+        values |= {SHARDS: shards, "parallel.replicate": layout.dp // shards}
+    return values
 
 
-def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
-    if stated.value == AUTO:
-        return "auto"
-    if fact is None or not stated.certain:
-        return "open"
-    if isinstance(stated.value, AtMost):
-        assert isinstance(fact.value, int)
-        return "agrees" if fact.value <= stated.value.limit else "disagrees"
-    values = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
-    return "agrees" if any(_same(value, fact.value) for value in values) else "disagrees"
+def _rows(found: Found, ours: Mapping[str, Any]) -> Iterator[SettingComparison]:
+    every = [*found.values.items()]
+    every += [(key, one) for key, one in found.weak if one.also and key not in found.values]
+    for key, one in every:
+        value = (
+            one.value
+            if not key.startswith(_TRACKERS) or isinstance(one.value, str)
+            else one.value is not None
+        )
+        if key == "schedule.warmup_ratio" and ours.get("training.steps"):
+            key, value = "schedule.warmup_steps", math.ceil(value * ours["training.steps"])
+        if key in ours and not (ours[key] is None and key.startswith("training.")):
+            yield _compared(key, ours[key], value, one)
 
 
-def _same(value: object, ours: object) -> bool:
-    """A map in a list states what it names: of a data source, say, and not its defaults."""
-    if isinstance(value, Mapping) and isinstance(ours, Mapping):
-        return all(_same(one, ours.get(name)) for name, one in value.items())
-    if isinstance(value, list) and isinstance(ours, list) and len(value) == len(ours):
-        return all(map(_same, value, ours))
-    return same(value, ours)
+def _compared(key: str, ours: Any, value: Any, one: Carried) -> SettingComparison:
+    agrees = same(value, ours) or any(same(other, ours) for other in one.also)
+    there = f"change {one.at.name} at {one.at.place}"
+    can_be_set = key in recipe_settings() and not isinstance(value, list | dict)
+    here = f"--set {key}={shown(value).replace(' ', '')}, or " if can_be_set else ""
+    return SettingComparison(
+        key, redact(shown(ours)), one.at.name, one.at.written, one.at.place, agrees,
+        "" if agrees else redact(here + there),
+    )  # fmt: skip
 
 
-def _advice(stated: Stated, fact: Fact) -> str:
-    """The two ways to make both say the same."""
-    name, place = stated.at.name, stated.at.place
-    there = f"unset {name}" if name == place else f"change {name} at {place}"
-    if stated.key in DERIVED:
-        return f"{there}; the recipe's is {DERIVED[stated.key]}"
-    if _can_be_set(stated.key, stated.value):
-        return f"--set {stated.key}={shown(stated.value).replace(' ', '')}, or {there}"
-    return f"{there} to mean {stated.key} {shown(fact.value)}, or change the recipe"
-
-
-def _can_be_set(key: str, value: object) -> bool:
-    """Whether a recipe can say the same with one `--set`."""
-    if isinstance(value, OneOf | AtMost | Nearest | ShareOfSteps) or key not in settings():
-        return False
-    words = choices(settings()[key].info.annotation)
-    return not words or not isinstance(value, str) or value in words
+def _shape_rows(found: Found, recipe: Recipe) -> Iterator[SettingComparison]:
+    """The model that the file describes, by the names of its config."""
+    config, problems = config_of(found)
+    if problems or not config:
+        for at in found.shape.values():
+            found.drop(at, "not compared: no config describes this model", changes=False)
+        return
+    with suppress(DmtError):  # only on the hub
+        ours = trained_config(recipe.model)
+        first = next(iter(found.shape.values()))
+        for name, value in config.items():
+            if name in ours:
+                at = ForeignSetting(f"the model's {name}", value, first.file, first.line)
+                yield _compared(f"model.config.{name}", ours[name], value, Carried(value, at))

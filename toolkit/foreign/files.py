@@ -1,56 +1,144 @@
-"""Detects the format of a file, and reads its settings."""
+"""Reads a file of another tool: its kind, its settings, and what they state of a recipe."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
-from toolkit.errors import Problem, RecipeError
-from toolkit.foreign.base import SettingSource, Target, targets
+from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.foreign.blocks import deepspeed, setting_of
+from toolkit.foreign.carry import ForeignSetting, Found, Left, as_yaml, carry
+from toolkit.foreign.rules import RULES
+from toolkit.foreign.shell import read_flags
+from toolkit.foreign.tables import ForeignTool, tool, tools
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.schema import Recipe
+
+SECTIONS = {
+    "deepspeed_config": ("", "DEEPSPEED"),
+    "fsdp_config": ("fsdp_", "FSDP"),
+    "megatron_lm_config": ("megatron_lm_", "MEGATRON_LM"),
+    "parallelism_config": ("parallelism_config_", ""),
+    "fp8_config": ("fp8_", ""),
+    "dynamo_config": ("dynamo_", ""),
+    "mpirun_config": ("", ""),
+}
+"""Accelerate's blocks: the prefix of their settings, and the distributed_type they are for."""
 
 
-def read_source(path: Path, recipe: Recipe) -> SettingSource:
-    """The settings of the file at `path`, in any of `targets()`.
-
-    Raises RecipeError if it cannot be read or its format is unknown.
-    """
-    target, file = recognised(path, "--against")
-    return target.read(file, recipe)
-
-
-def recognised(path: Path, option: str) -> tuple[Target, JsonFile]:
-    """The format of the file at `path`, and what stands in it.
-
-    Raises RecipeError, on `option`, if it cannot be read or its format is unknown.
-    """
+def read(path: Path, option: str) -> Found:
+    """What the file at `path` states. Raises RecipeError, on `option`, for a file that cannot
+    be read or is of no known kind, and for what is not understood; PlanError for a script."""
+    if path.suffix == ".py":
+        raise PlanError(
+            f"{option}: {path} is a program, and dmt runs and reads no foreign code",
+            fix="docs/coming-from.md has what of your script a recipe states",
+        )
     try:
-        text = _text(path)
-        if path.suffix.lower() in (".yaml", ".yml"):  # which may also begin with a brace
-            return _by_names(_read_yaml(path, text))
-        if text.lstrip().startswith("{"):
-            return _by_names(read_json(path, "JSON file"))
-        for target in targets():
-            if (file := target.parse(text, path)) is not None:
-                return target, file
-        raise _NoKind("a text without `--flags`")
+        kind, file = _recognised(path)
     except _NoKind as error:
-        environment = ", or `env`" if option == "--against" else ""
-        forms = (target.form for target in targets())
-        kinds = ", ".join(forms) + environment
-        problem = Problem(option, str(error), kinds, "", str(path))
-        raise RecipeError([problem]) from error
+        kinds = ", ".join(one.form for one in tools())
+        raise RecipeError([Problem(option, str(error), kinds, "", str(path))]) from error
+    found = read_as(kind, file)
+    found.stop()
+    return found
+
+
+def read_as(kind: ForeignTool, file: JsonFile) -> Found:
+    """What a file of a known tool states; `problems` has what is not understood."""
+    undecided: Sequence[Left] = ()
+    if kind is tool("deepspeed"):
+        return deepspeed(file)
+    if kind.key == "megatron_lm":
+        settings, undecided = _of_flags(file)
+    elif kind.key == "accelerate":
+        settings, undecided = _of_accelerate(file)
+    else:
+        settings = {
+            kind.renamed.get(name, name): setting_of(file, name, value)
+            for name, value in file.values.items()
+        }
+    found = carry(kind, settings)
+    found.left += undecided
+    RULES[kind.key](found, settings, file)
+    return found
+
+
+def _of_accelerate(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left]]:
+    """Settings by the names of `accelerate launch`'s arguments; and those of blocks that the
+    distributed_type leaves unread."""
+    settings, left = {}, []
+    kind = str(file.values.get("distributed_type", "NO"))
+    for key, value in file.values.items():
+        prefix, of_kind = SECTIONS.get(key, ("", ""))
+        if key not in SECTIONS:
+            settings[key] = setting_of(file, key, value)
+        elif not isinstance(value, Mapping):
+            if value:
+                problem = setting_of(file, key, value).problem("a map of settings")
+                raise RecipeError([problem])
+        else:
+            for name, one in value.items():
+                at = setting_of(file, f"{key}.{name}", one)
+                if of_kind not in ("", kind):
+                    left.append(Left(at, f"not in effect: {kind}", changes=False))
+                else:
+                    settings[name if name.startswith(prefix) else prefix + name] = at
+    return settings, left
+
+
+def _of_flags(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left]]:
+    """argparse takes a name with either kind of dash, and the last of several."""
+    settings = {}
+    for name, (flag, values) in file.values.items():
+        value: Any = as_yaml(_plain(values[0])) if len(values) == 1 else [*values]
+        settings[name] = ForeignSetting(
+            flag, value if values else True, str(file.path), file.lines[name]
+        )
+    left = []
+    for name, line in file.lines.items():
+        if name.startswith("?"):
+            at = ForeignSetting(name[1:], None, str(file.path), line)
+            left.append(Left(at, "in a branch that only the shell can decide"))
+    return settings, left
+
+
+def _plain(text: str) -> str:
+    """A number that Python reads as one: `1_000`."""
+    digits = text.replace("_", "")
+    return digits if digits.isdecimal() and "__" not in text else text
 
 
 class _NoKind(Exception):
-    """Why a file is of no known format."""
+    """Why a file is of no known kind."""
 
 
-def _by_names(file: JsonFile) -> tuple[Target, JsonFile]:
+def _recognised(path: Path) -> tuple[ForeignTool, JsonFile]:
+    text = _text(path)
+    if path.suffix.lower() in (".yaml", ".yml"):  # which may also begin with a brace
+        return _by_names(_read_yaml(path, text))
+    if text.lstrip().startswith("{"):
+        return _by_names(read_json(path, "JSON file"))
+    if not any(word.startswith(("--", '"--', "'--")) for word in text.split()):
+        raise _NoKind("a text without `--flags`")
+    flags, undecided = read_flags(text, str(path))
+    values = {flag.name.replace("_", "-"): (flag.name, flag.values) for flag in flags}
+    lines = {flag.name.replace("_", "-"): flag.line for flag in flags}
+    lines |= {f"?{flag.name}": flag.line for flag in undecided}
+    return tool("megatron_lm"), JsonFile(path, values, lines)
+
+
+def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
     """By whose names its top-level keys are, most of them."""
-    best = max(targets(), key=lambda target: target.score(file.values))
-    if best.score(file.values) > 0:
+    blocks = any(
+        isinstance(file.values.get(key), Mapping) for key in ("fp16", "bf16", "optimizer")
+    )
+    scores = {one: len(one.recognise & file.values.keys()) for one in tools() if one.recognise}
+    of_trainer = tool("trainer")
+    own = {one: score for one, score in scores.items() if one is not of_trainer and score}
+    if "deepspeed_config" not in file.values and blocks:
+        own[tool("deepspeed")] = scores[tool("deepspeed")] + 2
+    best = max(own, key=lambda one: own[one], default=of_trainer)
+    if best is not of_trainer or scores[of_trainer]:
         return best, file
     if {"model", "training", "data", "extends"} & file.values.keys():
         raise _NoKind("a recipe")
@@ -71,7 +159,7 @@ def _text(path: Path) -> str:
 
 
 def _read_yaml(path: Path, text: str) -> JsonFile:
-    """A YAML map with the line of each key, in the form of a JSON file."""
+    """A YAML map as PyYAML reads it, with the line of each key."""
     node, problems = yaml_nodes.parse(text, str(path), is_foreign=True)
     if problems:
         raise RecipeError(problems)

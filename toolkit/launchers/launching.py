@@ -114,7 +114,7 @@ def launch_recipe(
     name, nodes = launch.launcher, launch.most_nodes(nodes)
     oversees = LAUNCHERS[name].supervises(nodes)
     if oversees:  # Otherwise that is done where the ranks are.
-        preflight(assignment.recipe, assignment.plan, "launch", tell)
+        preflight(assignment.recipe, "launch")
     code = EXIT_DONE
     if instead := _instead_of_ranks(assignment, origin, cluster, changes):
         if not dry_run:

@@ -256,7 +256,7 @@ def assign(
     # What `dmt launch` left for the ranks, it has shown itself.
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
         show_plan(assignment.recipe, assignment.plan)
-    preflight(assignment.recipe, assignment.plan, "worker", tell)
+    preflight(assignment.recipe, "worker")
     handed_over = recipe_path.absolute() == run.handed_over
     stated = None if handed_over else stated_in(recipe_path, overrides)
     show_run_directory(write(assignment, command, stated))

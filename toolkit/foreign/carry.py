@@ -1,0 +1,375 @@
+"""Carries another tool's settings into a recipe's, by the tool's table (`tables.py`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.foreign.tables import ForeignRow, ForeignTool
+from toolkit.intake.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.describe import accepts, allowed, choices
+from toolkit.recipe.describe import settings as recipe_settings
+from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+from toolkit.text.redact import redact
+from toolkit.text.suggest import did_you_mean
+from toolkit.text.terminal import printable
+from toolkit.text.units import shortened
+
+ACCUMULATION, WORLD, PER_RANK = "accumulation", "world", "batch_per_rank"
+DEEPSPEED_BATCH, SHARDS = "deepspeed_batch", "shards"
+DERIVED = (ACCUMULATION, WORLD, PER_RANK, DEEPSPEED_BATCH, SHARDS)
+"""Numbers that a recipe derives, and other tools state."""
+AUTO = "auto"
+OFF: tuple[object, ...] = (None, False, 0, "", "none", "no", "false", [], {})
+"""Values with which a setting does nothing."""
+LEAVE_OUT = "remove it from the file, and write it in the recipe"
+OTHER_RUN = "DMT trains other objectives and methods than this: use the tool for this file"
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class ForeignSetting:
+    """One setting as it stands in a file."""
+
+    name: str
+    value: Any
+    file: str
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """`FILE:LINE`; only the file where the line is unknown."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    @property
+    def written(self) -> str:
+        """Its value on one line, without credentials."""
+        return shortened(printable(redact(shown(self.value))), _LONGEST)
+
+    def problem(self, expected: str, fix: str = LEAVE_OUT) -> Problem:
+        """A mistake in it."""
+        return Problem(self.name, self.written, expected, fix, self.file, self.line)
+
+
+Settings = Mapping[str, ForeignSetting]
+"""The settings of one file by the names of the tool's table."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A value of the recipe, and the setting that states it."""
+
+    value: Any
+    at: ForeignSetting
+    note: str = ""
+    also: tuple[Any, ...] = ()
+    """Further values of the recipe that the setting describes."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A setting that the recipe does not have."""
+
+    at: ForeignSetting
+    reason: str
+    changes: bool = True
+    """Whether something that is learned depends on it."""
+    unknown: bool = False
+    """Whether the tool does not know it."""
+
+
+@dataclass
+class Found:
+    """What one file states, or several together, by the recipe's keys."""
+
+    tools: tuple[ForeignTool, ...] = ()
+    values: dict[str, Carried] = field(default_factory=dict)
+    weak: list[tuple[str, Carried]] = field(default_factory=list)
+    """Statements of settings that are off: some value among `Carried.also`."""
+    left: list[Left] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    context: dict[str, Any] = field(default_factory=dict)
+    """Values of their settings, with what the tool assumes."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, ForeignSetting] = field(default_factory=dict)
+    """Settings of a model in megatron-core's terms."""
+
+    def put(
+        self, key: str, value: Any, at: ForeignSetting, note: str = "", also: Sequence[Any] = ()
+    ) -> None:
+        """Carry a value; of two in one file, the first counts."""
+        value, expected = fitting(key, value)
+        if expected:
+            self.problems.append(at.problem(f"{key} is {expected}"))
+            return
+        first = self.values.setdefault(key, Carried(value, at, note, (*also,)))
+        if first.at != at and not same(first.value, value):
+            self.drop(at, f"{first.at.name} at {first.at.place} decides {key}")
+
+    def drop(self, at: ForeignSetting, reason: str, changes: bool = True) -> None:
+        """A setting that is not carried."""
+        self.left.append(Left(at, reason, changes))
+
+    def number(self, key: str, default: int = 1) -> int:
+        """A whole number that was carried or is a default."""
+        value = self.values[key].value if key in self.values else self.defaults.get(key)
+        return value if isinstance(value, int) and value > 0 else default
+
+    def merge(self, other: "Found") -> None:
+        """Take over another file's statements; two that contradict each other are a problem."""
+        for key, one in other.values.items():
+            first = self.values.setdefault(key, one)
+            if not same(first.value, one.value) and first.value not in one.also:
+                if first.at.file == one.at.file:
+                    self.drop(one.at, f"{first.at.name} at {first.at.place} decides {key}")
+                else:
+                    before = f"{first.at.name} at {first.at.place} says: {first.at.written}"
+                    fix = "make both say the same"
+                    self.problems.append(
+                        replace(one.at.problem(f"what {before}", fix), key=key)
+                    )
+        self.weak += other.weak
+        self.left += other.left
+        self.problems += other.problems
+        self.defaults = {**other.defaults, **self.defaults}
+        self.shape = {**other.shape, **self.shape}
+        self.tools += other.tools
+
+    def settle(self) -> None:
+        """Decide what settings that are off leave open: by the tool's default, if they allow
+        it."""
+        for key in dict.fromkeys(key for key, _ in self.weak):
+            every = [one for name, one in self.weak if name == key]
+            left = [value for value in every[0].also if all(value in one.also for one in every)]
+            if key not in self.values and left and self.defaults.get(key) not in left:
+                self.values[key] = Carried(left[0], every[0].at)
+
+    def stop(self) -> None:
+        """Raise RecipeError with everything that was not understood."""
+        if self.problems:
+            raise RecipeError(self.problems)
+
+
+def carry(tool: ForeignTool, settings: Settings) -> Found:
+    """What settings state by the rows of a table."""
+    found = Found((tool,))
+    found.context = {**tool.assume, **{name: one.value for name, one in settings.items()}}
+    for key, value in tool.defaults.items():
+        if not isinstance(value, Mapping):
+            found.defaults[key] = value
+        elif _holds(value["when"], found.context):
+            found.defaults[key] = value["value"]
+    refused = set()
+    for name, at in settings.items():
+        if name in tool.must_be and at.value not in tool.must_be[name]:
+            words = ", ".join(shown(word) for word in tool.must_be[name] if word != "")
+            found.problems.append(at.problem(words, OTHER_RUN))
+            refused.add(name)
+    last = [
+        name for name in settings if (row := tool.rows.get(name)) and (row.unless or row.needs)
+    ]
+    for name in [*(name for name in settings if name not in last), *last]:
+        if settings[name].value is not None and name not in tool.rules | refused:
+            _carry_one(tool, name, settings[name], found)
+    return found
+
+
+def _carry_one(tool: ForeignTool, name: str, at: ForeignSetting, found: Found) -> None:
+    row = tool.rows.get(name)
+    if name in tool.shape or tool.of_other_shape(name):
+        found.shape[name] = at
+    elif at.value == AUTO and (row is None or AUTO not in (row.words or {})):
+        found.drop(at, "another setting states it, or the plan", changes=False)
+    elif row is None:
+        _leave(tool, name, at, found)
+    elif reason := _not_in_effect(row, found):
+        found.drop(at, row.otherwise or reason, bool(row.otherwise))
+    elif row.needs and row.needs not in found.values:
+        if at.value not in OFF:
+            found.drop(
+                at, f"needs {row.needs}, a number of steps", "checkpoint" not in row.to[0]
+            )
+    else:
+        _put_row(row, at, found)
+
+
+def _leave(tool: ForeignTool, name: str, at: ForeignSetting, found: Found) -> None:
+    """A setting without a row."""
+    if name in tool.must_be:
+        found.drop(at, "so it is here", changes=False)
+    elif why := tool.change(name):
+        off = any(same(at.value, value) for value in OFF)
+        found.drop(at, "has no effect with this value" if off else why, not off)
+    elif tool.ignores(name):
+        found.drop(at, "ignored", changes=False)
+    else:
+        known = [one for one in tool.names if "*" not in one]
+        there = foreign(name.rpartition(".")[2])
+        hint = did_you_mean(name, known, there.advice if there else "", cutoff=0.8)
+        why = f"unknown to DMT, it may change what is learned{'; ' * bool(hint)}{hint}"
+        found.left.append(Left(at, why, unknown=True))
+
+
+def _not_in_effect(row: ForeignRow, found: Found) -> str:
+    for name, values in row.when.items():
+        if not _holds({name: values}, found.context):
+            return f"not in effect: {name} is {shown(found.context.get(name))}"
+    if row.unless_when and _holds(row.unless_when, found.context):
+        return "not in effect here"
+    if row.unless and row.unless in found.values:
+        return f"not in effect next to {found.values[row.unless].at.name}"
+    return ""
+
+
+def _holds(when: Mapping[str, list[Any]], context: Mapping[str, Any]) -> bool:
+    return all(
+        str(context.get(name)).lower() in [str(value).lower() for value in values]
+        for name, values in when.items()
+    )
+
+
+def _put_row(row: ForeignRow, at: ForeignSetting, found: Found) -> None:
+    value, to = at.value, row.to
+    known = row.words is not None and _hashable(value) and value in row.words
+    if known and row.words is not None:
+        value = row.words[at.value]
+    elif row.other == "targets":
+        value = targets(value)
+    elif row.words is not None and row.other != "same":
+        if row.changes or row.ignored:
+            found.drop(at, row.changes or "ignored", not row.ignored)
+        elif any(same(value, off) for off in OFF):
+            found.weak += [(key, Carried(None, at, "", row.off)) for key in to if row.off]
+            if not row.off:
+                found.drop(at, "has no effect with this value", changes=False)
+        else:
+            words = ", ".join(shown(word) for word in row.words)
+            found.problems.append(at.problem(words or "another value"))
+        return
+    elif row.below is not None and isinstance(value, int | float) and value >= row.below:
+        found.drop(at, row.changes)
+        return
+    if row.share and isinstance(value, float) and 0 < value < 1:
+        to = (row.share,)
+    first, *also = value if known and isinstance(value, list) else [value]
+    is_map = known and isinstance(value, Mapping)
+    if is_map and not value:
+        found.drop(at, "states nothing that a recipe has", changes=False)
+    stated = dict(value) if is_map else dict.fromkeys(to, first)
+    for key, one in {**stated, **({} if is_map else row.more)}.items():
+        found.put(key, one, at, also=also)
+
+
+def targets(value: Any) -> Any:
+    """Names of layers with an adapter, from a list or text with commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    names = [str(name).strip() for name in names]
+    return "all-linear" if names in (["all-linear"], ["all"]) else names
+
+
+def fitting(key: str, value: Any) -> tuple[Any, str]:
+    """A value in the recipe's type, or what the recipe takes there."""
+    if key in DERIVED:
+        is_count = type(value) is int and value > 0
+        return value, "" if is_count else "a whole number of 1 or more"
+    name, bracket, _ = key.partition("[")
+    setting = recipe_settings().get(name)
+    if name == "name" or name.startswith(("data.train.", "data.validation.")):
+        return value, ""  # judged with the whole recipe
+    if bracket or setting is None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value, "" if is_number or not bracket else "a number"
+    annotation, metadata = setting.info.annotation, setting.info.metadata
+    if isinstance(value, str):
+        word = value.lower()
+        value = FOREIGN_VALUES.get(key, {}).get(
+            word, word if word in choices(annotation) else value
+        )
+        if accepts(annotation, float) or accepts(annotation, int):
+            value = as_yaml(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = value if accepts(annotation, float) else int(value)
+    if setting.sections:  # judged with the whole recipe
+        return {True: {}, False: None}.get(value, value) if isinstance(
+            value, bool
+        ) else value, ""
+    try:
+        _adapter(name).validate_python(value)
+    except (ValidationError, ValueError, OverflowError):
+        return value, allowed(annotation, metadata)
+    return value, ""
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    info = recipe_settings()[name].info
+    kind: Any = info.annotation
+    for one in info.metadata:
+        kind = Annotated[kind, one]
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values mean the same: 1 is 1.0, and not true."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return all(same(value, other.get(name)) for name, value in one.items())
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        scale = max(abs(one), abs(other))
+        return one == other or (scale < 1e300 and abs(one - other) <= 1e-9 * scale)
+    return bool(one == other)
+
+
+def shown(value: Any) -> str:
+    """A value as JSON and YAML write it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def as_yaml(text: str) -> Value:
+    """A plain value as YAML reads it; a number without end as text."""
+    try:
+        return resolve_plain(text)
+    except NumberError:
+        return text
+
+
+def number(value: Any) -> float | None:
+    """A number; None for anything else, `true` included."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < 1e300 else None
+
+
+def relative_to_file(name: str, file: Path) -> Path:
+    """A file that another one names: from the working directory, else that file's folder."""
+    near = file.parent / name
+    with suppress(OSError, ValueError):  # no name that a file can have
+        return near if not Path(name).exists() and near.exists() else Path(name)
+    return Path(name)
+
+
+def _hashable(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool)
+
+
+def left_lines(left: Sequence[Left]) -> Iterator[str]:
+    """What is not carried: first what changes what is learned, then the rest on one line."""
+    if said := [one for one in left if one.changes]:
+        yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
+    yield from dict.fromkeys(
+        f"  {one.at.name}{f' {one.at.written}'.rstrip()} ({one.at.place}): {one.reason}"
+        for one in said
+    )
+    if ignored := [one.at.name for one in left if not one.changes]:
+        yield f"ignored ({len(ignored)}): {', '.join(ignored)}"

@@ -1,0 +1,50 @@
+"""The tables of docs/coming-from.md: `python -m toolkit.foreign.docs` writes them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.foreign.carry import shown
+from toolkit.foreign.tables import ForeignRow, tool, tools
+from toolkit.recipe.describe import settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+MARK = "<!-- tables: python -m toolkit.foreign.docs -->\n"
+
+
+def page() -> str:
+    """The page, with a table for each tool."""
+    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    return head + MARK + "\n".join(line for line in _tables()) + "\n"
+
+
+def _tables() -> Iterator[str]:
+    for one in tools():
+        more = ", and the Trainer's settings" if one is tool("llama_factory") else ""
+        yield f"\n## {one.name.removeprefix('the ')}{more}"
+        yield "\n| there | in a recipe |\n|---|---|"
+        ours: dict[str, list[str]] = {}
+        base = tool("trainer").rows if one is tool("llama_factory") else {}
+        for name, row in one.rows.items():
+            if base.get(name) != row and (target := _target(row)) is not None:
+                ours.setdefault(target, []).append(f"`{name}`")
+        for target, names in ours.items():
+            yield f"| {', '.join(names)} | {target} |"
+        kept = {
+            name: [v for v in some if v not in (None, "")] for name, some in one.must_be.items()
+        }
+        refused = [f"`{name}` {', '.join(map(shown, some))}".strip() for name, some in kept.items()]
+        if refused:
+            yield f"\nOther values than these are refused: {'; '.join(refused)}."
+
+
+def _target(row: ForeignRow) -> str | None:
+    keys = list(row.to)
+    for words in (row.words or {}).values():
+        keys += words if isinstance(words, dict) else []
+    keys += row.more
+    known = [key for key in dict.fromkeys(keys) if key.partition("[")[0] in settings()]
+    return ", ".join(f"`{key}`" for key in known) or None
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

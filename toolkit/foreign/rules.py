@@ -1,0 +1,191 @@
+"""What is no row of a table: settings that are read together, and blocks and files that are
+named. One function for each tool; it adds to what `carry` found."""
+
+from collections.abc import Callable, Mapping
+
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.foreign import datasets, megatron
+from toolkit.foreign.blocks import add_engine, deepspeed_block
+from toolkit.foreign.carry import OFF, ForeignSetting, Found, Settings, number
+from toolkit.optimizers.base import OPTIMIZERS
+
+REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
+_PLATEAU = ("factor", "patience", "threshold", "cooldown")
+
+
+def _trainer(found: Found, settings: Settings, file: JsonFile) -> None:
+    _model(found, settings, "model_name_or_path", "config_name")
+    _reports(found, settings.get("report_to"))
+    _schedule(found, settings, "lr_scheduler_type")
+    _intervals(found, settings)
+    if (loss_on := settings.get("assistant_only_loss")) and loss_on.value is False:
+        found.put("data.train.loss_on", "all", loss_on)
+    if (packing := settings.get("packing")) and packing.value is True:
+        found.put("data.packing", "greedy", packing)
+    names = ("deepspeed", "fsdp", "fsdp_config")
+    add_engine(found, file, *(settings.get(name) for name in names))
+    _optimizer(found)
+
+
+def _axolotl(found: Found, settings: Settings, file: JsonFile) -> None:
+    _model(found, settings, "base_model")
+    _schedule(found, settings, "lr_scheduler")
+    datasets.axolotl(found, settings)
+    share = settings.get("cosine_min_lr_ratio")
+    peak = found.values.get("optimizer.learning_rate")
+    if share is not None and share.value is not None:
+        ratio = number(share.value)
+        if peak is None or ratio is None:
+            found.problems.append(
+                share.problem("a share of the learning rate, which is stated")
+            )
+        else:
+            found.put("schedule.min_learning_rate", peak.value * ratio, share)
+    options = settings.get("fsdp_config")
+    switch = settings.get("fsdp") or options
+    if switch is not None and not switch.value:
+        switch = options
+    version = settings.get("fsdp_version")
+    if options is not None and isinstance(options.value, Mapping):
+        first = {"fsdp_version": version.value if version else 1}
+        inside = first | {name: one for name, one in options.value.items() if one is not None}
+        options = ForeignSetting(options.name, inside, options.file, options.line)
+    elif switch is not None and options is None:
+        inside = {"fsdp_version": version.value if version else 1}
+        options = ForeignSetting("fsdp_config", inside, switch.file, switch.line)
+    add_engine(found, file, settings.get("deepspeed"), switch, options)
+    _optimizer(found)
+
+
+def _llama_factory(found: Found, settings: Settings, file: JsonFile) -> None:
+    context = found.context
+    pairs = context["stage"] == "dpo"
+    orpo = pairs and context["pref_loss"] == "orpo"
+    objective = {"pt": "pretrain", "sft": "sft"}.get(
+        str(context["stage"]), "orpo" if orpo else "dpo"
+    )
+    at = settings.get("stage") or ForeignSetting("stage (default)", "sft", str(file.path))
+    found.put("training.objective", objective, at)
+    if pairs and not orpo and "pref_loss" in settings:
+        found.put("dpo.loss", context["pref_loss"], settings["pref_loss"])
+    if (beta := settings.get("pref_beta")) is not None and beta.value is not None:
+        if pairs:
+            found.put(f"{objective}.beta", beta.value, beta)
+        else:
+            found.drop(beta, f"not in effect: stage is {context['stage']}", changes=False)
+    if context["finetuning_type"] == "lora":
+        method = settings.get("finetuning_type")
+        default = ForeignSetting("finetuning_type (default)", "lora", str(file.path))
+        found.put("adapter.name", "lora", method or default)
+        found.defaults["adapter.alpha"] = 2 * found.number("adapter.rank", 8)
+    if (pure := settings.get("pure_bf16")) is not None and pure.value is True:
+        found.drop(pure, "master weights and optimizer states are in fp32")
+    _packing(found, settings, objective)
+    datasets.llama_factory(found, settings, file, objective)
+    _trainer(found, {**settings, "packing": at}, file)
+
+
+def _packing(found: Found, settings: Settings, objective: str) -> None:
+    neat, packing = settings.get("neat_packing"), settings.get("packing")
+    if neat is not None and neat.value is True:
+        found.put("data.packing", "greedy", neat)
+    elif packing is not None and packing.value is True and objective != "pretrain":
+        found.drop(
+            packing, "rows attend to each other there; data.packing: greedy keeps them apart"
+        )
+    elif packing is not None and packing.value is False and objective == "pretrain":
+        found.drop(packing, "documents are concatenated, and cut at equal lengths")
+
+
+def _accelerate(found: Found, settings: Settings, file: JsonFile) -> None:
+    if (config := settings.get("deepspeed_config_file")) is not None and config.value:
+        found.merge(deepspeed_block(file, config.name, config.value))
+    engine, version = found.values.get("parallel.engine"), found.context["fsdp_version"]
+    kind = found.context["distributed_type"]
+    if engine is not None and kind == "FSDP" and str(version) == "1":
+        found.values["parallel.engine"] = engine.__class__(
+            engine.value, engine.at, "FSDP 2 here, where this is version 1 (or none is stated)"
+        )
+
+
+def _model(found: Found, settings: Settings, *names: str) -> None:
+    """A model brings its tokenizer."""
+    at = next(
+        (settings[name] for name in names if name in settings and settings[name].value), None
+    )
+    if at is not None and "data.tokenizer" not in found.values:
+        found.put("data.tokenizer", at.value, at)
+
+
+def _reports(found: Found, at: ForeignSetting | None) -> None:
+    if at is None or at.value in (None, "none", []):
+        return
+    stated = at.value if isinstance(at.value, list) else [at.value]
+    for name in REPORTS:
+        if name in stated or "all" in stated:
+            found.put(f"logging.{name}", True if name == "tensorboard" else {}, at)
+    if other := [str(one) for one in stated if one not in (*REPORTS, "all", "none")]:
+        found.drop(
+            at, f"no {', '.join(other)}; logging has {', '.join(REPORTS)}", changes=False
+        )
+
+
+def _schedule(found: Found, settings: Settings, name: str) -> None:
+    """Options of a schedule; one that is `constant` has no warm-up there."""
+    options = settings.get("lr_scheduler_kwargs")
+    given = options.value if options is not None else None
+    peak = found.values.get("optimizer.learning_rate")
+    if options is not None and given and not isinstance(given, Mapping):
+        found.problems.append(options.problem("a map of options"))
+    for option, value in given.items() if isinstance(given, Mapping) else ():
+        assert options is not None
+        at = ForeignSetting(f"{options.name}.{option}", value, options.file, options.line)
+        rate = number(value)
+        if option == "min_lr":
+            found.put("schedule.min_learning_rate", value, at)
+        elif option == "min_lr_rate" and peak is not None and rate is not None:
+            found.put("schedule.min_learning_rate", peak.value * rate, at)
+        elif option in _PLATEAU:
+            found.put(f"schedule.plateau.{option}", value, at)
+        else:
+            found.drop(at, "of these options, min_lr is schedule.min_learning_rate")
+    if name in settings and settings[name].value == "constant":
+        for key in ("schedule.warmup_steps", "schedule.warmup_ratio"):
+            found.defaults.pop(key, None)
+            if (one := found.values.pop(key, None)) is not None:
+                found.drop(one.at, "not in effect: a constant schedule", changes=False)
+
+
+def _intervals(found: Found, settings: Settings) -> None:
+    """Validations and checkpoints at numbers of steps."""
+    for name, key in {
+        "eval_strategy": "evaluation.every_steps",
+        "save_strategy": "checkpoint.every_steps",
+        "logging_strategy": "logging.every_steps",
+    }.items():
+        at = settings.get(name)
+        if at is None or at.value in OFF:
+            continue
+        if at.value != "steps":
+            found.drop(at, f"{key} is a number of steps", changes=False)
+        elif name == "eval_strategy" and key not in found.values:
+            found.put(key, found.number("logging.every_steps", 500), at)
+
+
+def _optimizer(found: Found) -> None:
+    """With an adapter, states of few bits have nothing to save, or no meaning."""
+    one = found.values.get("optimizer.name")
+    kind = OPTIMIZERS[one.value] if one and one.value in OPTIMIZERS.names else None
+    if one and kind and kind.no_adapter and "adapter.name" in found.values:
+        plain = OPTIMIZERS.names[0]
+        what = f"with {OPTIMIZERS[plain].title}, where this is {kind.title}: {kind.no_adapter}"
+        found.values["optimizer.name"] = one.__class__(plain, one.at, what, (one.value,))
+
+
+RULES: Mapping[str, Callable[[Found, Settings, JsonFile], None]] = {
+    "accelerate": _accelerate,
+    "trainer": _trainer,
+    "axolotl": _axolotl,
+    "llama_factory": _llama_factory,
+    "megatron_lm": megatron.rules,
+}
