@@ -29,10 +29,8 @@ def _tables() -> Iterator[str]:
                 ours.setdefault(target, []).append(f"`{name}`")
         for target, names in ours.items():
             yield f"| {', '.join(names)} | {target} |"
-        kept = {
-            name: [v for v in some if v not in (None, "")] for name, some in one.must_be.items()
-        }
-        refused = [f"`{name}` {', '.join(map(shown, some))}".strip() for name, some in kept.items()]
+        usual = {name: [v for v in some if v] for name, some in one.must_be.items()}
+        refused = [f"`{name}` {', '.join(map(shown, v))}".strip() for name, v in usual.items()]
         if refused:
             yield f"\nOther values than these are refused: {'; '.join(refused)}."
 
