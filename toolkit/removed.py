@@ -44,6 +44,8 @@ SETTINGS: dict[str, str] = {
     "moves samples to faster ranks",
     "parallel.shares": "remove it; `parallel.balance: auto` measures ranks, and moves samples "
     "to the faster ones",
+    "parallel.zero.extra": "write the keys into a copy of a file of ds_configs/, and name it "
+    "in parallel.zero.config",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "

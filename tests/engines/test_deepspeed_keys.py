@@ -10,16 +10,11 @@ import pytest
 
 from toolkit.engines.deepspeed.keys import (
     FILE,
-    GONE,
     KNOWN_KEYS,
-    ZERO_POSITIVE,
-    ZERO_SIZES,
-    ZERO_SWITCHES,
 )
 
 COLLECT = """
 import json
-import typing
 from deepspeed.runtime import config
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
@@ -64,22 +59,8 @@ def fields(model):
                   if name not in old)
 
 
-def of_type(*types):
-    return sorted(field.alias or name for name, field in zero.items()
-                  if field.annotation in types and name in names)
-
-
-zero = DeepSpeedZeroConfig.model_fields
-names = {name for name, field in zero.items()
-         if not (field.json_schema_extra or {}).get("deprecated")}
-bounded = {field.alias or name: [getattr(one, "gt", None) for one in field.metadata]
-           for name, field in zero.items()}
-
 print(json.dumps({
-    "switches": of_type(bool, bool | None, typing.Optional[bool]),
-    "sizes": of_type(int),
     "removed": sorted({*removed, *config._REMOVED_ZERO_CONFIG_KEYS}),
-    "positive": sorted(name for name, bounds in bounded.items() if 0 in bounds),
     "": sorted(Recorder.asked - removed),
     "aio": sorted(AIO_DEFAULT_DICT),
     "bf16": fields(DeepSpeedBF16Config),
@@ -113,10 +94,3 @@ def installed() -> dict[str, Any]:
 @pytest.mark.parametrize("block", [b for b in KNOWN_KEYS if not b.startswith("optimizer")])
 def test_known_keys_are_deepspeeds(block: str, installed: dict[str, Any]) -> None:
     assert sorted(KNOWN_KEYS[block]) == installed[block]
-
-
-def test_types_of_zero_keys_are_deepspeeds(installed: dict[str, Any]) -> None:
-    assert sorted(ZERO_SWITCHES) == installed["switches"]
-    assert sorted(ZERO_SIZES) == installed["sizes"]
-    assert sorted(ZERO_POSITIVE) == installed["positive"]
-    assert sorted(GONE) == installed["removed"]

@@ -86,7 +86,7 @@ _NAMES = {
     Foreign(None, "the megatron engine always does; remove it"): "use_distributed_optimizer",
     Foreign("parallel.zero", "stage, offload_optimizer, …"): "zero_optimization",
     Foreign("parallel.zero.stage"): "zero_stage",
-    Foreign("parallel.zero.extra", "a map of such keys of DeepSpeed's"):
+    Foreign(None, "write it into a DeepSpeed JSON file, and name that in parallel.zero.config"):
         "allgather_bucket_size overlap_comm reduce_bucket_size "
         "stage3_param_persistence_threshold stage3_prefetch_bucket_size",
     Foreign("parallel.zero.config", "name the JSON file there"): "deepspeed deepspeed_config",

@@ -675,10 +675,6 @@ class ZeroSection(Section):
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or your own JSON file, relative to
     the recipe's file. Default: the preset that fits stage and offload."""
-    extra: dict[str, Any] | None = None
-    """Engine deepspeed: settings of DeepSpeed's `zero_optimization` section that have no key
-    here, e.g. `{reduce_bucket_size: 50000000, overlap_comm: false}`; they replace the
-    preset's."""
 
 
 @with_features("parallel", after="recompute")

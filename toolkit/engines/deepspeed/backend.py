@@ -17,7 +17,6 @@ from toolkit.engines.deepspeed.config import (
     render,
     stage_of,
 )
-from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
@@ -194,22 +193,20 @@ class DeepSpeedBackend(Backend):
         set them.
 
         `parallel.zero.config` names that file. Values that the recipe states stay, and must
-        agree with the file (`render` checks that). Raises RecipeError if `parallel.zero.extra`
-        is invalid.
+        agree with the file (`render` checks that).
         """
         zero = recipe.parallel.zero
-        if zero.config is None and not zero.extra:
+        if zero.config is None:
             return recipe
-        update: dict[str, object] = {"extra": checked_extra(zero) or None}
-        if zero.config is not None:
-            file = open_config(zero.config)
-            optimizer, parameters = offload_of(file)
-            if zero.stage == "auto" and (stage := stage_of(file)) is not None:
-                update["stage"] = stage
-            if zero.offload_optimizer == "auto" and optimizer is not None:
-                update["offload_optimizer"] = optimizer
-            if zero.offload_parameters == "auto" and parameters is not None:
-                update["offload_parameters"] = parameters
+        update: dict[str, object] = {}
+        file = open_config(zero.config)
+        optimizer, parameters = offload_of(file)
+        if zero.stage == "auto" and (stage := stage_of(file)) is not None:
+            update["stage"] = stage
+        if zero.offload_optimizer == "auto" and optimizer is not None:
+            update["offload_optimizer"] = optimizer
+        if zero.offload_parameters == "auto" and parameters is not None:
+            update["offload_parameters"] = parameters
         return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
 
     def reduce_bytes(self, zero: ZeroSection) -> float | None:
@@ -226,7 +223,6 @@ class DeepSpeedBackend(Backend):
             recipe.optimizer,
             zero.nvme_path,
             zero.config,
-            zero.extra or {},
             first_loss_scale(precision),
         )
         rendered: dict[str, Any] = render(request)

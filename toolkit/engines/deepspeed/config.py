@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -125,8 +125,6 @@ class DeepSpeedRequest:
     config: str | None = None
     """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
     fits the layout."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
     """The plan's initial loss scale, a power of two; None unless fp16."""
 
@@ -155,8 +153,6 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
     config = copy.deepcopy(dict(file.values))
-    for name, value in request.extra.items():
-        put(config, f"{ZERO}.{name}", value)
     for key, value in owned.items():
         # An absent block also means no offload.
         needed = value not in (None, "none")

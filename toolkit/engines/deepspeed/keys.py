@@ -13,12 +13,6 @@ _TABLES = {
     name: frozenset(keys) for name, keys in json.loads(FILE.read_text(encoding="utf-8")).items()
 }
 
-ZERO_SWITCHES = _TABLES.pop("switches")
-"""Keys of `zero_optimization` that are true or false."""
-ZERO_SIZES = _TABLES.pop("sizes")
-"""Those that are integers of 0 or more."""
-ZERO_POSITIVE = _TABLES.pop("positive")
-"""Those of the integers that may not be 0."""
 GONE = _TABLES.pop("removed")
 """Keys of its top level and of `zero_optimization` that it refuses by name."""
 REMOVED = "DeepSpeed has removed it, and refuses it"

@@ -232,7 +232,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         name = f"parallel.{key}"
         value = plain_text(_value(parallel, key))
         fix = f"set {name} to auto{instead}"
-        if key in ("zero.config", "zero.extra"):
+        if key == "zero.config":
             fix = f"remove it{instead}"
         found.setdefault(name, Problem(name, value, f"{allowed} for {pair}", fix))
     return [*found.values(), *intent_problems(parallel, pair)]
@@ -272,7 +272,6 @@ def _unsupported(parallel: ParallelSection, support: Support) -> list[tuple[str,
         found.append(
             ("recompute", f"{', '.join(support.recompute)} (selective is megatron-core's)")
         )
-    for name in ("config", "extra"):
-        if getattr(zero, name) and not support.zero_config:
-            found.append((f"zero.{name}", "null"))
+    if zero.config is not None and not support.zero_config:
+        found.append(("zero.config", "null"))
     return found
