@@ -16,9 +16,8 @@ from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.plan.cost.layer import LayerActivations, layer_activations
 from toolkit.plan.cost.memory import (
-    host_bytes,
     model_states_gib,
-    nvme_bytes,
+    offloaded_bytes,
     peak_memory,
     stage_memory,
 )
@@ -433,19 +432,19 @@ def test_bf16_states_moves_states_to_the_node() -> None:
     assert (memory["optimizer"], memory["gradients"]) == (0, 4 * total / 16)  # fp32 sums stay
     assert memory["weights"] == 2 * total
     # 12 optimizer, 4 gradient, 2 weight to send back, of half of the 16 partitions.
-    assert host_bytes(train, away, gpus_per_node=8) == pytest.approx(18 * total / 2)
-    assert nvme_bytes(train, away, 8) == 0
+    assert offloaded_bytes(train, away, 8)[0] == pytest.approx(18 * total / 2)
+    assert offloaded_bytes(train, away, 8)[1] == 0
     infinity = replace(away, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
     assert peak_memory(train, infinity).model_states == 0
-    assert nvme_bytes(train, infinity, 8) == pytest.approx((12 + 4 + 2) * total / 2)
+    assert offloaded_bytes(train, infinity, 8)[1] == pytest.approx((12 + 4 + 2) * total / 2)
     # Gradients, four buffers of one partition's optimizer, and the live weights.
-    assert host_bytes(train, infinity, 8) == pytest.approx((4 + 4 * 12 + 2) * total / 2)
-    assert host_bytes(train, Layout(dp=16), 8) == 0
+    assert offloaded_bytes(train, infinity, 8)[0] == pytest.approx((4 + 4 * 12 + 2) * total / 2)
+    assert offloaded_bytes(train, Layout(dp=16), 8)[0] == 0
     # FSDP: fp32 weight and gradient and two moments of each rank's shard, and no copy.
     fsdp = workload(UNTIED, engine="fsdp")
     everything = replace(away, zero_stage=3, offload_parameters="cpu")
     assert peak_memory(fsdp, everything).model_states == 0
-    assert host_bytes(fsdp, everything, 8) == pytest.approx(16 * total / 2)
+    assert offloaded_bytes(fsdp, everything, 8)[0] == pytest.approx(16 * total / 2)
 
 
 LAYOUTS = st.builds(

@@ -74,11 +74,11 @@ def derivations(found: Estimate) -> dict[str, dict[str, Any]]:
     """How the numbers of an estimate are computed, by part."""
     of_peak = found.time.of_peak("mfu_causal")
     if of_peak is not None:
-        terms.evaluate([terms.UTILIZATION], of_peak)
+        terms.UTILIZATION.evaluate(of_peak)
     return {
-        "memory": terms.derivations(terms.MEMORY, found.memory.symbols),
-        "time": terms.derivations((*terms.LAYER, *terms.STEP), found.time.symbols),
-        "utilization": terms.derivations((terms.UTILIZATION,), of_peak) if of_peak else {},
+        "memory": terms.MEMORY.derivations(found.memory.symbols),
+        "time": (terms.LAYER + terms.STEP).derivations(found.time.symbols),
+        "utilization": terms.UTILIZATION.derivations(of_peak) if of_peak else {},
     }
 
 

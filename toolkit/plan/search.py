@@ -21,8 +21,7 @@ from toolkit.layout import Layout, LossKernel, Pair, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
     Memory,
     building_gib,
-    host_bytes,
-    nvme_bytes,
+    offloaded_bytes,
     peak_memory,
 )
 from toolkit.plan.cost.time import least_step_s, step_time
@@ -223,8 +222,8 @@ def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     host = disk = 0.0
     places = layout.offload_optimizer, layout.offload_parameters
     if places != ("none", "none"):
-        host = host_bytes(workload, layout, cluster.gpus_per_node) / GIB
-        disk = nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB
+        sizes = offloaded_bytes(workload, layout, cluster.gpus_per_node)
+        host, disk = (nbytes / GIB for nbytes in sizes)
     states, capacity = memory.model_states / GIB, cluster.gpu.memory_gib
     return Candidate(workload.pair, layout, needed, states, host, disk, None, capacity)
 

@@ -24,7 +24,7 @@ from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.layer import layer_activations
-from toolkit.plan.cost.owners import owned_bytes, replicated
+from toolkit.plan.cost.owned import replicated
 from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
@@ -54,7 +54,7 @@ class Memory:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Everything on the device; the parts add up to `total`."""
-        return terms.parts(terms.MEMORY, self.symbols)
+        return terms.MEMORY.parts(self.symbols)
 
     @property
     def model_states(self) -> float:
@@ -102,44 +102,40 @@ def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bo
         **micro_batch,
         **_state_symbols(workload, layout, share),
         **_activation_symbols(workload, layout, share, micro_batch),
-        "idle_bytes": 0.0,
-        "engine_bytes": 0.0,
-        "stacked_bytes": 0.0,
-        "owner_bytes": 0.0,
         "reserve_share": DEFAULT["allocator.reserve"],
         "cuda_bytes": on_device * DEFAULT["device.cuda_bytes"],
         "communicators": on_device * workload.cost.communicators(layout),
         "communicator_bytes": DEFAULT["device.communicator_bytes"],
     }
-    absent = _moment(workload, layout, share, symbols)
-    return Memory(share.stage, terms.evaluate(terms.MEMORY, symbols, absent))
+    _choose_moment(workload, layout, share, terms.PRESENT.evaluate(symbols))
+    return Memory(share.stage, terms.PEAK.evaluate(symbols))
 
 
-def _moment(
+def _choose_moment(
     workload: Workload, layout: Layout, share: StageShare, symbols: dict[str, float]
-) -> set[str]:
-    """The parts that are not there at the peak; sets the buffers that are."""
-    terms.evaluate(terms.MEMORY, symbols)
+) -> None:
+    """Set the buffers that are there at the peak; the parts that are not are 0."""
     cost, width = workload.cost, workload.width
-    absent = {"logits"} if share.stage < layout.pp - 1 else set()
-    logits = 0.0 if absent else symbols["logits"]
+    activations, workspace = symbols["activations"], symbols["workspace"]
+    logits = symbols["logits"] if share.stage == layout.pp - 1 else 0.0
     padded = padded_share(workload, layout, share)
     engine, stacks = cost.buffers(layout, width, padded), stacked(workload, share)
     at_loss = cost.buffers_at_loss(layout, width, padded)
     at_end = cost.buffers_at_end(layout, width, padded)
-    peak = max(logits + at_loss, symbols["workspace"] + engine + stacks)
-    if at_end > symbols["activations"] + peak:
-        absent, stacks, engine = {"activations", "logits", "workspace"}, 0.0, at_end
-    elif logits + at_loss > symbols["workspace"] + engine + stacks:
-        absent, idle = {"workspace"}, max(0.0, engine + stacks - at_loss)
-        symbols["idle_bytes"], stacks, engine = idle, 0.0, at_loss
+    idle, loss, backward = 0.0, logits + at_loss, workspace + engine + stacks
+    if at_end > activations + max(loss, backward):
+        activations = logits = workspace = stacks = 0.0
+        engine = at_end
+    elif loss > backward:
+        idle = max(0.0, engine + stacks - at_loss)
+        workspace, stacks, engine = 0.0, 0.0, at_loss
     else:
-        absent = {"logits"}
+        logits = 0.0
     # Owners exchange after these buffers are freed.
-    freed = sum(symbols[name] for name in {"activations", "logits", "workspace"} - absent)
-    owners = max(0.0, exchanged(workload, layout, share) - freed)
-    symbols |= {"engine_bytes": engine, "stacked_bytes": stacks, "owner_bytes": owners}
-    return absent
+    owners = exchanged(workload, layout, share) - activations - logits - workspace
+    symbols |= {"activations": activations, "logits": logits, "workspace": workspace}
+    symbols |= {"engine_bytes": engine, "stacked_bytes": stacks, "idle_bytes": idle}
+    symbols["owner_bytes"] = max(0.0, owners)
 
 
 def _state_symbols(workload: Workload, layout: Layout, share: StageShare) -> dict[str, float]:
@@ -259,13 +255,8 @@ def state_bytes(workload: Workload) -> StateBytes:
     12 for the optimizer: fp32 weight and two moments (ZeRO, arXiv:1910.02054, figure 1).
     """
     if workload.precision == "fp32" or workload.cost.fp32_states:
-        return _FP32_STATES
-    return _HALF_SUMS if workload.gradient_bytes == 2 else _MIXED_STATES
-
-
-_FP32_STATES = StateBytes(4.0, 4.0, 8.0)
-_MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
-_HALF_SUMS = StateBytes(2.0, 2.0, 12.0)
+        return StateBytes(4.0, 4.0, 8.0)
+    return StateBytes(2.0, workload.gradient_bytes or 4.0, 12.0)
 
 
 def _shard(workload: Workload, layout: Layout, share: StageShare) -> float:
@@ -295,7 +286,7 @@ def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> floa
         trained = trained._replace(vocabulary=trained.output if head else 0.0)
     saved = FP32_BYTES * (len(MOMENTS) - len(whole.moments))
     kept = _shard(workload, layout, trained) if spread else trained.parameters
-    return saved * kept - owned_bytes(workload, layout, share.stage)
+    return saved * kept - updates.state_bytes(workload.spec.layers, layout, share.stage)
 
 
 def padded_share(workload: Workload, layout: Layout, share: StageShare) -> StageShare:
@@ -402,7 +393,7 @@ def micro_batch_symbols(
     if cp > 1:
         messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
     rows = workload.logit_rows(tp)
-    logits = logits_at_once(workload, loss, int(tokens), tp)
+    logit_bytes, chunks, per_weight = _logits(workload, loss, int(tokens), tp)
     return {
         **{f"{part}_bytes": size for part, size in layer.stored._asdict().items()},
         "whole_layer_bytes": layer.whole,
@@ -412,24 +403,15 @@ def micro_batch_symbols(
         "message_bytes": messages,
         "tokens": tokens,
         "vocabulary": rows,
-        "logit_bytes": logits.each,
-        "loss_chunks": logits.chunks,
-        "head_gradient_bytes": logits.per_weight * rows * spec.hidden,
+        "logit_bytes": logit_bytes,
+        "loss_chunks": chunks,
+        "head_gradient_bytes": per_weight * rows * spec.hidden,
     }
 
 
-class LogitsAtOnce(NamedTuple):
-    """How a rank computes the loss of a micro batch."""
-
-    each: int
-    """Bytes per logit."""
-    chunks: int
-    per_weight: int
-    """Bytes per element of the head for sums over the chunks of its gradient."""
-
-
-def logits_at_once(workload: Workload, loss: LossKernel, tokens: int, tp: int) -> LogitsAtOnce:
-    """Logits, their number of chunks and the sum of the head's gradient.
+def _logits(workload: Workload, loss: LossKernel, tokens: int, tp: int) -> tuple[int, int, int]:
+    """Bytes per logit, number of chunks, and bytes per element of the head for the sum of its
+    gradient over the chunks.
 
     Liger's kernel (`fused_linear_cross_entropy.py`) takes as many tokens at a time as have no
     more logits than the micro batch has hidden values, up to a power of two; logits become
@@ -439,12 +421,12 @@ def logits_at_once(workload: Workload, loss: LossKernel, tokens: int, tp: int) -
     if loss == "liger":
         at_once = -(-tokens // -(-spec.vocab // spec.hidden))
         chunks = -(-tokens // min(tokens, 1 << (at_once - 1).bit_length()))
-        return LogitsAtOnce(2 * width, chunks, width)
+        return 2 * width, chunks, width
     chunks = loss_chunks(loss, tokens, spec.vocab, tp)
-    return LogitsAtOnce(bytes_per_logit(workload, tp), chunks, width if chunks > 1 else 0)
+    return _bytes_per_logit(workload, tp), chunks, width if chunks > 1 else 0
 
 
-def bytes_per_logit(workload: Workload, tp: int) -> int:
+def _bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
     A fused kernel holds logits and gradients; otherwise the model or the engine decides.
@@ -461,47 +443,33 @@ def bytes_per_logit(workload: Workload, tp: int) -> int:
 # Offload
 
 
-def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
-    """Host memory of one node for states that are offloaded to the CPU or pass through it.
+def offloaded_bytes(
+    workload: Workload, layout: Layout, gpus_per_node: int
+) -> tuple[float, float]:
+    """Host memory and disk space of one node for states that are offloaded, each rank its ZeRO
+    partition of the first stage.
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
     states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
-    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of
-    `ds_configs` remain.
+    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) gradients
+    stay in memory, too, and buffers of `ds_configs` remain.
     """
-    ranks = min(gpus_per_node, layout.world)
-    each = state_bytes(workload)
-    copies = 0 if workload.cost.sends_fp32_weights else workload.width
-    share, trained = _offloaded_parameters(workload, layout)
-    held = 0.0
-    if layout.offload_optimizer == "cpu":
-        held += (each.optimizer + each.gradient + copies) * trained
-    elif layout.offload_optimizer == "nvme":
-        # Gradients stay in memory; four buffers of one sub-group pass by.
-        held += each.gradient * trained
-        held += NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, trained)
-    if layout.offload_parameters == "cpu":
-        held += each.weight * share
-    elif layout.offload_parameters == "nvme":
-        held += each.weight * min(NVME_LIVE_PARAMETERS, share)
-    return held * ranks
-
-
-def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
-    """Disk space of one node for NVMe offload."""
-    ranks = min(gpus_per_node, layout.world)
-    each, (share, trained) = state_bytes(workload), _offloaded_parameters(workload, layout)
-    held = 0.0
-    if layout.offload_optimizer == "nvme":
-        held += (each.optimizer + each.gradient) * trained
-    if layout.offload_parameters == "nvme":
-        held += each.weight * share
-    return held * ranks
-
-
-def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
-    """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
-    first stage."""
-    share = workload.share(*degrees(layout), 0)
+    each, share = state_bytes(workload), workload.share(*degrees(layout), 0)
     ranks = layout.dp * layout.cp if layout.zero_stage else 1
-    return share.parameters / ranks, share.trained.parameters / ranks
+    held, trained = share.parameters / ranks, share.trained.parameters / ranks
+    copies = 0 if workload.cost.sends_fp32_weights else workload.width
+    buffers = NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, trained)
+    host = {
+        "none": 0.0,
+        "cpu": (each.optimizer + each.gradient + copies) * trained,
+        "nvme": each.gradient * trained + buffers,
+    }[layout.offload_optimizer]
+    on_disk = layout.offload_optimizer == "nvme"
+    disk = (each.optimizer + each.gradient) * trained if on_disk else 0.0
+    if layout.offload_parameters == "nvme":
+        host += each.weight * min(NVME_LIVE_PARAMETERS, held)
+        disk += each.weight * held
+    elif layout.offload_parameters == "cpu":
+        host += each.weight * held
+    on_node = min(gpus_per_node, layout.world)
+    return host * on_node, disk * on_node

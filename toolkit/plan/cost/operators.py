@@ -18,7 +18,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.exchange import context_split
-from toolkit.plan.cost.layer import Op, Slice, mixed, operators
+from toolkit.plan.cost.layer import Slice, mixed, operators
 from toolkit.plan.cost.workload import Workload
 
 SAVED_PRODUCTS = 0.5
@@ -163,12 +163,6 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
     return max(2.0 * m * n * (k + device.half_k) / rate, moved / device.memory)
 
 
-def layer_operators(workload: Workload, part: Slice, *, experts: bool) -> list[Op]:
-    """With the queries and keys of its own positions; exchanged ones move no elements here."""
-    split = context_split(workload, "all_gather", part.tp, 1, part.tokens)
-    return [*operators(workload, part, split, experts=experts)]
-
-
 # Attention
 
 
@@ -224,14 +218,6 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
 # Layers
 
 
-def _accumulated_bytes(workload: Workload, parameters: float) -> float:
-    """Bytes moved to add one micro batch's gradients of a layer to their fp32 sum.
-
-    Megatron and DeepSpeed keep the sum whole on the device; FSDP sums shards.
-    """
-    return 8.0 * parameters if workload.cost.sums_whole_gradients else 0.0
-
-
 @lru_cache(maxsize=1 << 15)
 def layer_time(
     workload: Workload, part: Slice, recompute: Recompute, device: Device
@@ -251,7 +237,9 @@ def _layer_time(
     workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
 ) -> LayerTime:
     spec = workload.spec
-    ops = layer_operators(workload, part, experts=experts)
+    # With queries and keys of its own positions: exchanged ones move no elements here.
+    split = context_split(workload, "all_gather", part.tp, 1, part.tokens)
+    ops = [*operators(workload, part, split, experts=experts)]
     products = [op.product for op in ops if op.product]
     mlp, trained = products[2:], spec.trained_products
     back = []  # gradients of the inputs, then of the weights
@@ -261,7 +249,8 @@ def _layer_time(
     moved = device.width * sum(op.moved for op in ops)
     moved_back = device.width * sum(op.moved_back for op in ops)
     weights = sum(count * n * k for count, _, n, k in products)
-    moved_back += trained * _accumulated_bytes(workload, weights)
+    if workload.cost.sums_whole_gradients:  # on the device, in fp32; FSDP sums shards
+        moved_back += trained * 8.0 * weights
     stack = device.width * sum(count * n * k for count, _, n, k in mlp)
     if experts and workload.adds_to_experts:
         moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack

@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
+from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import mapped
 from toolkit.models.frozen import matching
 from toolkit.optimizers.base import OPTIMIZERS, WholeTensors
@@ -43,13 +44,27 @@ class OwnerUpdates:
         assert whole is not None, "`owner_updates`"
         return whole
 
-    def of_stage(self, chunks: Sequence[int], pp: int, stage: int) -> Counter[OwnedTensor]:
-        """The tensors of a pipeline stage, over all of its ranks; `chunks` count layers."""
+    def of_stage(
+        self, layers: int, division: tuple[int, int, tuple[int, ...]], stage: int
+    ) -> list[tuple[OwnedTensor, int]]:
+        """The tensors of a pipeline stage, over all of its ranks, with their counts."""
+        chunks, pp = stage_layers(layers, *division), division[0]
         bounds = list(accumulate(chunks, initial=0))
         held = {i for one in range(stage, len(chunks), pp) for i in range(*bounds[one:][:2])}
         held |= {-1} if stage == 0 else set()
         held |= {bounds[-1]} if stage == pp - 1 else set()
-        return Counter({tensor: n for tensor, n in self.tensors if tensor.layer in held})
+        return [(tensor, count) for tensor, count in self.tensors if tensor.layer in held]
+
+    def state_bytes(self, layers: int, layout: Layout, stage: int) -> float:
+        """Bytes of owners' states on one rank of a stage, distributed over the ranks."""
+        tensors, each = self.of_stage(layers, layout.division, stage), self.whole.owner_bytes
+        held = sum(count * each(tensor.shape) for tensor, count in tensors)
+        return held if replicated(layout) else held / (layout.world // layout.pp)
+
+
+def replicated(layout: Layout) -> bool:
+    """Whether every rank that holds a tensor holds all of it."""
+    return layout.zero_stage == 0 and layout.tp == 1
 
 
 def owner_updates(

@@ -6,12 +6,9 @@ start from; the value of a row is a symbol of those below it. Names end with the
 `x_bytes`, `x_s`, `x_bytes_per_s`; parts of the memory are in bytes, of the step in seconds.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 from math import log, sqrt
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 ZERO = "ZeRO, arXiv:1910.02054, figure 1"
 KORTHIKANTI = "what autograd keeps: Korthikanti et al., arXiv:2205.05198, equations 1 to 6"
@@ -22,8 +19,7 @@ PALM = "PaLM, arXiv:2204.02311, appendix B; attention counted as masked"
 _FUNCTIONS = {"__builtins__": {}, "max": max, "sqrt": sqrt, "log": log}
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """A number and its formula."""
 
     name: str
@@ -33,62 +29,60 @@ class Term:
     part: str = ""
     """The part of the memory or of the step that it is; empty for a symbol of other rows."""
 
-    @cached_property
-    def code(self) -> CodeType:
-        """The compiled formula."""
-        return compile(self.formula, self.name, "eval")
-
     @property
     def names(self) -> list[str]:
         """Its symbols."""
-        return [name for name in self.code.co_names if name not in _FUNCTIONS]
+        code = compile(self.formula, self.name, "eval")
+        return [name for name in code.co_names if name not in _FUNCTIONS]
 
 
-def evaluate(
-    terms: Iterable[Term], symbols: dict[str, float], absent: Collection[str] = ()
-) -> dict[str, float]:
-    """`symbols`, with the value of every row added; those of `absent` are 0."""
-    for term in terms:
-        here = term.name not in absent
-        symbols[term.name] = eval(term.code, _FUNCTIONS, symbols) if here else 0.0
-    return symbols
+class Formulas:
+    """Rows that are computed together, in order."""
+
+    def __init__(self, *rows: Term) -> None:
+        self.rows = rows
+        lines = (f"{row.name} = {row.formula}" for row in rows)
+        self._code = compile("\n".join(lines), __file__, "exec")
+
+    def __add__(self, other: "Formulas") -> "Formulas":
+        return Formulas(*self.rows, *other.rows)
+
+    def evaluate(self, symbols: dict[str, float]) -> dict[str, float]:
+        """`symbols`, with the value of every row added."""
+        exec(self._code, _FUNCTIONS, symbols)
+        return symbols
+
+    def parts(self, symbols: Mapping[str, float]) -> dict[str, float]:
+        """The values of the rows that are parts."""
+        return {row.part: symbols[row.name] for row in self.rows if row.part}
+
+    def derivations(self, symbols: Mapping[str, float]) -> dict[str, Any]:
+        """Each part that is not zero with its formula, its symbols' values, and its source."""
+        rows = {row.name: row for row in self.rows}
+        return {
+            row.part: _derivation(row, rows, symbols)
+            for row in self.rows
+            if row.part and symbols[row.name]
+        }
 
 
-def parts(terms: Iterable[Term], symbols: Mapping[str, float]) -> dict[str, float]:
-    """The values of the rows that are parts."""
-    return {term.part: symbols[term.name] for term in terms if term.part}
-
-
-def derivations(terms: tuple[Term, ...], symbols: Mapping[str, float]) -> dict[str, Any]:
-    """Each part that is not zero with its formula, its symbols' values, and its source."""
-    rows = {term.name: term for term in terms}
-    return {
-        term.part: derivation(term, rows, symbols)
-        for term in terms
-        if term.part and symbols[term.name]
-    }
-
-
-def derivation(
+def _derivation(
     term: Term, rows: Mapping[str, Term], symbols: Mapping[str, float]
 ) -> dict[str, Any]:
     """One row; symbols that are rows are derived in turn, but not parts, sums of parts and
     zeros."""
     shown: dict[str, Any] = {name: symbols[name] for name in term.names}
     for name, value in shown.items():
-        if (
-            value
-            and (row := rows.get(name))
-            and not any(rows[one].part for one in (name, *row.names) if one in rows)
-        ):
-            shown[name] = derivation(row, rows, symbols)
+        row = rows.get(name)
+        if row is None or not value:
+            continue
+        if not any(rows[one].part for one in (name, *row.names) if one in rows):
+            shown[name] = _derivation(row, rows, symbols)
     value = symbols[term.name]
-    return {
-        "value": value, "formula": term.formula, "symbols": shown, "source": term.source
-    }  # fmt: skip
+    return {"value": value, "formula": term.formula, "symbols": shown, "source": term.source}
 
 
-MEMORY = (
+PRESENT = Formulas(
     Term("weights", "weight_bytes * (dense / weight_ranks + experts / weight_expert_ranks)",
          ZERO, "weights"),
     Term("gradients", "gradient_bytes * (trained_dense / gradient_ranks + trained_experts / "
@@ -104,6 +98,10 @@ MEMORY = (
     Term("workspace", "again_bytes + layer_gradient_bytes",
          "gradients in one layer's backward pass, next to what it recomputed",
          "one layer's backward"),
+)  # fmt: skip
+"""What may be on a rank at the peak of a step."""
+
+PEAK = Formulas(
     Term("buffers", "message_bytes + engine_bytes + stacked_bytes + owner_bytes",
          "messages of groups and stages; the engine's buckets and gathered weights; experts",
          "buffers"),
@@ -115,9 +113,10 @@ MEMORY = (
          "memory of the device outside of the allocator", "CUDA and NCCL"),
     Term("total_bytes", "allocated_bytes + reserve + context"),
 )  # fmt: skip
-"""Memory of one rank at the peak of a step."""
+"""Memory of one rank at the peak, from what is there."""
+MEMORY = PRESENT + PEAK
 
-LAYER = (
+LAYER = Formulas(
     Term("tensor_s", "tensor_waited * 4 * tensor_bytes * (tensor - 1) / tensor / "
          "tensor_bytes_per_s", "two all-reduces, or gathers and scatters, in each pass: "
          "Korthikanti et al., arXiv:2205.05198, section 4.2.2"),
@@ -139,7 +138,7 @@ LAYER = (
 )  # fmt: skip
 """Seconds of one layer, or the head, for one micro batch."""
 
-STEP = (
+STEP = Formulas(
     Term("matmul", "micro_batches * layers * (forward_flops + backward_flops) / "
          "reached_flops_per_s", "a product with inner size k reaches k / (k + half_k) of the "
          "rate", "matmul"),
@@ -192,7 +191,8 @@ STEP = (
 )  # fmt: skip
 """Seconds of one optimizer step on the busiest stage."""
 
-UTILIZATION = Term(
-    "utilization", "tokens * flops_per_token / (step_s * gpus * peak_flops_per_s)", PALM, "MFU"
-)
+UTILIZATION = Formulas(
+    Term("utilization", "tokens * flops_per_token / (step_s * gpus * peak_flops_per_s)", PALM,
+         "MFU"),
+)  # fmt: skip
 """Of one convention of FLOPs per token."""

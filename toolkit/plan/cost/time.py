@@ -54,7 +54,7 @@ class StepTime:
     @cached_property
     def parts(self) -> dict[str, float]:
         """A step by part; the parts add up to `total_s`."""
-        return terms.parts(terms.STEP, self.symbols)
+        return terms.STEP.parts(self.symbols)
 
     @cached_property
     def total_s(self) -> float:
@@ -81,7 +81,7 @@ class StepTime:
         symbols = self.of_peak(convention)
         if symbols is None:
             return None
-        return terms.evaluate([terms.UTILIZATION], symbols)["utilization"]
+        return terms.UTILIZATION.evaluate(symbols)["utilization"]
 
     def of_peak(self, convention: Convention) -> dict[str, float] | None:
         """The symbols of `terms.UTILIZATION`."""
@@ -161,7 +161,7 @@ def step_time(
         **update_symbols(place, share, machine),
         **host_copies(place, share),
     }
-    return StepTime(place, terms.evaluate(terms.STEP, symbols))
+    return StepTime(place, terms.STEP.evaluate(symbols))
 
 
 def least_step_s(
@@ -246,7 +246,7 @@ def _layer(
         "head_backward_s": head_backward_s,
         **layer_traffic(place),
     }
-    return terms.evaluate(terms.LAYER, symbols)
+    return terms.LAYER.evaluate(symbols)
 
 
 @lru_cache(maxsize=1024)

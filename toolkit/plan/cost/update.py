@@ -1,9 +1,12 @@
 """The symbols of the optimizer's step, and of CPU and NVMe offload."""
 
+from functools import lru_cache
+from math import prod
+
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
-from toolkit.plan.cost.operators import Device
-from toolkit.plan.cost.owners import owner_s
+from toolkit.plan.cost.operators import Device, matmul_s
+from toolkit.plan.cost.owned import OwnerUpdates, replicated
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.traffic import PlacedLayout
 
@@ -32,12 +35,43 @@ def update_symbols(place: PlacedLayout, share: StageShare, device: Device) -> di
         "update_bytes": place.workload.cost.cpu_update_bytes if away else UPDATE_BYTES,
         "updated": _updated(place.layout, share.trained),
         "update_bytes_per_s": host / _on_node(place) if away else device.memory,
-        "owners_s": 0.0 if away else owner_s(place, share.stage, device),
+        "owners_s": 0.0 if away else _owner_s(place, share.stage, device),
     }
 
 
 def _on_node(place: PlacedLayout) -> int:
     return min(place.cluster.gpus_per_node, place.layout.world)
+
+
+def _owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
+    """Seconds that a rank of a stage needs for the tensors that it owns
+    (`toolkit/engines/owners.py`), if they are spread evenly over the ranks that hold them."""
+    updates, layout = place.workload.updates, place.layout
+    if updates is None:
+        return 0.0
+    layers = place.workload.spec.layers
+    dense_s, experts_s = _stage_s(updates, layers, layout.division, stage, device)
+    if updates.whole.by_replicas and replicated(layout):
+        return dense_s + experts_s / layout.ep
+    return (dense_s + experts_s) * layout.pp / layout.world
+
+
+@lru_cache(maxsize=4096)
+def _stage_s(
+    updates: OwnerUpdates,
+    layers: int,
+    division: tuple[int, int, tuple[int, ...]],
+    stage: int,
+    device: Device,
+) -> tuple[float, float]:
+    """Of all tensors of a stage together: those of all ranks, and those of experts."""
+    whole, seconds = updates.whole, [0.0, 0.0]
+    for tensor, count in updates.of_stage(layers, division, stage):
+        times, products = whole.products(tensor.shape, updates.own)
+        moved_s = whole.moved_bytes * prod(tensor.shape) / device.memory
+        products_s = sum(matmul_s(*sizes, device, plain=True) for sizes in products)
+        seconds[tensor.expert] += count * (moved_s + times * products_s)
+    return seconds[0], seconds[1]
 
 
 def host_copies(place: PlacedLayout, share: StageShare) -> dict[str, float]:
