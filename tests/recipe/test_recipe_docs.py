@@ -1,6 +1,6 @@
 """The generated documentation and the table of foreign names follow the schema."""
 
-from toolkit.intake.foreign import FOREIGN, FOREIGN_VALUES, foreign
+from toolkit.intake.foreign import FOREIGN, FOREIGN_VALUES, carried, foreign
 from toolkit.recipe.describe import settings
 
 
@@ -19,6 +19,8 @@ def test_foreign_names_lead_to_settings() -> None:
     for name, entry in FOREIGN.items():
         assert entry.target is None or entry.target in settings(), name
         assert entry.advice, name
+    for name, target in carried().items():
+        assert target in settings(), name
 
 
 def test_foreign_names_are_not_our_own() -> None:
@@ -27,7 +29,9 @@ def test_foreign_names_are_not_our_own() -> None:
 
 
 def test_foreign_spelling_does_not_matter() -> None:
-    assert foreign("--tensor-model-parallel-size") == FOREIGN["tensor_model_parallel_size"]
+    named = foreign("--tensor-model-parallel-size")
+    assert named == foreign("tensor_model_parallel_size") and named is not None
+    assert named.target == "parallel.tensor"
 
 
 def test_foreign_values_lead_to_values() -> None:

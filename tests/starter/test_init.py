@@ -33,7 +33,11 @@ from toolkit.starter.draft import Task, draft, shipped_sizes
 from toolkit.starter.text import _lines
 from toolkit.text.units import GIB, seconds
 
-SHIPPED = [(size, task) for size, tasks in shipped_sizes().items() for task in tasks]
+SIZES = {
+    next(iter(tasks.values())).parent.name: size for size, tasks in shipped_sizes().items()
+}.values()
+"""One shipped size of each family; tests/test_recipes.py reads and plans them all."""
+SHIPPED = [(size, task) for size in SIZES for task in shipped_sizes()[size]]
 WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}
 """Sizes whose published weights are not of their text model alone."""
 CONFIG = {
@@ -94,17 +98,11 @@ def _shipped(size: str) -> Recipe:
     return load_recipe(next(iter(shipped_sizes()[size].values())))
 
 
-TINY_LIKE_OTHERS = {
-    "llama-adamw-8bit", "llama-blend", "llama-dpo", "llama-lora",
-    "llama-muon", "llama-sft",
-}  # fmt: skip
 OTHERS = [
     (size, task)
-    for size, tasks in shipped_sizes().items()
+    for size in SIZES
     for task in get_args(Task)
-    if task not in tasks
-    and size not in TINY_LIKE_OTHERS
-    and not (size in WITH_VISION and task != "pretrain")
+    if task not in shipped_sizes()[size] and not (size in WITH_VISION and task != "pretrain")
 ]
 
 

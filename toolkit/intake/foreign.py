@@ -1,11 +1,15 @@
 """Settings of other tools, by the name a user knows: what they are called here.
 
-Only error texts use this table; a foreign name is never accepted. Sources: the
-argument references of Megatron-LM, DeepSpeed's JSON, Hugging Face `TrainingArguments`,
-Axolotl, LLaMA-Factory and torchtitan.
+Only error texts use these names; a foreign name is never accepted. Names in the files of other
+tools have rows in the tables of `toolkit/foreign`; here are names without a row, and notes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ruamel.yaml import YAML
 
 from toolkit.features.base import FEATURES
 from toolkit.optimizers.base import OPTIMIZERS
@@ -34,88 +38,67 @@ _NAMES = {
             "set `training.global_batch_size`"):
         "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
     Foreign("training.micro_batch_size"):
-        "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu"
-        " local_batch_size micro_batch",
+        "per_device_eval_batch_size local_batch_size micro_batch",
     Foreign("training.global_batch_size", "sequences per optimizer step over all ranks"):
         "train_batch_size batch_size global_batch",
     Foreign("training.batch_ramp", "`{start: N, increment: N, tokens: N}`"):
         "rampup_batch_size batch_size_rampup",
-    Foreign("training.sequence_length"):
-        "seq_length seq_len sequence_len cutoff_len max_seq_length block_size",
+    Foreign("training.sequence_length"): "seq_len",
     # length of the run
-    Foreign("training.steps"): "max_steps train_iters",
     Foreign("training.steps", "samples / global_batch_size"): "train_samples",
-    Foreign("training.epochs"): "num_train_epochs num_epochs",
     # optimizer and schedule
-    Foreign("optimizer.learning_rate"): "lr",
     Foreign("optimizer.weight_decay"): "weight_decay_rate",
-    Foreign("optimizer.name"): "optim",
     Foreign("optimizer.betas", "both in one list: [beta1, beta2]"): "adam_beta1 adam_beta2",
-    Foreign("optimizer.eps"): "adam_epsilon adam_eps",
-    Foreign("optimizer.clip_grad_norm"): "max_grad_norm clip_grad gradient_clipping",
     Foreign("optimizer.groups", "a list of `{parameters: […], lr_mult: …, wd_mult: …}`"):
         "decoupled_lr lr_groups embedding_lr embedding_lr_scale embedding_learning_rate "
         "loraplus_lr_ratio no_decay_params layerwise_lr_decay layer_lr_decay llrd",
-    Foreign("schedule.name"): "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
-    Foreign("schedule.min_learning_rate"): "min_lr",
-    Foreign("schedule.warmup_ratio"): "lr_warmup_fraction",
+    Foreign("schedule.name"): "scheduler",
     Foreign("schedule.warmup_steps"): "lr_warmup_iters warmup_num_steps",
-    Foreign("schedule.decay_steps"): "lr_wsd_decay_iters",
     # precision and seed
     Foreign("training.precision", "one of fp32, bf16, fp16"):
         "bf16 fp16 tf32 mixed_precision torch_dtype dtype",
     Foreign("training.seed"): "random_seed",
     # parallelism
-    Foreign("parallel.tensor"):
-        "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp tp_size",
-    Foreign("parallel.pipeline"):
-        "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp",
+    Foreign("parallel.tensor"): "tensor_parallel_degree tp tp_size",
+    Foreign("parallel.pipeline"): "pipeline_parallel_size pipeline_parallel_degree pp",
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
     Foreign("parallel.context"):
-        "context_parallel_size context_parallel_degree context_parallel cp cp_size "
-        "sequence_parallel_size sequence_parallel_degree sp_size ring_degree "
-        "ulysses_sequence_parallel_size ulysses_parallel_size",
+        "context_parallel_degree context_parallel cp cp_size sequence_parallel_degree sp_size "
+        "ring_degree ulysses_sequence_parallel_size ulysses_parallel_size",
     Foreign("kernels.context", "all_gather or ulysses"):
         "cp_comm_type cp_comm_strategy cp_mode ring_attn_func",
-    Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
+    Foreign("parallel.expert"): "expert_parallel_degree ep",
     Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
         "data_parallel_size data_parallel_shard_degree dp",
     Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"): "world_size",
-    Foreign("parallel.sequence"): "sequence_parallel",
     Foreign(None, "the megatron engine always does; remove it"): "use_distributed_optimizer",
     Foreign("parallel.zero", "stage, offload_optimizer, …"): "zero_optimization",
-    Foreign("parallel.zero.stage"): "zero_stage",
     Foreign(None, "write it into a DeepSpeed JSON file, and name that in parallel.zero.config"):
         "allgather_bucket_size overlap_comm reduce_bucket_size "
         "stage3_param_persistence_threshold stage3_prefetch_bucket_size",
     Foreign("parallel.zero.config", "name the JSON file there"): "deepspeed deepspeed_config",
     Foreign("parallel.engine", "`engine: fsdp`"): "fsdp",
-    Foreign("parallel.zero.offload_optimizer"): "offload_optimizer_device",
-    Foreign("parallel.zero.offload_parameters"): "offload_param offload_param_device",
+    Foreign("parallel.zero.offload_parameters"): "offload_param",
     Foreign("parallel.zero.offload_optimizer", "`cpu`"): "cpu_offload",
     Foreign("parallel.recompute", "one of none, selective, full, auto, or a number of layers"):
         "gradient_checkpointing activation_checkpoint recompute_granularity "
         "recompute_num_layers",
-    Foreign("cluster.nodes"): "num_nodes nnodes",
-    Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
+    Foreign("cluster.nodes"): "num_nodes",
+    Foreign("cluster.gpus_per_node"): "num_gpus",
     # adapters
     Foreign("adapter", "a map with rank and alpha"): "peft use_peft lora peft_config",
-    Foreign("adapter.rank"): "lora_r lora_rank adapter.r",
-    Foreign("adapter.alpha"): "lora_alpha",
-    Foreign("adapter.dropout"): "lora_dropout",
+    Foreign("adapter.rank"): "adapter.r",
     Foreign("adapter.targets", "all-linear, attention, mlp or a list"):
         "target_modules lora_target lora_target_modules lora_target_linear",
-    Foreign("adapter.rslora"): "use_rslora",
     # model and data
-    Foreign("model.hub"): "model_name_or_path base_model model_name",
+    Foreign("model.hub"): "model_name",
     Foreign("data.tokenizer", "a hub id, a local folder or `bytes`"):
         "tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_model",
     Foreign("data.train", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "dataset datasets dataset_name train_file data_path",
     Foreign("data.validation", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "validation_file",
-    Foreign("data.validation_fraction"): "val_set_size val_size",
     # what this release does not do
     Foreign(None, "this release keeps frozen weights in the training precision; remove it"):
         "load_in_4bit load_in_8bit quantization",
@@ -132,21 +115,17 @@ _NAMES = {
         "generate predict_with_generate do_sample generation_config generation_max_length",
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
     Foreign("dpo.beta"): "pref_beta dpo_beta",
-    Foreign("dpo.sft_weight"): "rpo_alpha pref_ftx",
+    Foreign("dpo.sft_weight"): "rpo_alpha",
     Foreign("data.train", "`{kind: chat, path: …}`"): "messages conversations sft",
     Foreign("data.train.loss_on"):
         "train_on_inputs assistant_only_loss completion_only_loss "
         "completion_only completion_only_collator",
     # what is written
-    Foreign("evaluation.every_steps"): "eval_steps eval_interval",
+    Foreign("evaluation.every_steps"): "eval_interval",
     Foreign("evaluation.batches"): "eval_iters",
-    Foreign("checkpoint.every_steps"): "save_steps save_interval",
-    Foreign("checkpoint.keep"): "save_total_limit",
+    Foreign("checkpoint.every_steps"): "save_interval",
     Foreign("checkpoint.resume", "`auto` or `never`"): "resume_from_checkpoint",
     Foreign("name", "it names the run directory, `runs/<name>`"): "output_dir run_name",
-    Foreign("logging.every_steps"): "logging_steps log_interval",
-    Foreign("logging.wandb.project"): "wandb_project",
-    Foreign("logging.wandb.entity"): "wandb_entity",
     Foreign("logging.wandb", "`{project: …}`, or `logging.tensorboard: true`"): "report_to",
 }  # fmt: skip
 """Their names by what they are here."""
@@ -227,7 +206,22 @@ def later_value(key: str, value: object) -> str:
     return LATER_VALUES.get(key, {}).get(str(value).lower(), "")
 
 
+@cache
+def carried() -> Mapping[str, str]:
+    """Our settings by the names that have a row in a table of `toolkit/foreign`."""
+    found: dict[str, str] = {}
+    for file in sorted((Path(__file__).parents[1] / "foreign").glob("*.yaml")):
+        for name, row in YAML(typ="safe").load(file)["carry"].items():
+            to = row.get("to", "") if isinstance(row, dict) else row
+            ours = (to[0] if isinstance(to, list) else to).partition("[")[0]
+            if "." in ours and "." not in name:
+                found.setdefault(name.lstrip("-").replace("-", "_"), ours)
+    return found
+
+
 def foreign(name: str) -> Foreign | None:
     """What a foreign setting is called here, by its name or, where that is short, with its
     section; dashes, case and leading `--` do not matter."""
-    return FOREIGN.get(name.lstrip("-").replace("-", "_").lower())
+    name = name.lstrip("-").replace("-", "_").lower()
+    ours = carried().get(name)
+    return FOREIGN.get(name) or (Foreign(ours) if ours else None)
