@@ -18,7 +18,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.run.model_card import write_card
 from toolkit.train.exporting import export_last
-from toolkit.train.phases import Phases
+from toolkit.train.marks import Marks
 
 Captured = pytest.CaptureFixture[str]
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     """Neither a card nor an edit of it makes a finished run export again."""
     made = RunDirectory(run)
-    export_last(made, 10, Phases(1))
+    export_last(made, 10, Marks(1))
     card = ModelCard.load(run / "export" / "README.md")
     assert card.data.library_name == "transformers"
     for line in (
@@ -57,10 +57,10 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     path.write_text(edited)
     weights = run / "export" / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    export_last(made, 10, Phases(1))
+    export_last(made, 10, Marks(1))
     assert weights.stat().st_mtime_ns == written
     weights.unlink()
-    export_last(made, 10, Phases(1))
+    export_last(made, 10, Marks(1))
     assert weights.exists() and path.read_text() == edited
 
 

@@ -193,7 +193,6 @@ def _replace(name: str, text: str | bytes | None) -> Callable[[Path], None]:
         ("recipe.yaml", None, "recipe.yaml: it is no regular file"),
         ("recipe.yaml", "data: {stages: 1}", "recipe.yaml: data.stages: Input should be"),
         ("recipe.yaml", "data: {train: [], stages: [{weights: 1}]}", "data.stages.0.weights"),
-        ("heartbeats", b"x", ""),
         ("command.txt", b"\xff", ""),
     ],
 )

@@ -17,7 +17,7 @@ from tests.e2e.product import (
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.run.directory import RunDirectory
 from toolkit.train.exporting import export_last
-from toolkit.train.phases import Phases
+from toolkit.train.marks import Marks
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def test_a_finished_run_writes_an_export_that_is_not_whole(ddp_run, tmp_path, lo
         weights.write_bytes(weights.read_bytes()[:-1])
         with (run_dir / "events.jsonl").open("a") as events:  # damaged: left out
             events.write('{"kind": "export", "step": 20, "files": [1]}\n7\n')
-    export_last(RunDirectory(run_dir), 20, Phases(1))
+    export_last(RunDirectory(run_dir), 20, Marks(1))
     assert digest(weights) == whole
     assert config.exists()
 

@@ -119,8 +119,8 @@ def stopped_rank(
 
 
 def assert_hang_was_found(ended: Ended, run_dir: Path, rank: int) -> None:
-    (hang,) = events(run_dir, "hang")
-    assert hang["ranks"] == [rank]
+    hang, *_ = hangs = events(run_dir, "hang")
+    assert rank not in {event["rank"] for event in hangs}, "one that is stopped says nothing"
     (restart,) = events(run_dir, "restart")
     assert restart["reason"] == f"rank {rank} hung in step {hang['step'] + 1}"
     assert f"stopped or frozen: rank {rank}" in ended.err
@@ -189,8 +189,8 @@ def test_a_hang_after_the_last_step_is_found(project: Project, place: str, rank:
     env = {"DMT_FAILPOINTS": f"{place}=hang@rank{rank}"}
     ended = project.launch(f"alive-{place}", changes, env=env, code=4)
     assert "error: hang: nothing done for 10 s" in ended.err
-    (hang,) = events(project.folder / f"alive-{place}", "hang")
-    assert "failpoint" in hang["where"][str(rank)]
+    hangs = events(project.folder / f"alive-{place}", "hang")
+    assert ["failpoint" in hang["where"] for hang in hangs if hang["rank"] == rank] == [True]
 
 
 @pytest.mark.parametrize(

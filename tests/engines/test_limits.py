@@ -7,7 +7,7 @@ from tests.engines.limits_worker import limits, wait_for_a_rank_that_does_not_co
 from tests.engines.parity_worker import Case, alone
 from tests.forked import run_ranks
 from tests.processes import HANG_S
-from toolkit.train.watchdog import collective_limit
+from toolkit.train.marks import collective_limit
 
 CASES = [
     Case("ddp", 2),
@@ -40,6 +40,6 @@ def test_a_collective_is_given_up_when_the_limit_is_over() -> None:
 
 
 @pytest.mark.parametrize("limit_s", [5.0, 1800.0, 3600.0])
-def test_the_watchdog_comes_first(limit_s: float) -> None:
-    longest_way_of_the_watchdog_s = 2 * (3 * limit_s) + 20  # in the first step
-    assert collective_limit(limit_s).total_seconds() > longest_way_of_the_watchdog_s
+def test_our_limit_comes_first(limit_s: float) -> None:
+    longest_way_s = 2 * (3 * limit_s) + 20  # in the first step
+    assert collective_limit(limit_s).total_seconds() > longest_way_s

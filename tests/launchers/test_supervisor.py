@@ -170,7 +170,7 @@ START = {"kind": "start", "world": 3}
             "a rank was killed, or its machine is gone",
         ),
         (
-            [{"kind": "hang", "ranks": [1], "step": 4}, end(0, "hang: nothing done")],
+            [START, *({"kind": "hang", "rank": rank, "step": 4} for rank in (0, 2))],
             "rank 0 failed with exit code 4",
             "rank 1 hung in step 5",
         ),

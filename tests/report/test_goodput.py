@@ -133,7 +133,7 @@ def test_a_hang_is_lost_from_the_halt_to_the_restart() -> None:
         event(0, "launch"),
         event(10, "start", step=0, seconds=9.0),
         # Five steps of 2 s; the sixth halts at 20, which is found 30 s later.
-        event(50, "hang", step=5, ranks=[1], idle_s=30.0),
+        event(50, "hang", step=5, rank=0, idle_s=30.0),
         event(51, "end", rank=0, step=5, exit_code=4, error="hang: nothing done"),
         event(53, "restart", attempt=1, reason="rank 1 hung in step 6", from_step=0),
         event(60, "start", step=0, seconds=4.0),

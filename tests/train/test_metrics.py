@@ -93,8 +93,13 @@ def test_resume_drops_the_steps_that_are_done_again(tmp_path, events):
     assert steps(path) == [10, 20]
     log.write(replace(LINE, step=30))
     assert steps(path) == [10, 20, 30]
-    (event,) = jsonl.read(events.path)
-    assert (event["kind"], event["step"], event["dropped_metrics_lines"]) == ("resume", 20, 2)
+    resume, replay = jsonl.read(events.path)
+    assert (resume["kind"], resume["step"], resume["dropped_metrics_lines"]) == (
+        "resume",
+        20,
+        2,
+    )
+    assert (replay["from_step"], replay["to_step"], replay["seconds"]) == (20, 40, 10.0)
 
 
 def test_a_restart_from_nothing_says_so(tmp_path, events):
@@ -102,7 +107,7 @@ def test_a_restart_from_nothing_says_so(tmp_path, events):
     MetricsLog.resume(path, 0, events).write(LINE)
     MetricsLog.resume(path, 0, events)
     assert path.read_text() == ""
-    (event,) = jsonl.read(events.path)
+    event, _ = jsonl.read(events.path)
     assert (event["kind"], event["step"]) == ("resume", 0)
 
 

@@ -1,4 +1,4 @@
-"""What the observer tells the watchdog, and when it begins to save."""
+"""What the observer marks, and when it begins to save."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from toolkit.layout import Layout
 from toolkit.recipe.schema import EvaluationSection, ScheduleSection, TrainingSection
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
-from toolkit.train.observer import HeartbeatBatches, Observer
+from toolkit.train.observer import MarkedBatches, Observer
 
 
 def test_each_validation_batch_is_a_mark() -> None:
     marks: list[str] = []
     batches: list[Any] = ["a", "b", "c"]
-    marked = HeartbeatBatches(batches, marks.append)
+    marked = MarkedBatches(batches, marks.append)
     assert (len(marked), list(marked)) == (3, batches)
     assert [mark.split(",")[1] for mark in marks[:3]] == [f" batch {n} of 3" for n in range(3)]
 
@@ -67,8 +67,7 @@ def new_observer(
         ranks=SimpleNamespace(rank=0, device=torch.device(device)),
         directory=RunDirectory(folder),
         assignment=SimpleNamespace(prediction=None),
-        phases=SimpleNamespace(begin=lambda _: None),
-        watchdog=SimpleNamespace(mark=lambda *_: None),
+        marks=SimpleNamespace(begin=lambda _: None, mark=lambda *_: None),
         progress=Progress(),
         together=SimpleNamespace(rank_zero=lambda action: action()),
     )

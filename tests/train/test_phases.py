@@ -1,7 +1,8 @@
-"""The phases of a start: one account for people, for events.jsonl and for the watchdog."""
+"""The phases of a start: one account for people, for events.jsonl and for the time limits."""
 
 import io
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from toolkit.checkpoint.shards import whole_block
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.recipe.schema import ModelSection
-from toolkit.train import phases as module
-from toolkit.train.phases import BUILDING, CountedWeights, Phases
+from toolkit.train import marks as module
+from toolkit.train.marks import BUILDING, CountedWeights, Marks
 
 CURSOR = re.compile(r"\x1b\[\?25([hl])")
 
@@ -22,15 +23,15 @@ def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
 
 
-def printed(phases: Phases) -> str:
+def printed(phases: Marks) -> str:
     assert isinstance(phases.console.file, io.StringIO)
     return phases.console.file.getvalue()
 
 
 def test_a_log_file_has_a_line_for_a_phase_that_lasts(monkeypatch):
-    phases = Phases(0, Console(file=io.StringIO()))
+    phases = Marks(0, Console(file=io.StringIO()))
     monkeypatch.setattr(module, "NOTICEABLE_S", 3600)
-    with phases:
+    with closing(phases), phases:
         phases.begin("reading the data")
         monkeypatch.setattr(module, "NOTICEABLE_S", 0)
         phases.begin("tokenising", 40)(1)
@@ -39,8 +40,8 @@ def test_a_log_file_has_a_line_for_a_phase_that_lasts(monkeypatch):
 
 
 def test_a_terminal_has_a_bar_where_there_is_a_total_and_nothing_is_left():
-    phases = Phases(0, terminal())
-    with phases:
+    phases = Marks(0, terminal())
+    with closing(phases), phases:
         phases.begin("reading the data")
         phases.begin("hashing [red]\x1b[8m.bin", 8)(2)
         wait_until(lambda: "25%" in printed(phases), "a quarter")
@@ -51,24 +52,22 @@ def test_a_terminal_has_a_bar_where_there_is_a_total_and_nothing_is_left():
     assert shown.endswith("\x1b[1A\x1b[2K"), "the line is taken back"
 
 
-def test_the_watchdog_hears_of_phases_and_of_what_is_done_of_them():
-    heard: list[str] = []
+def test_what_is_done_of_a_phase_restarts_the_time_limit():
     for rank in (0, 1):
-        with Phases(rank, Console(file=io.StringIO())) as phases:
-            phases.heard = heard.append
-            tick = phases.begin("exporting", 100)
-            phases.hide()
-            tick(10)
-    assert heard == ["exporting"] * 4, "shown or not, on every rank"
-    assert printed(phases) == ""
+        marks = Marks(rank, Console(file=io.StringIO()))
+        tick = marks.begin("exporting", 100)
+        marks._idle_s, count = 5.0, marks._count
+        tick(10)
+        assert (marks._idle_s, marks._count) == (0.0, count), "shown or not, on every rank"
+        assert printed(marks) == ""
 
 
 def test_what_phases_took_is_added_up_and_told(monkeypatch):
-    phases = Phases(0, Console(file=io.StringIO()))
-    phases.seconds = {"loading the libraries": 2.0}
+    phases = Marks(0, Console(file=io.StringIO()))
+    phases.seconds["loading the libraries"] = 2.0
     clock = iter([10.0, 11.5, 11.5, 11.51, 11.51, 12.01])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    with phases:
+    with closing(phases), phases:
         for doing in ("reading the data", "building operators", "reading the data"):
             phases.begin(doing)
     assert phases.summary() == (
@@ -86,7 +85,7 @@ def test_weights_are_counted_while_a_model_is_filled(by):
     begun: list[tuple[str, int | None]] = []
     done: list[int] = []
 
-    class Recorded(Phases):
+    class Recorded(Marks):
         def begin(self, doing, total=None):
             begun.append((doing, total))
             return done.append

@@ -66,7 +66,7 @@ def test_what_is_not_a_file_of_a_run_is_refused(tmp_path):
     run = create(tmp_path, recipe())
     run.command.write_bytes(b"dmt \xff\n")
     create(tmp_path, recipe())
-    for path in (run.recipe, run.metrics, run.events, run.heartbeats):
+    for path in (run.recipe, run.metrics, run.events, run.samples):
         before = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)
         os.mkfifo(path)

@@ -1,13 +1,12 @@
-"""One rank of the watchdog test: `watched_rank.py RUN_DIR LIMIT_S GRACE_S BEHAVIOUR@RANK`.
+"""A rank with time limits: `watched_rank.py RUN_DIR LIMIT_S GRACE_S BEHAVIOUR@RANK`.
 
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
 rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hears of more progress than
 the others, and hangs before their step begins), `signal` (gets SIGTERM and never leaves),
 `slow` (takes a third of the limit, twice), `lock` (sleeps in C and keeps the interpreter's
-lock), `disk` (hangs, and so does what it writes heartbeats to), `broken` (hangs, and finding
-out why fails). `wait`: all wait for 1.3 times the limit, and say so. `compile`: its first step
-takes 1.5 times the limit. `begin`: it hangs before the first step. `reading`:
-it hangs, and heartbeats are read slowly.
+lock), `disk` (hangs, and so does what it writes events to), `broken` (hangs, and finding
+out where fails). `wait`: all wait for 1.3 times the limit, and say so. `compile`: its first
+step takes 1.5 times the limit. `begin`: it hangs before the first step.
 """
 
 import ctypes
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
-from toolkit.train import watchdog as module
-from toolkit.train.phases import WAITING
+from toolkit.run.events import EventLog
+from toolkit.train import marks as module
+from toolkit.train.marks import WAITING, Marks, Watched
 from toolkit.train.signals import StopRequest
-from toolkit.train.watchdog import Heartbeat, Watchdog
 
 run, limit_s, grace_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
 behaviour, _, chosen = sys.argv[4].partition("@")
@@ -50,47 +49,45 @@ def misbehave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(200):
             time.sleep(0.05)
-            watchdog.mark("saving", 4)
+            marks.mark("saving", 4)
     elif behaviour == "slow":
         for _ in range(2):
             time.sleep(limit_s * 0.35)
-            watchdog.mark("slow", 4)
+            marks.mark("slow", 4)
     elif behaviour == "lock":
         ctypes.PyDLL(None).sleep(60)
     else:
         if behaviour == "disk":
-            Heartbeat.write = lambda *_: time.sleep(60)
+            EventLog.write = lambda *_, **__: time.sleep(60)
         if behaviour == "broken":
-            module.diagnosis = lambda *_: 1 / 0
+            module._innermost = lambda *_: 1 / 0
         time.sleep(60)
 
 
-meet("start")  # a rank that waits for slow imports of another one would hang, for a watchdog
+meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
 with (
     StopRequest() as stop,
-    Watchdog(
-        run, rank, world, stop, limit_s, start_s, grace_s or None, events_offset(run.path)
-    ) as watchdog,
+    Marks(rank) as marks,
 ):
-    if behaviour == "reading":
-        Heartbeat.read = lambda *_: time.sleep(2.5)
+    offset = events_offset(run.path)
+    marks.watch(Watched(run, world, stop, limit_s, start_s, grace_s or None, offset))
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")
-    watchdog.at_step(0)
+    marks.at_step(0)
     for step in range(10):
         if step == 4 and behaviour == "wait":
-            watchdog.hear(WAITING)
+            marks.begin(WAITING)
             for _ in range(13):  # ranks wait for rank 0, which says that it gets on
                 if rank == 0:
-                    watchdog.hear("exporting")
+                    marks.begin("exporting")
                 time.sleep(0.1 * limit_s)
         if step == 4 and behaviour == "behind":
             for _ in range(9 if rank == int(chosen) else 1):
-                watchdog.hear("waiting for a save")
+                marks.begin("waiting for a save")
             if rank == int(chosen):
                 misbehave()
-        watchdog.mark(f"step {step + 1}", step)
+        marks.mark(f"step {step + 1}", step)
         if step == 0 and behaviour == "compile" and rank == int(chosen):
             time.sleep(1.5 * limit_s)
         if (
@@ -101,5 +98,6 @@ with (
             misbehave()
         meet(step)
         time.sleep(0.05)
-        watchdog.mark(f"logging step {step + 1}", step + 1, 0.05)
+        marks.mark(f"logging step {step + 1}", step + 1)
+marks.close()
 print("done")

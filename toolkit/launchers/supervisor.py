@@ -13,7 +13,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import LaunchSpec, Starter
 from toolkit.launchers.process import POLL_S, Deadline, StopSignals
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, events_offset
+from toolkit.run.ending import PEER_LOST, events_offset, hang_of
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
@@ -95,17 +95,17 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
 
     A killed rank reports nothing, but its peers report that they lost it.
     """
+    worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     hangs = [event for event in events if event.get("kind") == "hang"]
     if hangs:
-        ranks = hangs[-1].get("ranks")
+        ranks = hang_of(hangs, range(max(worlds, default=0))).ranks
         who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
-        return f"{who} in step {int(hangs[-1].get('step', 0)) + 1}"
+        return f"{who} in step {max(int(event.get('step') or 0) for event in hangs) + 1}"
     failed = [event for event in _ends(events) if event.get("error")]
     for event in failed:
         first_line = str(event["error"]).partition("\n")[0]
         if first_line != PEER_LOST:
             return f"rank {event.get('rank', 0)}: {first_line}"
-    worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     heard = {event.get("rank") for event in _ends(events)}
     silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
     who = f"rank {silent[0]}" if len(silent) == 1 else "a rank"

@@ -27,7 +27,7 @@ MOST_RANKS = 64
 _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
-"""Rank 0 renews its heartbeat every 10 s at the latest."""
+"""Where files have no locks, a run that has written nothing for that long counts as ended."""
 _MOST_GAPS = 3
 """Between logged lines, that are named."""
 _DEEPEST = 5
@@ -251,14 +251,14 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def last_written(run: RunDirectory) -> float:
     """When the run last gave a sign of life, in seconds since the epoch."""
-    signs = (run.events, run.metrics, run.heartbeats / "rank-0.json")
+    signs = (run.events, run.metrics)
     return max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
 
 
 def state_of(run: RunDirectory, ending: Ending) -> tuple[RunState, str]:
     """Its state and, unless it runs or is done, why.
 
-    Without a recorded end, a run lives where its lock is held, or its heart beat lately.
+    Without a recorded end, a run lives where its lock is held, or it wrote lately.
     """
     if ending.state == "finished":
         return "done", ""

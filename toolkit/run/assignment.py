@@ -188,7 +188,7 @@ def write(
 
     Raises DirectoryInUse, with nothing written, when a run is using it.
     """
-    # The rank 0 of a machine that was cut off holds the directory until its watchdog ends it.
+    # The rank 0 of a machine that was cut off holds the directory until its time limit ends it.
     again = os.environ.get(MEETING, "0") != "0"
     patience_s = CUT_OFF_LIMITS * assignment.recipe.launch.hang_timeout_s if again else 0
     refuse_if_claimed(RunDirectory(assignment.run_dir), patience_s)

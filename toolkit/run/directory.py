@@ -66,7 +66,6 @@ class RunDirectory:
     samples = _Inside("samples")
     wandb = _Inside("wandb")
     tensorboard = _Inside("tensorboard")
-    heartbeats = _Inside("heartbeats")
     checkpoints = _Inside("checkpoints")
     export = _Inside("export")
     handed_over = _Inside("launch", "recipe.yaml")
@@ -224,7 +223,7 @@ def _foreign(run: RunDirectory) -> Iterator[Problem]:
     """What is in the place of a file or folder of the run and is something else: a FIFO would
     be waited for forever."""
     files = run.recipe, run.stated_in, run.plan, run.command, run.environment
-    folders = run.logs, run.ranks, run.samples, run.heartbeats, run.checkpoints
+    folders = run.logs, run.ranks, run.samples, run.checkpoints
     for path in (*files, run.metrics, run.events, run.lock, run.stop, *folders):
         expected, is_meant = "a regular file", stat.S_ISREG
         if path in folders:

@@ -1,7 +1,8 @@
 """Messages and signals about the end of a run, shared by its launcher and its ranks."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 continues."""
 PEER_LOST = "lost contact with another rank, whose message or log has the reason"
 """A rank's message about a failure that started elsewhere."""
+_MOST_NAMED = 8
+"""Ranks, or places in the code, that a message lists."""
 
 
 def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
@@ -48,3 +51,48 @@ def cause_of(run_dir: Path, offset: int) -> str | None:
     events = read_events(RunDirectory(run_dir).events, offset)
     said = [event.get("error") for event in events if event.get("kind") == "end"]
     return next((str(error) for error in said if error and error != PEER_LOST), None)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Which ranks hang, as far as the ranks' `hang` events show."""
+
+    ranks: Sequence[int]
+    """Those that said nothing, otherwise those that are behind the others, otherwise none: then
+    all wait in the same step, and their lines distinguish them."""
+    message: str
+
+
+def hangs_after(run_dir: Path, offset: int) -> list[dict[str, Any]]:
+    """The `hang` events of a start; `offset`: see `events_offset`."""
+    events = read_events(RunDirectory(run_dir).events, offset)
+    return [event for event in events if event.get("kind") == "hang"]
+
+
+def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> Hang:
+    """The hung ones of `ranks`: a rank that is stopped or frozen writes no event."""
+    by_rank = {int(event.get("rank") or 0): event for event in hangs}
+    marks = {rank: int(event.get("marks") or 0) for rank, event in by_rank.items()}
+    silent = [rank for rank in ranks if rank not in by_rank]
+    behind = [rank for rank in sorted(marks) if marks[rank] < max(marks.values())]
+    if silent:
+        message = f"stopped or frozen: rank {_numbers(silent)}"
+    elif behind:
+        doing = [
+            f"rank {rank} in {by_rank[rank].get('doing')}" for rank in behind[:_MOST_NAMED]
+        ]
+        message = f"behind the others: {', '.join(doing)}"
+    else:
+        message = "all ranks live and have come as far as each other"
+    places: dict[str, list[int]] = {}
+    for rank in sorted(by_rank):
+        places.setdefault(str(by_rank[rank].get("where")), []).append(rank)
+    where = [f"rank {_numbers(found)} at {place}" for place, found in places.items()]
+    step = max((int(event.get("step") or 0) for event in hangs), default=0)
+    message += f" ({step} steps done); {', '.join(where[:_MOST_NAMED])}"
+    return Hang(silent or behind, message)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" * (len(ranks) > _MOST_NAMED)
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more

@@ -51,8 +51,8 @@ class EventLog:
     - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began,
       and those of each of rank 0's `phases`) when the first step is ready, `restart` when a
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
-      where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
-      before ranks end because one hangs;
+      where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang` by
+      each rank that ends because one hangs (`doing`, `where`, its number of `marks`);
     - `load` (with its `seconds`) when a checkpoint was loaded;
     - `import` (with `message`) when `dmt checkpoint import` wrote the checkpoint of another
       tool that the run continues from;

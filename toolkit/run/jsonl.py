@@ -108,16 +108,16 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def drop_later_steps(path: Path, step: int) -> int:
-    """Remove the lines of steps after `step`, and partial ones; return the number of these
+def drop_later_steps(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the lines of steps after `step`, and partial ones; return the lines of these
     steps."""
     if not path.exists():
-        return 0
+        return []
     records = read(path)
     kept = [record for record in records if _step(record) <= step]
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
     write_atomically(path, "".join(lines))
-    return len(records) - len(kept)
+    return [record for record in records if _step(record) > step]
 
 
 def drop_later_steps_of_ranks(folder: Path, step: int) -> None:

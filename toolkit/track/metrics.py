@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one object per logged step, each step once, also after a resume."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,11 +64,16 @@ class MetricsLog:
 
         Lines of later steps, left by a run that was stopped after its last checkpoint, are
         dropped together with a partial last line: these steps are repeated. An event `resume`
-        at `step` records this, also if nothing was saved (step 0).
+        at `step` records this, also if nothing was saved (step 0), and an event `replay` up to
+        which logged step they are done again, and how long they took.
         """
         dropped = jsonl.drop_later_steps(path, step)
         if step > 0 or dropped:
-            events.write("resume", step=step, dropped_metrics_lines=dropped)
+            events.write("resume", step=step, dropped_metrics_lines=len(dropped))
+        times = [t for line in dropped if isinstance(t := line.get("step_time_s"), float)]
+        if times and isinstance(last := dropped[-1].get("step"), int):
+            seconds = round((last - step) * statistics.mean(times), 3)
+            events.write("replay", from_step=step, to_step=last, seconds=seconds)
         return cls(path)
 
     def write(self, metrics: Metrics) -> None:

@@ -179,7 +179,7 @@ class Balancer:
         start = self.start
         if start.ranks.world == 1 or not (self._moves or start.together.rank_zero(self._due)):
             return []
-        start.phases.begin("measuring the speed of the ranks")
+        start.marks.begin("measuring the speed of the ranks")
         mine = measure(self.width, start.ranks.device, start.recipe.training.precision)
         everyones: list[tuple[float, str]] = [(0.0, "")] * start.ranks.world
         dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)

@@ -42,7 +42,7 @@ from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.loop import Progress
-from toolkit.train.phases import Mark, Phases
+from toolkit.train.marks import Mark, Marks
 from toolkit.train.schedule import learning_rate
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -97,7 +97,7 @@ class RunCheckpoints:
         self._base: str | None = None
         """See `Manifest.base`; known on rank 0."""
 
-    def find(self, config: PretrainedConfig, phases: Phases) -> ResumePoint | None:
+    def find(self, config: PretrainedConfig, marks: Marks) -> ResumePoint | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
         Raises CheckpointError if the recipe forbids resuming, if recipe, model or data differ,
@@ -112,7 +112,7 @@ class RunCheckpoints:
         found = find_newest(
             self.store,
             expected=any(e.get("kind") == "save" for e in read_events(self.directory.events)),
-            verifying=partial(phases.begin, _VERIFYING),
+            verifying=partial(marks.begin, _VERIFYING),
         )
         if found is None:
             return None
@@ -166,7 +166,7 @@ class RunCheckpoints:
         return hf.checkpoint_shapes(config) if lora is None else lora.shapes
 
     def weights(
-        self, config: PretrainedConfig, phases: Phases, *, first: bool = False
+        self, config: PretrainedConfig, marks: Marks, *, first: bool = False
     ) -> WeightSource:
         """The weights that the model is built with: those of the checkpoint that was found,
         otherwise the recipe's initial weights; with adapters, always the latter. `first`: the
@@ -179,7 +179,7 @@ class RunCheckpoints:
         if lora is None and saved is not None:
             return SavedWeights(saved, hf.parameter_shapes(config))
         seed = recipe.training.seed
-        base = self._start(config, phases) or hf.weight_source(recipe.model, config, seed)
+        base = self._start(config, marks) or hf.weight_source(recipe.model, config, seed)
         if lora is None:
             return base
         if self.leader:
@@ -189,13 +189,13 @@ class RunCheckpoints:
         own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
         return AdaptedWeights(base, own)
 
-    def _start(self, config: PretrainedConfig, phases: Phases) -> WeightSource | None:
+    def _start(self, config: PretrainedConfig, marks: Marks) -> WeightSource | None:
         """The weights of another run that the recipe starts from; None without one."""
         start = self.assignment.recipe.model.checkpoint
         if start is None:
             return None
         saved = SavedState(
-            require_whole_together(Path(start), partial(phases.begin, _VERIFYING))
+            require_whole_together(Path(start), partial(marks.begin, _VERIFYING))
         )
         if Manifest.read(saved.folder).adapter is not None:
             raise CheckpointError(
@@ -271,7 +271,7 @@ class RunCheckpoints:
         self.saved_at = found.manifest.step
         self.load_s = 0.0
 
-    def load(self, engine: Engine, found: ResumePoint, phases: Phases) -> None:
+    def load(self, engine: Engine, found: ResumePoint, marks: Marks) -> None:
         """Load the rest of the state into the engine, which was built with the saved
         weights."""
         assert self._saved is not None, "found"
@@ -280,7 +280,7 @@ class RunCheckpoints:
         # Pipeline stages and expert-parallel ranks hold some of the tensors only.
         layout = self.assignment.plan.layout
         total = len(self._saved.shapes) if layout.pp == layout.ep == 1 else None
-        tick = phases.begin("loading the optimizer states", total)
+        tick = marks.begin("loading the optimizer states", total)
         loaded: set[str] = set()
         for shard in engine.state():
             self._saved.load(shard)

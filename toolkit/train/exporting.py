@@ -16,10 +16,10 @@ from toolkit.run.model_card import CARD, is_generated, write_card
 from toolkit.run.recorded import read_events
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
-from toolkit.train.phases import Phases
+from toolkit.train.marks import Marks
 
 
-def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
+def export_last(run: RunDirectory, step: int, marks: Marks) -> None:
     """Write RUN/export from the checkpoint of `step`, unless it already exists.
 
     Replaces the export of another step, and one with a missing or truncated file, but not a
@@ -29,7 +29,7 @@ def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     if recorded and recorded.items() <= _files_of(run.export).items():
         return  # other files there, and the model card, may be the user's
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
-    tick = phases.begin("exporting", exported_bytes(checkpoint))
+    tick = marks.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
     card, users_card = run.export / CARD, run.path / "export-README.md"
     if card.is_file() and not is_generated(card.read_bytes()):

@@ -28,7 +28,7 @@ from toolkit.track.sample_log import SampleLog
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
-from toolkit.train.phases import Mark
+from toolkit.train.marks import Mark
 from toolkit.train.plateau import after_validation
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.start import Start
@@ -113,7 +113,7 @@ class Reporter:
 
 
 class Observer:
-    """The hooks of the loop. Each is a mark for the watchdog."""
+    """The hooks of the loop. Each is a mark."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Observer:
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
-        self.start.watchdog.mark(f"logging step {progress.step}", progress.step, report.seconds)
+        self.start.marks.mark(f"logging step {progress.step}", progress.step)
         size = self._batches.at_step(progress.step - 1)
         self._window.add(report, size * self._batches.sample_tokens)
         if size == self.start.plan.layout.global_batch:
@@ -223,13 +223,13 @@ class Observer:
     def evaluate(self, progress: Progress) -> None:
         """Validate when due."""
         self.validate(progress)
-        self.start.watchdog.mark(f"step {progress.step + 1}", progress.step)
+        self.start.marks.mark(f"step {progress.step + 1}", progress.step)
 
     def validate(self, progress: Progress) -> None:
         """Validate when due: during training and, where the run depends on it, at the last
         step. A run that continues does what a signal kept it from."""
         recipe, step = self.start.recipe, progress.step
-        self.start.watchdog.mark(f"validating at step {step}", step)
+        self.start.marks.mark(f"validating at step {step}", step)
         every = recipe.evaluation.every_steps
         last = step == self.steps and recipe.follows_validation
         if last or (every and step % every == 0):
@@ -242,8 +242,8 @@ class Observer:
         started = time.perf_counter()
         results = {}
         for name, batches in self.validation.items():
-            self.start.phases.begin("building the validation batches")
-            watched = HeartbeatBatches(batches(), self.start.phases.begin)
+            self.start.marks.begin("building the validation batches")
+            watched = MarkedBatches(batches(), self.start.marks.begin)
             results[name] = self.engine.evaluate(watched)
         loss = mean_of([*results.values()]).loss
         if self.start.recipe.follows_validation:
@@ -276,7 +276,7 @@ class Observer:
         """
         if self.start.recipe.follows_validation and not stopping:
             self.validate(progress)
-        self.start.watchdog.mark(f"saving step {progress.step}", progress.step)
+        self.start.marks.mark(f"saving step {progress.step}", progress.step)
         self.checkpoints.tell()
         every = self.start.recipe.checkpoint.every_steps
         self._save_due |= bool(every and progress.step % every == 0)
@@ -284,7 +284,7 @@ class Observer:
             self._save_due = False
             if not stopping:
                 self._balance(progress.step)
-            self.checkpoints.save(self.engine, progress, self.start.phases.begin)
+            self.checkpoints.save(self.engine, progress, self.start.marks.begin)
         if stopping:
             self._finish_saving()
             self.compare(progress)
@@ -300,11 +300,11 @@ class Observer:
 
     def save_now(self, progress: Progress) -> None:
         """Save, unless this step is already saved, and wait for it."""
-        self.checkpoints.save(self.engine, progress, self.start.phases.begin)
+        self.checkpoints.save(self.engine, progress, self.start.marks.begin)
         self._finish_saving()
 
     def _finish_saving(self) -> None:
-        self.start.phases.begin("waiting until the last save is written")
+        self.start.marks.begin("waiting until the last save is written")
         self.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
@@ -340,7 +340,7 @@ def mean_of(results: Sequence[EvalResult]) -> EvalResult:
     return EvalResult(mean([one.loss for one in results]), tokens, metrics)
 
 
-class HeartbeatBatches(Sequence[MicroBatch]):
+class MarkedBatches(Sequence[MicroBatch]):
     """Batches that report progress when they are taken, so that a long validation does not
     count as a hang."""
 

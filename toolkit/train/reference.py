@@ -40,7 +40,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.recorded import MAPPING, checked
 from toolkit.system.untrusted import read_json
 from toolkit.train.all_ranks import AllRanks
-from toolkit.train.phases import Phases
+from toolkit.train.marks import Marks
 
 Values = npt.NDArray[np.float32]
 """[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""
@@ -264,10 +264,10 @@ class RunReference:
                 fix="restore one of them, or start in another directory (--run-dir OTHER)",
             )
 
-    def compute(self, engine: Engine, layout: Layout, phases: Phases) -> None:
+    def compute(self, engine: Engine, layout: Layout, marks: Marks) -> None:
         """Compute missing values by an engine with the initial weights."""
         if missing := self.missing:
-            tick = phases.begin("computing the reference's log-probabilities", missing)
+            tick = marks.begin("computing the reference's log-probabilities", missing)
             for table in self._tables:
                 table.compute(engine, layout, tick)
 

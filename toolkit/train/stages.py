@@ -34,21 +34,18 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun, train
+from toolkit.train.marks import BUILDING, CountedWeights, collective_limit
 from toolkit.train.observer import Observer, Reporter
-from toolkit.train.phases import BUILDING, CountedWeights
 from toolkit.train.reference import RunReference
 from toolkit.train.start import Start
 from toolkit.train.step_reduction import StepReduction
-from toolkit.train.watchdog import collective_limit, replayed
 
 
 def work(start: Start) -> None:
     """Train from the newest checkpoint, or from the start, to the export."""
-    start.watching.enter_context(start.watchdog)
-    start.phases.heard = start.watchdog.hear
     config, data, steps = _read_data(start)
     checkpoints = _checkpoints(start, config, data)
-    found = start.together.run(lambda: checkpoints.find(config, start.phases))
+    found = start.together.run(lambda: checkpoints.find(config, start.marks))
     if found and start.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
         checkpoints.take(found)
         start.progress.continue_at(found.manifest)
@@ -58,7 +55,7 @@ def work(start: Start) -> None:
         reference = _reference(start, config, data, steps, checkpoints, found)
         engine = _engine(start, config, checkpoints)
         if reference is not None:
-            reference.compute(engine, start.plan.layout, start.phases)
+            reference.compute(engine, start.plan.layout, start.marks)
         if found is not None:
             _resume(start, checkpoints, engine, found)
             if start.recipe.parallel.balance == "auto":
@@ -84,10 +81,10 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     """The model's config, the data, and the steps of the whole run."""
     recipe, together = start.recipe, start.together
     training = recipe.training
-    start.phases.begin("reading the data")
+    start.marks.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
     data = together.leaders_first(
-        lambda: recipe_data(recipe, config.vocab_size, start.phases.track)
+        lambda: recipe_data(recipe, config.vocab_size, start.marks.track)
     )
     take_ends(config, recipe, data)
     steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))
@@ -128,7 +125,7 @@ def _reference(
     if resumed and reference.missing:
         start.together.rank_zero(reference.check_weights)
         engine = _engine(start, config, checkpoints, first=True)
-        reference.compute(engine, start.plan.layout, start.phases)
+        reference.compute(engine, start.plan.layout, start.marks)
         engine.close()
     return reference
 
@@ -139,11 +136,11 @@ def _engine(
     """The engine with its initial weights: the saved ones if the run resumes, unless the run's
     `first` ones are requested."""
     together, assignment = start.together, start.assignment
-    start.phases.begin("building operators")
+    start.marks.begin("building operators")
     together.leaders_first(lambda: assignment.prepare(tell))
-    start.phases.begin(BUILDING)
+    start.marks.begin(BUILDING)
     weights = together.run(lambda: _counted_weights(start, config, checkpoints, first=first))
-    start.phases.begin(BUILDING)
+    start.marks.begin(BUILDING)
     setup = together.run(
         lambda: EngineSetup.of(
             start.recipe, start.plan, assignment.engine_config, start.ranks, config, weights
@@ -155,18 +152,18 @@ def _engine(
 def _counted_weights(
     start: Start, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool
 ) -> WeightSource:
-    source = checkpoints.weights(config, start.phases, first=first)
+    source = checkpoints.weights(config, start.marks, first=first)
     base = source.base if isinstance(source, AdaptedWeights) else source
     drawn = isinstance(base, RandomWeights)
     doing = "drawing the weights" if drawn else "loading the weights"
-    return CountedWeights(source, doing, start.plan.layout, start.phases)
+    return CountedWeights(source, doing, start.plan.layout, start.marks)
 
 
 def _resume(
     start: Start, checkpoints: RunCheckpoints, engine: Engine, found: ResumePoint
 ) -> None:
     """Load optimizer states and progress."""
-    start.together.run(lambda: checkpoints.load(engine, found, start.phases))
+    start.together.run(lambda: checkpoints.load(engine, found, start.marks))
     start.progress.continue_at(found.manifest)
 
 
@@ -175,14 +172,14 @@ def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | 
     Rank 0's outputs; None on the other ranks."""
     start.at_end.enter_context(start.stop)
     reporter = _reporter(start, steps, checkpoints) if start.leads else None
-    start.watchdog.at_step(start.progress.step)
+    start.marks.at_step(start.progress.step)
     limit = collective_limit(start.recipe.launch.hang_timeout_s)
     limit_collectives(limit, but=start.together.group)
     return reporter
 
 
 def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter:
-    step, phases, events = start.progress.step, start.phases, start.events
+    step, marks, events = start.progress.step, start.marks, start.events
     seconds = round(process_age_s(), 3)
     if attempt := elastic_restarts():
         events.write(
@@ -193,22 +190,20 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
             from_step=step,
         )
         _report_resize(start)
-    phases.hide()
+    marks.hide()
     if step < steps:
-        tell(phases.summary())
+        tell(marks.summary())
     events.write(
         "start",
         step=step,
         world=start.ranks.world,
         engine=start.plan.engine,
         seconds=seconds,
-        phases={doing: round(s, 3) for doing, s in phases.seconds.items()},
+        phases={doing: round(s, 3) for doing, s in marks.seconds.items()},
     )
     if checkpoints.load_s is not None:
         events.write("load", step=step, seconds=round(checkpoints.load_s, 3))
-    if lost := replayed(start.watchdog.before, step):
-        events.write("replay", **lost)
-    bar = ProgressReport(steps, step, phases.console)
+    bar = ProgressReport(steps, step, marks.console)
     reporter = Reporter(start.directory, start.recipe, events, step, bar)
     start.at_end.callback(reporter.finish)
     return reporter
@@ -270,7 +265,7 @@ def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
         try:
             if start.recipe.follows_validation and progress.step:
                 _make_up_validation(start, observer)
-            start.watchdog.mark(f"step {progress.step + 1}", progress.step)
+            start.marks.mark(f"step {progress.step + 1}", progress.step)
             reduction = StepReduction(start.stop, start.together.group)
             train(job, progress, observer, reduction)
         except (RunFailed, PeerFailed, Stopped):
@@ -297,8 +292,8 @@ def _make_up_validation(start: Start, observer: Observer) -> None:
 
 def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:
     """Close what writes checkpoints, and export one."""
-    start.phases.show()
-    start.phases.begin("closing")
+    start.marks.show()
+    start.marks.begin("closing")
     checkpoints.close()
     if engine is not None:
         engine.close()
@@ -308,4 +303,4 @@ def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> 
 
 def _export(start: Start, checkpoints: RunCheckpoints) -> None:
     step = checkpoints.exported_step(start.progress.step)
-    export_last(start.directory, step, start.phases)
+    export_last(start.directory, step, start.marks)

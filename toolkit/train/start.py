@@ -12,10 +12,9 @@ from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.loop import Progress
-from toolkit.train.phases import Phases
+from toolkit.train.marks import Marks, Watched
 from toolkit.train.signals import StopRequest
 from toolkit.train.split import BatchSplit
-from toolkit.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -25,31 +24,28 @@ class Start:
     assignment: Assignment
     ranks: Ranks
     together: AllRanks
-    phases: Phases
+    marks: Marks
     stop: StopRequest
-    watchdog: Watchdog
     events_before: int
     """See `events_offset`."""
     split: BatchSplit
     progress: Progress = field(default_factory=Progress)
     """Of the run, from the checkpoint on that it continues from."""
-    watching: ExitStack = field(default_factory=ExitStack)
-    """Of the watchdog. Ends with the process: a rank that cannot exit hangs, too."""
     at_end: ExitStack = field(default_factory=ExitStack)
     """Closed after the `end` event is written, which W&B reads."""
 
     @classmethod
     def of(
-        cls, assignment: Assignment, ranks: Ranks, together: AllRanks, phases: Phases
+        cls, assignment: Assignment, ranks: Ranks, together: AllRanks, marks: Marks
     ) -> "Start":
         """The start of this rank's part of an assignment."""
         run, launch = RunDirectory(assignment.run_dir), assignment.recipe.launch
         stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
         limits = launch.hang_timeout_s, launch.start_timeout_s, launch.grace_s
-        watchdog = Watchdog(run, ranks.rank, ranks.world, stop, *limits, offset)
+        marks.watch(Watched(run, ranks.world, stop, *limits, offset))
         split = BatchSplit(assignment.plan.layout)
-        return cls(assignment, ranks, together, phases, stop, watchdog, offset, split)
+        return cls(assignment, ranks, together, marks, stop, offset, split)
 
     @property
     def recipe(self) -> Recipe:
@@ -79,4 +75,4 @@ class Start:
     @property
     def doing(self) -> str:
         """What this rank began last."""
-        return self.watchdog.doing or self.phases.last
+        return self.marks.doing

@@ -6,7 +6,6 @@ broadcasts recipe and plan, so that no shared disk is needed. Their work is `sta
 is what surrounds it: the assignment, and what every outcome becomes.
 """
 
-import faulthandler
 import logging
 import os
 import re
@@ -34,10 +33,9 @@ from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import survive_lost_output, tell
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.gpu_memory import out_of_memory
-from toolkit.train.phases import WAITING, Phases
+from toolkit.train.marks import FLIGHT_RECORDER, WAITING, Marks
 from toolkit.train.stages import work
 from toolkit.train.start import Start
-from toolkit.train.watchdog import START_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ def train_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path | None) -
 def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     """Run one rank and turn every outcome into an exit code, a log line and an event."""
     survive_lost_output()
-    faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)  # the watchdog continues it
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.captureWarnings(True)
@@ -71,11 +68,12 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     start: Start | None = None
     try:
-        with Phases(rank_here()) as phases:
-            phases.begin(WAITING)
+        with Marks(rank_here()) as marks:
+            marks.begin(WAITING)
+            os.environ.update({**FLIGHT_RECORDER, **os.environ})
             ranks = join()
-            together = AllRanks(ranks, phases.begin)
-            phases.begin("planning")
+            together = AllRanks(ranks, marks.begin)
+            marks.begin("planning")
             assignment = together.rank_zero(lambda: _on_device(make_assignment(ranks), ranks))
             _on_device(assignment, ranks)  # one message, rank 0's, if no rank has a GPU
             if assignment.recipe.training.deterministic:
@@ -83,7 +81,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             directory = RunDirectory(assignment.run_dir)
             together.rank_zero(lambda: claim(directory))
             setup_rank_logging(directory, ranks.rank)
-            start = Start.of(assignment, ranks, together, phases)
+            start = Start.of(assignment, ranks, together, marks)
             work(start)
             return _end(start, EXIT_DONE)
     except PeerFailed as error:
@@ -151,7 +149,7 @@ def _explained(error: Exception, start: Start | None) -> Exception:
     if mistake := deterministic.as_users_mistake(error):
         return mistake
     doing = start.doing if start is not None else "starting"
-    stepped = start is not None and start.watchdog.has_stepped
+    stepped = start is not None and start.marks.has_stepped
     explained = out_of_memory(error, doing, retry=stepped)
     if explained is not None:
         logger.error("out of memory", exc_info=error)
@@ -160,15 +158,15 @@ def _explained(error: Exception, start: Start | None) -> Exception:
 
 def _end(start: Start, code: int) -> int:
     """Record a successful end; no rank exits before rank 0's reports are written."""
-    start.phases.begin("finishing the logs")
+    start.marks.begin("finishing the logs")
     failpoint("leaving")
     if start.leads:
         _record(start, "end", exit_code=code)
     start.at_end.close()
     dist.barrier(start.together.group)
     leave()
-    start.watching.close()
-    start.phases.hide()
+    start.marks.close()
+    start.marks.hide()
     if start.leads:
         show_results(start.directory, start.events_before, done=code == EXIT_DONE)
     return code

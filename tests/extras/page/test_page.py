@@ -144,17 +144,6 @@ def test_a_thinned_curve_and_left_out_marks_are_told(tmp_path: Path) -> None:
     assert section(data_of(long), "What happened")["note"] == "The last 200 of 205."
 
 
-def test_ranks_that_are_behind(tmp_path: Path) -> None:
-    run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
-    (run / "heartbeats").mkdir()
-    for rank, step in enumerate((20, 20, 17, 20)):
-        beat = {"rank": rank, "host": f"node{rank}", "step": step, "trained_s": 40.0}
-        (run / f"heartbeats/rank-{rank}.json").write_text(json.dumps(beat))
-    found = section(data_of(run), "Ranks")
-    assert found["note"].startswith("Between step 17 and 20; behind: rank 2.")
-    assert found["table"][1][:3] == ["2", "node2", "17"]
-
-
 def test_recipe_next_to_its_defaults(tmp_path: Path) -> None:
     run = write(tmp_path, KILLED_AND_RESTARTED, [])
     recipe = load_recipe(ROOT / "recipes/tiny/llama-bytes.yaml", ["training.seed=5"])
@@ -197,8 +186,6 @@ def test_damage_is_stated(tmp_path: Path) -> None:
     (run / "plan.json").write_text("[]")
     (run / "environment.json").unlink()
     (run / "command.txt").unlink()
-    (run / "heartbeats").mkdir()
-    (run / "heartbeats/rank-0.json").write_text("{")
     missing = data_of(run)["runs"][0]["missing"]
     assert missing[:2] == [
         "metrics.jsonl: 2 of 7 lines cannot be read (the first: line 6); left out",
@@ -207,7 +194,6 @@ def test_damage_is_stated(tmp_path: Path) -> None:
     assert any(one.startswith("recipe.yaml: ") for one in missing)
     assert "plan.json: not a mapping of names to values" in missing
     assert "environment.json: missing" in missing
-    assert "heartbeats/rank-0.json: cannot be read" in missing
     (run / "metrics.jsonl").unlink()
     assert "metrics.jsonl: missing" in data_of(run)["runs"][0]["missing"]
 
@@ -309,8 +295,7 @@ def test_foreign_values_are_no_tracebacks(
 ) -> None:
     times = [event(index, "skip") | one for index, one in enumerate(events)]
     run = write(tmp_path, times, lines)
-    (run / "heartbeats").mkdir(exist_ok=True)
-    for name in ("recipe.yaml", "plan.json", "environment.json", "heartbeats/rank-0.json"):
+    for name in ("recipe.yaml", "plan.json", "environment.json"):
         (run / name).write_text(json.dumps(plain(tree)))
     text = page(data_of(run, run))
     assert "NaN" not in json.dumps(data_of(run)["charts"], allow_nan=False)

@@ -88,7 +88,7 @@ class OuterEngine:
         noted = start.together.rank_zero(lambda: notes(start.directory))
         self._begun, self._tokens = noted.get(step, (step, 0.0))
         """The step at which the present round began, and what was trained since then."""
-        start.phases.begin("joining the other replicas")
+        start.marks.begin("joining the other replicas")
         self._join()
         if self._step > self._begun and self._step % settings.every_steps == 0:
             self._exchange()
@@ -195,7 +195,7 @@ class OuterEngine:
         the holder stops, or this replica does while it waits: the run ends after this step."""
         start = self._start
         while (state := start.together.rank_zero(self._poll)) == "waits":
-            start.watchdog.hear("waiting for other replicas")
+            start.marks.begin("waiting for other replicas")
         pending, self._pending = self._pending, None
         if state == "stops":
             start.stop.agreed = True

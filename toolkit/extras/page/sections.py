@@ -9,11 +9,11 @@ from pydantic import ValidationError
 
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
-from toolkit.report.attempts import amount, number, step_of
+from toolkit.report.attempts import amount, number
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord, parse_yaml
-from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 from toolkit.text.units import duration, seconds, size
@@ -37,7 +37,6 @@ def sections(record: RunRecord) -> list[Section]:
         _time(record),
         _parts(record, "step_time_s", "One step, as predicted", seconds),
         _memory(record),
-        _ranks(record),
         _data(record),
         _recipe(record),
         _plan(record),
@@ -102,42 +101,6 @@ def _memory(record: RunRecord) -> Section | None:
     if section is not None and peaks:
         section["note"] = f"Measured: {size(max(peaks))} at most on the fullest rank."
     return section
-
-
-def _ranks(record: RunRecord) -> Section | None:
-    """The last sign of life of every rank, the slowest first."""
-    beats = []
-    for path in record.run.heartbeats.glob("rank-*.json"):
-        try:
-            beat = read_json(path, _TAIL)
-        except (OSError, ValueError):
-            record.missing.append(f"heartbeats/{path.name}: cannot be read")
-            continue
-        if isinstance(beat, dict) and number(beat, "rank") is not None:
-            beats.append(beat)
-    if not beats:
-        return None
-    beats.sort(key=lambda beat: (step_of(beat) or 0, amount(beat, "rank") or 0))
-    steps = [step_of(beat) or 0 for beat in beats]
-    note = f"All {len(beats):,} ranks are at step {steps[0]:,}."
-    if steps[0] != steps[-1]:
-        behind = [str(beat["rank"]) for beat, step in zip(beats, steps, strict=True)
-                  if step < steps[-1]]  # fmt: skip
-        names = ", ".join(behind[:8]) + (", …" if len(behind) > 8 else "")
-        note = f"Between step {steps[0]:,} and {steps[-1]:,}; behind: rank {names}."
-    table = [["rank", "host", "step", "seconds in steps", "last doing", "where"]]
-    for beat in beats[:MOST_RANKS]:
-        trained = amount(beat, "trained_s")
-        own = [str(beat.get(name, "")) for name in ("rank", "host", "step")]
-        last = [str(beat.get(name, "")) for name in ("doing", "where")]
-        table.append([*own, "" if trained is None else f"{trained:.1f}", *last])
-    if len(beats) > MOST_RANKS:
-        note += f" The {MOST_RANKS} furthest behind are shown."
-    return {
-        "title": "Ranks",
-        "note": note + " Steps are logged by rank 0 alone.",
-        "table": table,
-    }
 
 
 def _data(record: RunRecord) -> Section | None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,17 @@ from tests.processes import HANG_S, wait_until
 from tests.warm import WarmPython
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.train.watchdog import Heartbeat, diagnosis, replayed
+from toolkit.run.ending import hang_of, hangs_after
 
 RANK = Path(__file__).with_name("watched_rank.py")
 LIMIT_S = 5.0
-"""Of a rank of the tests: some heartbeats, even where other processes keep every core busy."""
+"""Of a rank of the tests: some beats, even where other processes keep every core busy."""
 SLEEP_S = 60.0
 """How long a rank hangs that nobody ends."""
-BEAT = Heartbeat(0, 10, "here", step=7, first_step=5, trained_s=3.0, marks=20, beats=5)
 
 
 class Ranks:
-    """Three ranks with a watchdog each."""
+    """Three ranks with time limits."""
 
     def __init__(self, run: Path, behaviour: str, grace_s: float = 0) -> None:
         self.run = RunDirectory(run)
@@ -54,9 +52,19 @@ class Ranks:
     def seconds_since_it_began(self) -> float:
         return time.time() - float((self.run.path / "began").read_text())
 
-    def event(self, kind: str) -> dict[str, Any]:
-        (found,) = [event for event in jsonl.read(self.run.events) if event["kind"] == kind]
+    def error(self) -> str:
+        (end,) = [event for event in jsonl.read(self.run.events) if event["kind"] == "end"]
+        return str(end["error"])
+
+    def hangs(self) -> dict[int, dict[str, Any]]:
+        """The event of each rank, which has one at most."""
+        events = hangs_after(self.run.path, 0)
+        found = {event["rank"]: event for event in events}
+        assert len(found) == len(events)
         return found
+
+    def hung(self) -> list[int]:
+        return list(hang_of([*self.hangs().values()], range(3)).ranks)
 
     def log(self, rank: int) -> str:
         return self.run.rank_log(rank).read_text()
@@ -65,12 +73,12 @@ class Ranks:
 def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(tmp_path):
     with Ranks(tmp_path, "stop@1") as ranks:
         assert ranks.codes(0, 2) == [4, 4]
-        hang = ranks.event("hang")
-        assert (hang["ranks"], hang["step"]) == ([1], 4)
-        assert LIMIT_S <= hang["idle_s"] < SLEEP_S
+        hangs = ranks.hangs()
+        assert (ranks.hung(), hangs[0]["step"]) == ([1], 4)
+        assert LIMIT_S <= max(event["idle_s"] for event in hangs.values()) < SLEEP_S
         assert all("meet" in ranks.log(rank) for rank in (0, 2))
-        assert "meet" in hang["where"]["0"]
-        error = ranks.event("end")["error"]
+        assert "meet" in hangs[0]["where"]
+        error = ranks.error()
         assert error.startswith("hang: nothing done for 5 s; stopped or frozen: rank 1")
         # What launchers do with a stopped rank (launchers/process.py).
         ranks.processes[1].send_signal(signal.SIGUSR2)
@@ -81,25 +89,24 @@ def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(t
 def test_a_rank_that_hangs_in_its_code_is_told_apart_by_where_it_is(tmp_path):
     with Ranks(tmp_path, "hang@2") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
-        hang = ranks.event("hang")
-        assert hang["ranks"] == []
-        assert "misbehave" in hang["where"]["2"]
-        assert "misbehave" not in hang["where"]["0"]
+        assert ranks.hung() == []
+        assert "misbehave" in ranks.hangs()[2]["where"]
+        assert "misbehave" not in ranks.hangs()[0]["where"]
         assert "misbehave" in ranks.log(2)
 
 
 def test_a_rank_that_is_behind_is_named(tmp_path):
     with Ranks(tmp_path, "behind@0") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
-        assert ranks.event("hang")["ranks"] == [0]
-        assert "behind the others: rank 0" in ranks.event("end")["error"]
+        assert ranks.hung() == [0]
+        assert "behind the others: rank 0" in ranks.error()
 
 
 def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
     """None of its Python threads runs then."""
     with Ranks(tmp_path, "lock@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 1, 4]
-        assert ranks.event("hang")["ranks"] == [1]
+        assert ranks.hung() == [1]
         assert "misbehave" in ranks.log(1)
 
 
@@ -119,37 +126,13 @@ def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
     with Ranks(tmp_path, "slow@1") as ranks:
         assert ranks.codes(0, 1, 2) == [0, 0, 0]
         assert not ranks.run.events.exists()
-        last = Heartbeat.read(ranks.run.heartbeats, 2)
-        assert last is not None
-        assert (last.step, last.first_step) == (10, 0)
-        assert last.trained_s == pytest.approx(0.5)
 
 
 def test_a_rank_that_hangs_before_the_first_step_is_named(tmp_path):
     with Ranks(tmp_path, "begin@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
-        assert "misbehave" in ranks.event("hang")["where"]["1"]
-        assert "nothing done for 5 s (launch.start_timeout_s); " in ranks.event("end")["error"]
-
-
-def test_a_hang_is_told_although_heartbeats_are_read_slowly(tmp_path):
-    """As those of a thousand ranks are."""
-    with Ranks(tmp_path, "reading@1") as ranks:
-        assert ranks.codes(0, 1, 2) == [4, 4, 4]
-        assert ranks.event("hang")["ranks"] == []
-        assert ranks.event("end")["error"].startswith("hang: nothing done for 5 s; ")
-        assert "misbehave" in ranks.log(1)
-
-
-@pytest.mark.parametrize("damaged", ["[]", "5", '{"rank": 0}', '"x"'])
-def test_a_damaged_heartbeat_is_none(tmp_path, damaged):
-    Heartbeat(0, 1, "host", step=5, first_step=0).write(tmp_path)
-    file = tmp_path / "rank-0.json"
-    assert Heartbeat.read(tmp_path, 0).step == 5
-    file.write_text(file.read_text().replace('"step": 5', '"step": "x"'))
-    assert Heartbeat.read(tmp_path, 0) is None
-    file.write_text(damaged)
-    assert Heartbeat.read(tmp_path, 0) is None
+        assert "misbehave" in ranks.hangs()[1]["where"]
+        assert "nothing done for 5 s (launch.start_timeout_s); " in ranks.error()
 
 
 def test_the_first_step_may_take_longer(tmp_path):
@@ -174,25 +157,27 @@ def test_the_grace_of_a_rank_that_was_asked_to_stop(tmp_path):
     with Ranks(tmp_path, "signal@1", grace_s=0.5) as ranks:
         assert ranks.codes(1) == [4]
         assert 0.5 < ranks.seconds_since_it_began() < SLEEP_S
-        assert ranks.event("end")["error"] == (
-            "not saved and gone within launch.grace_s (0.5 s): killed"
-        )
+        assert ranks.error() == ("not saved and gone within launch.grace_s (0.5 s): killed")
         assert "misbehave" in ranks.log(1)
 
 
-def test_a_heartbeat_that_changes_is_alive_and_one_that_is_missing_unknown():
-    before = {0: BEAT, 1: replace(BEAT, rank=1), 2: None}
-    after = {0: replace(BEAT, beats=6), 1: replace(BEAT, rank=1), 2: None}
-    assert diagnosis(before, after)["ranks"] == [1]
-
-
-def test_no_heartbeat_at_all():
-    nothing = {0: None, 1: None}
-    assert diagnosis(nothing, nothing)["message"] == "no heartbeat can be read"
-    assert diagnosis({}, {0: BEAT})["ranks"] == []
-
-
-def test_what_is_done_again_after_a_death():
-    assert replayed(None, 5) is None, "no heartbeat"
-    assert replayed(BEAT, 6) == {"from_step": 6, "to_step": 7, "seconds": 1.5}
-    assert replayed(BEAT, 7) is None, "nothing lost"
+def test_a_hang_of_a_thousand_ranks_has_a_word(tmp_path):
+    """Every rank but one wrote its event; one reads them all."""
+    events = [
+        {"kind": "hang", "rank": rank, "step": 7, "marks": 20, "where": "c10d.py:3 all_reduce"}
+        for rank in range(1024)
+        if rank != 700
+    ]
+    for event in reversed(events):
+        jsonl.append(RunDirectory(tmp_path).events, event)
+    began = time.monotonic()
+    hang = hang_of(hangs_after(tmp_path, 0), range(1024))
+    assert time.monotonic() - began < 5
+    assert hang.ranks == [700]
+    assert hang.message == (
+        "stopped or frozen: rank 700 (7 steps done); "
+        "rank 0, 1, 2, 3, 4, 5, 6, 7 and 1015 more at c10d.py:3 all_reduce"
+    )
+    events[3]["marks"] = 19
+    assert hang_of(events, range(8)).ranks == [3]
+    assert hang_of([], range(2)).ranks == [0, 1]

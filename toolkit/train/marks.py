@@ -1,0 +1,452 @@
+"""Marks of a rank: what it does, from the process's first line to its last, and time limits.
+
+A rank marks what it begins: phases with `Marks.begin`, which rank 0 shows, steps with `mark`.
+Without a mark within the time limit a rank writes one `hang` event and its stacks, and ends.
+The rank whose event is the first reads all of them and reports who is behind.
+
+Nothing that blocks keeps a rank from ending: one thread counts the time, and one of
+faulthandler's, which needs no interpreter, ends the process if the counting stops (C code that
+holds the interpreter's lock). Time is counted in beats: a process that was paused has not used
+it up.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from toolkit.data.progress import Item
+from toolkit.errors import EXIT_FAILED
+from toolkit.layout import Layout
+from toolkit.models.weights import WeightSource, checkpoint_names
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import STACKS_SIGNAL, grace_over, hang_of, hangs_after
+from toolkit.run.events import EventLog, process_age_s
+from toolkit.text.terminal import printable, tell
+from toolkit.text.units import duration
+from toolkit.train.signals import StopRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.models.families.tensors import Block
+
+Mark = Callable[[str], object]
+"""Reports what a rank begins: `Marks.begin`. Its time limit restarts."""
+Tick = Callable[[int], None]
+"""Takes the amount that was done since the last call."""
+
+NOTICEABLE_S = 1.0
+"""In a log file, a phase that lasts longer gets a line, written at that time, not at its
+end."""
+_REFRESH_S = 0.1
+LIBRARIES, WAITING = "loading the libraries", "waiting for the other ranks"
+BUILDING = "building the model"
+
+START_LIMIT_S = 7200.0
+"""Seconds that a process may take until it knows `launch.start_timeout_s`."""
+_LONGEST_BEAT_S = 1.0
+_BEATS_PER_LIMIT = 20
+_LONGEST_LOOK_S = 10.0
+"""Time between two looks at the events of the other ranks."""
+_JOINING_SHARE = 0.25
+"""Share of the limit after which a rank also reports a hang that another one has reported."""
+_FIRST_STEP_LIMITS = 3.0
+"""Time limits that the first step may take, which compiles kernels and allocates buffers."""
+_STUCK_LIMITS = 2.0
+"""Time limits after which a rank that cannot even count is killed. More than one, because a job
+that was paused as a whole looks the same when it continues."""
+_LAUNCHER_GRACE_S = 1.0
+"""A launcher that was asked to stop ends the ranks itself; this much later, they do."""
+_PAUSE_S = 1.0
+"""How much later than the rank with the message the others exit: the first message is shown."""
+_TELLING_S = 10.0
+"""Time that an ending rank may take for each file that it writes: the disk may hang."""
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Variables that let torch remember NCCL's last collectives."""
+
+
+def collective_limit(limit_s: float) -> timedelta:
+    """Timeout of a collective for the time limit `limit_s`: longer than any action here, so
+    that our message appears and not PyTorch's."""
+    longest_s = _FIRST_STEP_LIMITS * limit_s
+    return timedelta(seconds=(_STUCK_LIMITS + 1) * longest_s + 2 * _TELLING_S)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run whose ranks have time limits."""
+
+    run: RunDirectory
+    world: int
+    stop: StopRequest
+    limit_s: float
+    """`launch.hang_timeout_s`."""
+    start_limit_s: float
+    """`launch.start_timeout_s`."""
+    grace_s: float | None
+    """`launch.grace_s`."""
+    offset: int
+    """See `events_offset`."""
+
+
+class Marks:
+    """What one rank does; a context manager of what is shown, which only rank 0 does.
+
+    Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log, and ends a
+    rank that was asked to stop and has not exited `grace_s` later.
+    """
+
+    def __init__(self, rank: int, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stderr)
+        self.seconds = {LIBRARIES: process_age_s()}
+        """How long each phase took, of those that were shown."""
+        self.doing = LIBRARIES
+        """What this rank began last, whether shown or not."""
+        self.step = self.first_step = 0
+        """Optimizer steps done, and those done when this start began."""
+        self._rank = rank
+        self._display = _Display(self.console, self.seconds, shows=rank == 0)
+        self._count = 0
+        """Marks of something else than before: ranks that have as many are equally far."""
+        self._idle_s = self._stopping_s = self._looked_s = 0.0
+        self._waiting = False
+        self._watched: Watched | None = None
+        self._starting = True
+        self._log: IO[str] = sys.__stderr__ or sys.stderr
+        self._main = threading.get_ident()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="time limits")
+
+    def __enter__(self) -> "Marks":
+        self.show()
+        self._postpone()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hide()
+
+    def close(self) -> None:
+        """End the time limits. A rank that cannot exit hangs, too: last of all."""
+        self._left.set()
+        self._thread.join(_TELLING_S)
+        faulthandler.cancel_dump_traceback_later()
+        if self._watched is not None:
+            faulthandler.unregister(STACKS_SIGNAL)
+            self._log.close()
+
+    def watch(self, watched: Watched) -> None:
+        """Take the time limits of a run, and report in its files from now on."""
+        watched.run.logs.mkdir(parents=True, exist_ok=True)
+        self._log = watched.run.rank_log(self._rank).open("a", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
+        self._watched = watched
+        self._postpone()
+
+    def at_step(self, step: int) -> None:
+        """The start has ended, and the run continues from `step`."""
+        self.first_step = step
+        self._starting = False
+        self.mark("starting", step)
+        self._postpone()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this start has completed a step."""
+        return self.step > self.first_step
+
+    def mark(self, doing: str, step: int) -> None:
+        """Mark that the rank began or ended something: its time limit restarts."""
+        self.doing, self.step = doing, step
+        self._count += 1
+        self._idle_s = 0.0
+        self._waiting = False
+
+    def begin(self, doing: str, total: int | None = None) -> Tick:
+        """Begin a phase with a total amount; call the result with the amounts done."""
+        self._hear(doing)
+        progress = self._display.begin(doing, total)
+
+        def tick(amount: int) -> None:
+            self._hear(doing)
+            progress(amount)
+
+        return tick
+
+    def _hear(self, doing: str) -> None:
+        """Mark a phase. Ranks that wait for rank 0, which has a limit itself, have none. Of
+        progress in a phase, ranks have different amounts: it is not counted."""
+        self._count -= doing == self.doing
+        self.mark(doing, self.step)
+        self._waiting = doing == WAITING and self._rank != 0
+
+    def track(self, items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
+        """Iterate over the `items` as a phase."""
+        tick = self.begin(title, total)
+        for item in items:
+            yield item
+            tick(1)
+
+    def show(self) -> None:
+        """Show the phases that begin from now on."""
+        self._display.open()
+
+    def hide(self) -> None:
+        """End the current phase and release the terminal."""
+        self._display.close()
+
+    def summary(self) -> str:
+        """One line: how long all of them took, and each that took a tenth of a second."""
+        parts = [f"{doing} {duration(s)}" for doing, s in self.seconds.items() if s >= 0.1]
+        return f"ready after {duration(sum(self.seconds.values()))}: {', '.join(parts)}"
+
+    @property
+    def _limit_s(self) -> float:
+        """Of what the rank does now."""
+        if self._watched is None:
+            return START_LIMIT_S
+        if self._starting:
+            return self._watched.start_limit_s
+        return self._watched.limit_s * (1 if self.has_stepped else _FIRST_STEP_LIMITS)
+
+    @property
+    def _beat_s(self) -> float:
+        return min(self._limit_s / _BEATS_PER_LIMIT, _LONGEST_BEAT_S)
+
+    @property
+    def _look_s(self) -> float:
+        return min(self._limit_s / _BEATS_PER_LIMIT, _LONGEST_LOOK_S)
+
+    def _may_look(self, limit_s: float) -> bool:
+        """Whether it is time to look whether another rank has reported a hang."""
+        self._looked_s += self._beat_s
+        if self._idle_s < _JOINING_SHARE * limit_s or self._looked_s < self._look_s:
+            return False
+        self._looked_s = 0.0
+        return True
+
+    def _postpone(self) -> None:
+        """Postpone the exit by faulthandler's thread."""
+        limit_s = _STUCK_LIMITS * self._limit_s
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self._log)
+
+    def _watch(self) -> None:
+        while not self._left.wait(beat_s := self._beat_s):
+            self._postpone()
+            self._idle_s += beat_s
+            limit_s = self._limit_s
+            if self._idle_s >= limit_s and not self._waiting:
+                self._end_hung()
+            if self._watched is None:
+                continue
+            if self._may_look(limit_s) and self._hangs():
+                self._end_hung()
+            grace_s = self._watched.grace_s
+            if grace_s is not None and not self._starting and self._watched.stop.reason:
+                self._stopping_s += beat_s
+                if self._stopping_s >= grace_s + _LAUNCHER_GRACE_S:
+                    self._end(
+                        *grace_over(grace_s, self._watched.run.path, self._watched.offset)
+                    )
+
+    def _hangs(self) -> list[dict[str, Any]]:
+        """The `hang` events of this start."""
+        if self._watched is None:
+            return []
+        with suppress(OSError):
+            return hangs_after(self._watched.run.path, self._watched.offset)
+        return []
+
+    def _end_hung(self) -> None:
+        """Write the event, then the stacks; the first rank names the hung ones when the others
+        have had time to write theirs."""
+        limit_s, idle_s = self._limit_s, self._idle_s
+        pause_s = 3 * self._look_s + _PAUSE_S
+        try:
+            self._end_within(pause_s + 2 * _TELLING_S)
+            self._write(
+                "hang", doing=self.doing, where=_innermost(self._main), marks=self._count,
+                idle_s=round(idle_s, 3),
+            )  # fmt: skip
+            self._dump()
+            time.sleep(pause_s)
+            hangs = self._hangs()
+            if not hangs or hangs[0].get("rank") == self._rank:
+                self._report(limit_s, hangs)
+            time.sleep(2 * _PAUSE_S)
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _report(self, limit_s: float, hangs: list[dict[str, Any]]) -> None:
+        """Say which ranks hang, as far as their files are on this machine's disk."""
+        limit = f"{limit_s:g} s" + " (launch.start_timeout_s)" * self._starting
+        if self._watched is None or not hangs:
+            self._end(f"hang: nothing done for {limit} in {self.doing}")
+            return
+        run = self._watched.run
+        near = [rank for rank in range(self._watched.world) if run.rank_log(rank).exists()]
+        message = f"hang: nothing done for {limit}; {hang_of(hangs, near).message}"
+        message += f"\n  the ranks' stacks are in {run.logs}/rank-*.log"
+        if list(run.logs.glob("nccl_trace_rank_*")):
+            message += f", their collectives: torchfrtrace {run.logs}"
+        self._end(message)
+
+    def _end_within(self, seconds: float) -> None:
+        """Exit at that time in any case."""
+        faulthandler.dump_traceback_later(2 * seconds, exit=True, file=self._log)
+        last_resort = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _end(self, message: str, code: int = EXIT_FAILED) -> None:
+        """Stacks, then the message: launchers show the end of the log."""
+        try:
+            self._end_within(_TELLING_S)
+            self._dump()
+            for file in dict.fromkeys((self._log, sys.stderr)):
+                tell(f"error: {message}", file)
+            self._write("end", exit_code=code, error=message)
+        finally:
+            os._exit(code)
+
+    def _write(self, kind: Any, **fields: Any) -> None:
+        if self._watched is not None:
+            events = EventLog(self._watched.run.events)
+            events.write(kind, rank=self._rank, step=self.step, **fields)
+
+    def _dump(self) -> None:
+        """Write the stacks, and NCCL's last collectives where it has any."""
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(self._log, all_threads=True)
+        collectives: Any = sys.modules.get("torch._C._distributed_c10d")
+        if self._watched is not None and hasattr(collectives, "_dump_nccl_trace"):
+            with suppress(Exception):
+                file = self._watched.run.logs / f"nccl_trace_rank_{self._rank}"
+                file.write_bytes(collectives._dump_nccl_trace())
+
+
+def _innermost(thread: int) -> str:
+    """`file.py:line function` of a thread."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+class _Display:
+    """The phases on the terminal in one line, in a log file a line for each long one."""
+
+    def __init__(self, console: Console, seconds: dict[str, float], *, shows: bool) -> None:
+        self._console, self._seconds, self._shows = console, seconds, shows
+        self._open = False
+        self._doing, self._began = "", 0.0
+        self._bar: Progress | None = None
+        self._line: threading.Timer | None = None
+
+    def open(self) -> None:
+        self._open = self._shows
+        if self._shows and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(text_format_no_percentage=""),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            # A rank that is killed here cannot restore the cursor.
+            self._console.show_cursor(True)
+
+    def close(self) -> None:
+        self._end()
+        self._open = False
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def begin(self, doing: str, total: int | None) -> Tick:
+        done, refreshed, bar = 0, 0.0, self._bar
+        if self._open:
+            self._end()
+            self._doing, self._began = doing, time.monotonic()
+            if bar is None:
+                self._line = threading.Timer(NOTICEABLE_S, tell, (doing, self._console.file))
+                self._line.daemon = True
+                self._line.start()
+        if bar is not None:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            task = bar.add_task(printable(doing), total=total)
+
+        def tick(amount: int) -> None:
+            nonlocal done, refreshed
+            done += amount
+            if bar is not None and (now := time.monotonic()) - refreshed > _REFRESH_S:
+                refreshed = now
+                bar.update(task, completed=done)
+
+        return tick
+
+    def _end(self) -> None:
+        if self._line is not None:
+            self._line.cancel()
+            self._line = None
+        if self._doing:
+            lasted = time.monotonic() - self._began
+            self._seconds[self._doing] = self._seconds.get(self._doing, 0.0) + lasted
+            self._doing = ""
+
+
+class CountedWeights(WeightSource):
+    """A `WeightSource` whose tensors are counted while a model is filled from it."""
+
+    def __init__(self, source: WeightSource, doing: str, layout: Layout, marks: Marks) -> None:
+        self._source = source
+        self._doing = doing
+        self._whole = layout.pp == layout.ep == 1
+        """Whether a rank reads some of every tensor; otherwise the number is unknown."""
+        self._marks = marks
+        self._seen: set[str] = set()
+        self._total: int | None = None
+        self._tick: Tick = lambda _: None
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._source.shapes
+
+    def read(self, name: str, start: int, stop: int) -> "Tensor":
+        if not self._seen:
+            self._begin(len(self.shapes))
+        return self._counted(name, self._source.read(name, start, stop))
+
+    def read_block(self, block: "Block") -> "Tensor":
+        if not self._seen:
+            self._begin(sum(len(checkpoint_names(*shape)) for shape in self.shapes.items()))
+        return self._counted(block.tensor, self._source.read_block(block))
+
+    def _begin(self, tensors: int) -> None:
+        self._total = tensors if self._whole else None
+        self._tick = self._marks.begin(self._doing, self._total)
+
+    def _counted(self, name: str, values: "Tensor") -> "Tensor":
+        if name not in self._seen:
+            self._seen.add(name)
+            self._tick(1)
+            if len(self._seen) == self._total:
+                self._marks.begin(BUILDING)
+        return values
