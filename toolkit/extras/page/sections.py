@@ -18,9 +18,6 @@ from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 from toolkit.text.units import duration, seconds, size
 
-MOST_RANKS = 64
-"""Rows of the table of ranks: the first one and those that are furthest behind."""
-_TAIL = 1 << 16
 _NOT_USED = (1, 0, None, "none", "")
 """Degrees and options of a layout that are not shown."""
 
