@@ -141,7 +141,7 @@ PRECISION_ROWS = [
     Row("fp32", {"training": {"precision": "fp32"}}),
     Row("bf16", {}),
     Row("fp16", {"training": {"precision": "fp16"}}),
-    Row("fp8", {"fp8": {}}),
+    Row("fp8", {"kernels": {"fp8": "rowwise"}}),
 ]
 _OF_MEGATRON = "megatron-core's fused SwiGLU"
 KERNEL_ROWS = [

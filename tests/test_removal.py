@@ -1,4 +1,4 @@
-"""A feature is its folder, and so are the extras: without it, the rest of the package works."""
+"""Without the folder of the extras, the rest of the package works."""
 
 import os
 import subprocess
@@ -17,28 +17,21 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "ditable" not in str(f
 import toolkit
 assert toolkit.__path__[0].startswith(sys.argv[1]), toolkit.__path__
 from toolkit.cli.main import main
-from toolkit.features.base import FEATURES
-from toolkit.recipe.schema import Recipe
-assert sys.argv[2].split("/")[-1] not in FEATURES.names
 import toolkit.engines.deepspeed.backend, toolkit.rehearse.layouts
 import toolkit.foreign.accelerate_file
 for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
     for verb in (["check"], ["plan", "--explain"], ["render"]):
         assert main([verb[0], name, *verb[1:]]) in (None, 0), (verb, name)
-if sys.argv[2] == "extras":
-    from importlib.util import find_spec
-    assert find_spec("toolkit.extras") is None
-    assert main(["check", "llama-adamw-8bit"]) == 2
-    assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
-    assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
-else:
-    import toolkit.extras.doctor.selftest.plan
+from importlib.util import find_spec
+assert find_spec("toolkit.extras") is None
+assert main(["check", "llama-adamw-8bit"]) == 2
+assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
+assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder_name", ["features/fp8", "extras"])
-def test_the_core_works_without(folder_name: str, tmp_path: Path) -> None:
+def test_the_core_works_without_extras(tmp_path: Path) -> None:
     for folder in ("toolkit", "recipes", "ds_configs"):
         copytree(
             ROOT / folder,
@@ -46,9 +39,9 @@ def test_the_core_works_without(folder_name: str, tmp_path: Path) -> None:
             symlinks=True,
             ignore=ignore_patterns("__pycache__"),
         )
-    rmtree(tmp_path / "toolkit" / folder_name)
+    rmtree(tmp_path / "toolkit" / "extras")
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path), folder_name],
+        [sys.executable, "-c", RUN, str(tmp_path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -56,19 +49,3 @@ def test_the_core_works_without(folder_name: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_no_other_module_names_a_feature() -> None:
-    """They ask the registry."""
-    inside = ROOT / "toolkit" / "features"
-    found = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "toolkit").rglob("*.py")
-        if inside not in path.parents
-        and any(
-            f"toolkit.features.{folder.name}" in path.read_text("utf-8")
-            for folder in inside.iterdir()
-            if folder.is_dir()
-        )
-    ]
-    assert not found

@@ -36,7 +36,6 @@ REGISTER = "DMT_TEST_REGISTER"
 STARTED_BY = (
     "toolkit.launchers.ranks",
     "toolkit.extras.tune.trial",
-    "toolkit.extras.outer.launch",
 )
 """Modules of the product that start Python processes."""
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"

@@ -10,6 +10,8 @@ EngineName = str
 """One of `ENGINES.names`."""
 ModelName = Literal["hf", "megatron"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Fp8Scaling = Literal["rowwise", "tensorwise"]
+"""How operands of products in 8 bits are scaled: `KernelsSection.fp8`."""
 CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
 """What the cost model knows: published runs computed in fp8."""
 Stage = Literal[0, 1, 2, 3]

@@ -1,7 +1,6 @@
 """From a recipe to its plan with all that was considered: `dmt plan`, and the Python API's."""
 
 from toolkit.backend import adopt_engine_config
-from toolkit.features.base import resolved
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.planned import Planned
@@ -19,7 +18,7 @@ def plan_recipe(recipe: Recipe, cluster: str | Cluster | None = None) -> Planned
     own settings are not possible there.
     """
     where = None if cluster is None else find_cluster(cluster)
-    recipe = resolved(adopt_engine_config(recipe))
+    recipe = adopt_engine_config(recipe)
     if where is not None:
         recipe = placed_on(recipe, where)
     found = explore(recipe, where)

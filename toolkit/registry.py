@@ -16,7 +16,7 @@ from toolkit.errors import BackendUnavailable
 
 Kind = TypeVar("Kind")
 
-_MAY_BE_MISSING = ("toolkit.extras.", "toolkit.features.")
+_MAY_BE_MISSING = "toolkit.extras."
 
 
 class Registry(Generic[Kind]):
@@ -83,8 +83,7 @@ def _added() -> Any:  # another class before Python 3.12
 
 
 def _installed(place: str) -> bool:
-    """Whether a place of this package is there: an installation may leave out extras and
-    features."""
+    """Whether a place of this package is there: an installation may leave out extras."""
     module = place.partition(":")[0]
     if not module.startswith(_MAY_BE_MISSING):
         return True

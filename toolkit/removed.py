@@ -38,6 +38,15 @@ SETTINGS: dict[str, str] = {
     "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
     "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
     "and state model.hub: FOLDER",
+    "fp8": "write `kernels: {fp8: rowwise}`",
+    "parallel.outer.batch": "remove it: training.global_batch_size is that of each replica",
+    "parallel.outer.optimizer": "remove it: updates are SGD's with Nesterov's momentum; for "
+    "the mean of the weights state learning_rate: 1 and momentum: 0",
+    "parallel.outer.staleness": "remove it: no replica is more than one round behind",
+    "parallel.outer.compress": "remove it: changes of weights are sent in fp32",
+    "parallel.outer.holder": "start `torchft_lighthouse --min_replicas 1`, and state "
+    "parallel.outer.lighthouse: http://HOST:29510",
+    "parallel.outer.link": "remove it: `dmt plan` prints the bytes of an exchange",
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "

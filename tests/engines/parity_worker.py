@@ -92,8 +92,6 @@ class Case:
     """Further settings of the recipe's `optimizer`."""
     kernels: dict[str, str] = field(default_factory=dict)
     """The recipe's `kernels`; nothing is compiled or fused unless they say so."""
-    fp8: dict[str, Any] | None = None
-    """The recipe's `fp8`."""
     gpu: str = "cpu"
     """For which it is planned."""
     bucket: int | None = None
@@ -112,7 +110,6 @@ class Case:
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
         parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
-        parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["in buckets"] * (self.bucket is not None)
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -165,7 +162,6 @@ def recipe(case: Case, world: int) -> Recipe:
                 },
             },
             "kernels": {"compile": "none", "fused": "none", **case.kernels},
-            **({"fp8": case.fp8} if case.fp8 else {}),
             "cluster": {"gpus_per_node": world, "gpu": case.gpu},
         }
     )

@@ -1011,7 +1011,8 @@ TEN_OF = {
     "cluster.nodes": 0, "checkpoint.every_steps": "x", "checkpoint.resume": "never",
     "launch.max_restarts": -2, "logging.wandb": {"projekt": "x"}, "logging.every": 5,
     "launch.launcher": "slrum", "adapter": {"rank": 0, "alpha": 16}, "orpo": {"beta": 0},
-    "kernels.loss": "chunk", "fp8": {}, "guard.spike_factor": 0.5, "extra": {"a": 1},
+    "kernels.loss": "chunk", "kernels.fp8": "delayed", "guard.spike_factor": 0.5,
+    "extra": {"a": 1},
 }  # fmt: skip
 """A wrong value by its setting; some are wrong only together with GOOD or with each other."""
 

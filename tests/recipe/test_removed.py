@@ -14,19 +14,24 @@ from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS, VALUES
 from toolkit.run.changes import changes
 
 BLEND = Path("recipes/tiny/llama-blend.yaml")
+PLAIN = Path("recipes/tiny/llama-bytes.yaml")
+
+REQUIRED = {"outer": {"replicas": 2, "every_steps": 10}}
+"""What a section must state."""
 
 
 def with_setting(folder: Path, path: str, value: object) -> Path:
     """A recipe with one more setting, by its dotted path; of a list, in its first item."""
     file = folder / "recipe.yaml"
-    stated = yaml.safe_load(dump_recipe(load_recipe(BLEND)))
+    recipe = load_recipe(BLEND if path.startswith("data.") else PLAIN)
+    stated = yaml.safe_load(dump_recipe(recipe))
     inner = stated
     *sections, name = path.split(".")
     for section in sections:
         if section == "validation":
             source = {**inner["train"][0], "weight": None}
             inner |= {"validation": source, "validation_fraction": 0.0}
-        inner[section] = inner.get(section) or {}
+        inner[section] = inner.get(section) or dict(REQUIRED.get(section, {}))
         inner = inner[section]
         inner = inner[0] if isinstance(inner, list) else inner
     inner[name] = value

@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.checkpoint.index import DAMAGED, read_index
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.shards import (
+    OUTER_QUANTITIES,
     STORED,
     StateShard,
     block_numel,
@@ -162,6 +163,10 @@ class SavedState:
         if self._adapters_alone and not shard.trains:
             return
         for quantity in shard.quantities:
+            if quantity in OUTER_QUANTITIES and not any(
+                quantity in self.quantities(block.tensor) for block in shard.blocks
+            ):
+                continue  # the run had no `parallel.outer` yet
             parts = [self.read(quantity, block).reshape(-1) for block in shard.blocks]
             if parts:
                 shard.put(quantity, parts[0] if len(parts) == 1 else torch.cat(parts))

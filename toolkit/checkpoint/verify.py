@@ -11,6 +11,7 @@ from toolkit.checkpoint.index import INDEX, index_of, read_index
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
 from toolkit.checkpoint.shards import (
+    OUTER_QUANTITIES,
     block_numel,
     block_shape,
     dtype_of,
@@ -93,11 +94,13 @@ def coverage_problems(
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
         expected = state_quantities(optimizer, tensor, shape)
-        if tensor in frozen and len(state.quantities(tensor)) > 1:
+        stored = state.quantities(tensor)
+        outer = [one for one in OUTER_QUANTITIES if one in stored]
+        if tensor in frozen and len(stored) - len(outer) > 1:
             yield f"{tensor} does not train, but has moments"
-        elif more := {*state.quantities(tensor)} - {*expected}:
+        elif more := {*stored} - {*expected, *outer}:
             yield f"{tensor} has {', '.join(sorted(more))}, which {optimizer} does not keep"
-        for quantity in expected[: 1 if tensor in frozen else None]:
+        for quantity in (*expected[: 1 if tensor in frozen else None], *outer):
             whole = whole_quantity(quantity, tensor, shape)
             parts = [*state.parts(quantity, tensor)]
             dtype = _DTYPES[dtype_of(quantity)]

@@ -23,7 +23,6 @@ from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, Ru
 from toolkit.cli.output import Hanging, Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
-from toolkit.run.directory import RunDirectory
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
@@ -66,8 +65,6 @@ def list_(
     found = list_checkpoints(store)
     if not found and not as_json:
         tell(f"{store.folder} holds no checkpoints")
-        for replica in RunDirectory(path).replicas:
-            tell(f"{replica} is a run of its own: name that one")
         return
     data = {"folder": str(store.folder), "checkpoints": [*map(_listed, found)]}
     output(as_json, data, _list_lines(found))

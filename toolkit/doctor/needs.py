@@ -8,7 +8,6 @@ from packaging.requirements import Requirement
 
 from toolkit.backend import BACKENDS
 from toolkit.data.remote import PACKAGES
-from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.checkpoint_size import checkpoint_bytes
@@ -116,8 +115,10 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "megatron-core", f"parallel.model: {model}"
     if recipe.adapter is not None:
         yield "peft", "adapter"
-    for name in recipe.features:
-        yield from ((package, name) for package in FEATURES[name].packages)
+    if recipe.parallel.outer is not None:
+        yield "torchft", "parallel.outer"
+    if recipe.kernels.fp8 is not None:
+        yield "torchao", f"kernels.fp8: {recipe.kernels.fp8}"
     for name in ("fused", "loss"):
         if getattr(recipe.kernels, name) == "liger":
             yield "liger-kernel", f"kernels.{name}: liger"

@@ -19,7 +19,6 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
-from toolkit.features.base import FEATURES
 from toolkit.launcher import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.system.install import NAME, plain, source
@@ -58,12 +57,11 @@ _REQUIRED = (
 
 
 def _of_choices() -> Iterator[Package]:
-    """What a launcher, an optimizer or a feature needs and DMT itself does not."""
+    """What a launcher or an optimizer needs and DMT itself does not."""
     required = {package.name for package in _REQUIRED}
     choices = [
         *((f"launch.launcher: {each.name}", each.packages) for each in LAUNCHERS.values()),
         *((f"optimizer.name: {name}", kind.packages) for name, kind in OPTIMIZERS.items()),
-        *((feature.name, feature.packages) for feature in FEATURES.values()),
     ]
     for setting, packages in choices:
         for text, module in packages.items():
@@ -80,6 +78,8 @@ PACKAGES = (
         for package, (module, when) in tracker.packages.items()
     ),
     *_of_choices(),
+    Package("torchao", "torchao", use="`kernels.fp8` needs it"),
+    Package("torchft", "torchft", use="`parallel.outer` needs it"),
     Package(
         "liger-kernel",
         "liger_kernel",

@@ -17,12 +17,11 @@ from toolkit.batch import MicroBatch
 from toolkit.engines.isolation import exchanged, probe
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
-from toolkit.features.base import inside_engines
 from toolkit.models import compiled
 from toolkit.models.families import attention
 
 _EXACT, _ROUNDED = (1e-4, 1e-6), (0.1, 5e-4)
-"""Largest difference in fp32, and in 16 bits or with features: relative to what the first half
+"""Largest difference in fp32, and in 16 bits or with fp8: relative to what the first half
 of a row changes in the second, and, as a model may hardly attend, to the log-probabilities."""
 
 
@@ -36,7 +35,7 @@ def check_context(engine: Any, setup: EngineSetup) -> None:
             whole, other = (engine.log_probs(one) for one in (batch, exchanged(batch)))
     half = tokens.shape[1] // 2
     seen = _size((other - whole)[:, half:])
-    exact = setup.precision == "fp32" and not inside_engines(setup.features)
+    exact = setup.precision == "fp32" and setup.fp8 is None
     share, rounding = _EXACT if exact else _ROUNDED
     bound = share * seen + rounding * _size(whole)
     change = _size(split - whole)

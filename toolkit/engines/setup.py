@@ -1,7 +1,7 @@
 """The inputs from which an engine is built."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +10,7 @@ from toolkit.adapters.lora import Lora, lora_of
 from toolkit.batch import MicroBatch
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
-from toolkit.features.base import Settings, hooks
-from toolkit.layout import AttentionKernel, Layout, ModelName
+from toolkit.layout import AttentionKernel, Fp8Scaling, Layout, ModelName
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.routers import balance_problems
@@ -56,8 +55,8 @@ class EngineSetup:
     """The model's adapters, whose base is `frozen`."""
     balance: BalanceSection | None = None
     """The recipe's `model.balance`."""
-    features: Settings = field(default_factory=dict)
-    """The settings of the features that are on."""
+    fp8: Fp8Scaling | None = None
+    """The recipe's `kernels.fp8`."""
     attention_kernel: AttentionKernel = "sdpa"
     """See `Plan.attention_kernel`."""
     deterministic: bool = False
@@ -65,11 +64,10 @@ class EngineSetup:
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
         """Configure a transformers model as planned, before it is sharded or wrapped."""
-        from toolkit.models import compiled, liger
+        from toolkit.models import compiled, fp8, liger
         from toolkit.models import huggingface as hf
 
-        for apply, settings in hooks("apply", self.features):
-            apply(model, settings)
+        fp8.convert(model, self.fp8)
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
@@ -157,7 +155,7 @@ class EngineSetup:
             isolates=recipe.data.isolates,
             lora=lora,
             balance=recipe.model.balance,
-            features=recipe.features,
+            fp8=recipe.kernels.fp8,
             deterministic=recipe.training.deterministic,
             attention_kernel=plan.attention_kernel,
         )

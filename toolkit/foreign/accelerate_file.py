@@ -9,7 +9,6 @@ from operator import attrgetter
 
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
-from toolkit.features.base import excluding
 from toolkit.plan.dimensions import DEGREES, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
@@ -95,7 +94,7 @@ def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
         open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
-        plain = {"parallel.balance": "none"}
+        plain = {"kernels.fp8": "null", "parallel.balance": "none"}
         open_again |= {key: plain[key] for key in plain.keys() & stated.keys()}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
@@ -113,8 +112,10 @@ def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
         for name, value in stated.items()
         if value not in ("auto", known[name])
     }
-    features = recipe.features
-    found |= {name: str(features[name]) for name in excluding("scripts", features)}
+    if recipe.kernels.fp8 is not None:
+        found["kernels.fp8"] = recipe.kernels.fp8
+    if (outer := recipe.parallel.outer) is not None:
+        found["parallel.outer"] = f"{{replicas: {outer.replicas}}}"
     if recipe.parallel.balance != "none":
         found["parallel.balance"] = recipe.parallel.balance
     return found

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.features.base import FEATURES, excluding
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.batch_ramp import ramp_problems
+from toolkit.intake.outer import outer_problems
 from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
@@ -24,7 +24,7 @@ from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import context, legality
+from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.recipe.schema import (
     ChatRowsSource,
@@ -330,19 +330,6 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     yield Problem("training.precision", found, ", ".join(here), fix)
 
 
-def _without_adapter(recipe: Recipe) -> Iterator[Problem]:
-    for name in excluding("adapter", recipe.features) if recipe.adapter is not None else ():
-        found, fix = "settings with an adapter", f"remove {name}, or adapter"
-        yield Problem(name, found, "null with an adapter", fix)
-
-
-def _features(recipe: Recipe) -> Iterator[Problem]:
-    """Rules of the features that the recipe turns on."""
-    for name in recipe.features:
-        if FEATURES[name].check:
-            yield from FEATURES[name].call("check", recipe)
-
-
 def _computes(device: Gpu, precision: str) -> bool:
     if device.generation == "cpu":
         return precision in ("fp32", "bf16")
@@ -524,8 +511,8 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     ramp_problems,
     _accelerator,
     _precision,
-    _features,
-    _without_adapter,
+    kernels.fp8_settings,
+    outer_problems,
     _validation_data,
     following_problems,
     _objective_settings,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from toolkit.features.base import FEATURES
 from toolkit.optimizers.base import OPTIMIZERS
 
 
@@ -108,6 +107,7 @@ _NAMES = {
         "load_best_model_at_end",
     Foreign(None, "the best checkpoint has the lowest validation loss; remove it"):
         "metric_for_best_model greater_is_better",
+    Foreign("kernels.fp8"): "float8 fp8_recipe float8_recipe_name enable_fp8",
     Foreign("evaluation.early_stopping", "`{patience: N}`, in validations"):
         "early_stopping_patience early_stopping_steps",
     Foreign("evaluation.early_stopping.threshold"): "early_stopping_threshold",
@@ -130,8 +130,6 @@ _NAMES = {
 }  # fmt: skip
 """Their names by what they are here."""
 
-for _feature in FEATURES.values():
-    _NAMES |= {Foreign(key): names for key, names in _feature.foreign.items()}
 FOREIGN = {name: one for one, names in _NAMES.items() for name in names.split()}
 
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
@@ -180,7 +178,11 @@ _NO_ONE_BIT = (
 )
 _ONE_BIT = "onebitadam onebit_adam zerooneadam zero_one_adam onebitlamb onebit_lamb"
 
+_FP8 = "write bf16, and `kernels: {fp8: rowwise}`"
+
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "training.precision": dict.fromkeys(("fp8", "float8"), _FP8),
+    "kernels.fp8": {"rowwise_with_gw_hp": "write rowwise, or null for products in 16 bits"},
     "parallel.engine": {
         f"zero{n}": f"write deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)
     },
@@ -196,9 +198,6 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     },
 }
 """Values, lowercase, by our setting, that this release lacks or splits: what to write."""
-for _feature in FEATURES.values():
-    for _key, _values in _feature.foreign_values.items():
-        LATER_VALUES[_key] = LATER_VALUES.get(_key, {}) | dict(_values)
 
 
 def later_value(key: str, value: object) -> str:

@@ -9,10 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed, Stopped
-from toolkit.features.base import hooks
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
 from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -48,16 +46,6 @@ class LaunchResult:
     """What was started, as shell commands."""
     exit_code: int = EXIT_DONE
     """As of `dmt launch`: 0, 4 (failed), 75 (stopped after saving; launch again to resume)."""
-
-
-class InsteadOfRanks(Protocol):
-    """What a feature lets `dmt launch` start instead of the run's ranks."""
-
-    def printable(self) -> str:
-        """The commands, for a shell."""
-
-    def start(self) -> int:
-        """Start it, wait, and return the exit code. Raises as `launch_recipe` does."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +104,14 @@ def launch_recipe(
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, "launch")
     code = EXIT_DONE
-    if instead := _instead_of_ranks(assignment, origin, cluster, changes):
-        if not dry_run:
-            origin.check(assignment.recipe)
-            _request(changes, assignment)
-            code = instead.start()
-    elif not dry_run:
+    if not dry_run:
         origin.check(assignment.recipe)
         _request(changes, assignment)
         if oversees:
             code = _oversee(starter(name), assignment, spec, recipe, where, origin)
         else:
             code = _hand_over(starter(name), assignment, spec)
-    command = (instead or spec).printable()
+    command = spec.printable()
     result = LaunchResult(assignment.run_dir, assignment.plan, command, code)
     if check and code != EXIT_DONE:
         if code == EXIT_RESUMABLE:
@@ -137,27 +120,6 @@ def launch_recipe(
             f"{result.run_dir}: the run failed", fix=f"its logs are in {result.run_dir}/logs"
         )
     return result
-
-
-def _instead_of_ranks(
-    assignment: Assignment,
-    origin: Origin,
-    cluster: str | Cluster | None,
-    changes: Sequence[str],
-) -> InsteadOfRanks | None:
-    """What a feature starts instead; see `Feature.launch`. Raises PlanError for a cluster that
-    cannot be handed to its launches."""
-    named = None if cluster is None or isinstance(cluster, Cluster) else str(cluster)
-    for launch, settings in hooks("launch", assignment.recipe.features):
-        found: InsteadOfRanks | None = launch(assignment, settings, origin, named, changes)
-        if found is not None:
-            if isinstance(cluster, Cluster):
-                raise PlanError(
-                    "the cluster is an object, and this recipe starts launches of its own",
-                    fix="state it as for --cluster: a short form, or a file's name",
-                )
-            return found
-    return None
 
 
 def _request(changes: Sequence[str], assignment: Assignment) -> None:

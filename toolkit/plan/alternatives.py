@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from toolkit.backend import ANY, BACKENDS
 from toolkit.errors import PlanError
-from toolkit.features.base import excluding
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.layout import Layout
 from toolkit.optimizers.base import OPTIMIZERS
@@ -168,7 +167,7 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
         length //= 2
         shorter.append((f"sequences of {2 * length:,}", {"training.sequence_length": length}))
     yield shorter
-    if job.has_weights and job.adapter is None and not excluding("adapter", job.features):
+    if job.has_weights and job.adapter is None and job.kernels.fp8 is None:
         yield [("training all weights: LoRA", {"adapter": ADAPTER})]
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
-from toolkit.features.base import hooks
-from toolkit.layout import Layout, padded_vocab
+from toolkit.layout import Fp8Scaling, Layout, padded_vocab
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
@@ -18,7 +17,6 @@ from toolkit.recipe.schema import ChatRowsSource, Recipe, TrainingSection
 
 Kind = Literal["exact", "approximated"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated")
-_Entries = Mapping[str, list[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,14 @@ def ledger(
     random = {key: settings[key] for key in settings if is_dropout(key)}
     random["router_jitter_noise"] = jitter
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
-    own = _of_features(recipe, plan, spec, engine_config or {})
     of_engine = BACKENDS[plan.engine].approximations(
         plan, recipe.training.precision, engine_config or {}
     )
     found = {
-        "exact": _exact(recipe, plan, spec, own),
+        "exact": _exact(recipe, plan, spec),
         "approximated": [
-            *_approximated(recipe, plan, spec, random, own),
-            *(entry for entry in of_engine if entry[0] not in dict(own["approximated"])),
+            *_approximated(recipe, plan, spec, random),
+            *of_engine,
         ],
     }
     return [LedgerEntry(kind, what, why) for kind in KINDS for what, why in found[kind]]
@@ -73,9 +70,7 @@ def summary(entries: Sequence[LedgerEntry]) -> list[str]:
     return lines
 
 
-def _exact(
-    recipe: Recipe, plan: Plan, spec: ModelSpec, own: _Entries
-) -> Iterator[tuple[str, str]]:
+def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     layout, optimizer = plan.layout, recipe.optimizer
     if recipe.model.init == "random":
         yield "initial weights", "drawn from the seed and each parameter's name and indices"
@@ -121,7 +116,6 @@ def _exact(
         how = kernel if kernel == "varlen" else plan.attention
         yield "attention", f"{how}{first} in every engine and model implementation"
     yield from _exact_activations(layout)
-    yield from own["exact"]
     rows = spec.vocab if plan.model == "hf" else padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
         yield "loss in chunks", "the logits of some tokens at a time, the same numbers"
@@ -149,24 +143,23 @@ def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
 
 
-def _of_features(
-    recipe: Recipe, plan: Plan, spec: ModelSpec, engine_config: Mapping[str, Any]
-) -> _Entries:
-    """The entries of the features that are on, by kind."""
-    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
-    for entries, settings in hooks("ledger", recipe.features):
-        for kind, what, why in entries(settings, plan, spec, engine_config):
-            found[kind].append((what, why))
-    return found
-
-
 def _approximated(
-    recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object], own: _Entries
+    recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
     layout, precision = plan.layout, recipe.training.precision
-    if precision != "fp32" and precision not in dict(own["approximated"]):
+    if precision != "fp32":
         yield precision, f"computed in {precision}, weights updated in fp32"
-    yield from own["approximated"]
+    if (scaling := recipe.kernels.fp8) is not None:
+        yield "fp8", _fp8_words(scaling)
+    if (outer := recipe.parallel.outer) is not None:
+        how = f"learning rate {outer.learning_rate:g}, momentum {outer.momentum:g}"
+        yield (
+            "outer loop",
+            f"another algorithm than one large batch: {outer.replicas} replicas train "
+            f"{outer.every_steps} steps each, and their weights are merged ({how})"
+            + ", a round later"
+            * (outer.overlap == "delayed"),
+        )
     if plan.loss_scale is not None:
         yield (
             "loss scale",
@@ -204,6 +197,14 @@ def _approximated(
         for key, strength in random.items():
             if strength:
                 yield key, f"{strength}, but its random numbers differ between layouts"
+
+
+def _fp8_words(scaling: Fp8Scaling) -> str:
+    """Which products are rounded, and whether the layout changes their scales."""
+    products = f"matrix products of the layers round their operands to 8 bits, scaled {scaling}"
+    if scaling == "tensorwise":
+        return f"{products}: by one number per micro batch and rank, which the layout changes"
+    return f"{products}: alike in every layout, but another last digit may flip a code"
 
 
 def _split_sums(plan: Plan) -> str:

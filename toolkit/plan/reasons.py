@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from toolkit.features.base import hooks
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.plan.alternatives import over
 from toolkit.plan.dimensions import DIMENSION, SETTABLE, division_text, layout_text
@@ -10,6 +9,7 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, kernels, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import MARGIN, WORTH, Candidate, Search
+from toolkit.text.units import byte_size
 
 _ALWAYS = ("zero_stage", "micro_batch", "recompute")
 LEAST_GAIN = 0.001
@@ -80,8 +80,14 @@ def _warnings(found: Search) -> Iterator[str]:
     job, best, capacity = found.job, found.best, found.best.capacity_gib
     for note in model_rules.position_notes(job.config, job.training.sequence_length):
         yield f"WARNING: {note}"
-    for lines, section in hooks("reasons", job.features):
-        yield from (f"WARNING: {line}" for line in lines(section, job.spec))
+    if (outer := job.parallel.outer) is not None:
+        size = byte_size(4 * (job.spec.trainable or job.spec.total))
+        yield (
+            f"WARNING: outer loop: {outer.replicas} replicas of "
+            f"{job.training.global_batch_size} samples a step; each sends {size} every "
+            f"{outer.every_steps} steps, and has its weights in fp32 up to four times more in "
+            "host memory, spread over its ranks"
+        )
     if best.layout.tp > 1 and found.cluster.island % best.layout.tp:
         yield (
             f"WARNING: tensor {best.layout.tp}: its groups reach across nodes, where every "

@@ -8,7 +8,6 @@ from typing import Any
 
 from toolkit.adapters import lora
 from toolkit.errors import Problem
-from toolkit.features.base import Settings
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
@@ -43,8 +42,6 @@ class PlanRequest:
         default_factory=lambda: OptimizerSection(learning_rate=1.0)
     )
     kernels: KernelsSection = field(default_factory=KernelsSection)
-    features: Settings = field(default_factory=dict)
-    """The settings of the features that are on."""
     has_weights: bool = False
     """Training begins with weights that exist."""
 
@@ -63,7 +60,6 @@ class PlanRequest:
             recipe.adapter,
             recipe.optimizer,
             recipe.kernels,
-            recipe.features,
             recipe.model.init != "random",
         )
 

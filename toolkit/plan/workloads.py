@@ -1,7 +1,8 @@
 """The workload of a request: what the cost model computes with."""
 
+from dataclasses import replace
+
 from toolkit.backend import BACKENDS
-from toolkit.features.base import changed
 from toolkit.layout import Pair
 from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.request import PlanRequest
@@ -18,7 +19,7 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
     on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
     pays = not on_cpus or not legality.table()[pair].without_overlap
     spec = job.spec
-    plain = planned_workload(
+    workload = planned_workload(
         spec,
         job.training,
         pair,
@@ -31,5 +32,4 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         cudnn=attention.kernel(job) == "cudnn",
         reduce_bytes=BACKENDS[pair.engine].reduce_bytes(job.parallel.zero),
     )
-    workload: Workload = changed("cost", plain, job.features)
-    return workload
+    return workload if job.kernels.fp8 is None else replace(workload, precision="fp8")

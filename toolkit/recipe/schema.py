@@ -19,13 +19,13 @@ from pydantic import (
     model_validator,
 )
 
-from toolkit.features.base import changed, features_of, with_features
 from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
     Exchange,
     ExpertProducts,
+    Fp8Scaling,
     FusedKernels,
     LossKernel,
 )
@@ -436,7 +436,7 @@ class TrainingSection(Section):
     """Samples per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Compute precision; master weights and optimizer states are always fp32. For fp8, use bf16
-    and the section `fp8`."""
+    and `kernels.fp8`."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
     deterministic: bool = False
@@ -657,7 +657,6 @@ class EvaluationSection(Section):
     """When the run ends before its last step, as a finished one; null: never."""
 
 
-@with_features("parallel.zero", after="nvme_path")
 class ZeroSection(Section):
     """ZeRO: what data-parallel ranks shard instead of replicating."""
 
@@ -677,7 +676,29 @@ class ZeroSection(Section):
     the recipe's file. Default: the preset that fits stage and offload."""
 
 
-@with_features("parallel", after="recompute")
+class OuterSection(Section):
+    """Replicas that train on their own between exchanges of weights (DiLoCo)."""
+
+    replicas: Annotated[int, Field(ge=2, le=1024)]
+    """Number of replicas, each a run of its own with the machines of `cluster`. Each trains
+    other samples, in batches of `training.global_batch_size`."""
+    every_steps: Positive = 100
+    """Inner steps between two exchanges. `checkpoint.every_steps` must be a multiple."""
+    learning_rate: PositiveFloat = 0.7
+    """Outer learning rate of SGD with Nesterov's momentum; 1, without momentum: the mean of the
+    weights."""
+    momentum: Fraction = 0.9
+    """Outer momentum."""
+    overlap: Literal["none", "delayed"] = "none"
+    """`delayed`: changes of weights are sent while the next round trains, and applied at its
+    end."""
+    replica: Count | None = None
+    """Which replica this is, from 0; a launch starts one."""
+    lighthouse: NonEmpty | None = None
+    """http://HOST:PORT of `torchft_lighthouse`, through which replicas meet; null: the
+    environment's TORCHFT_LIGHTHOUSE."""
+
+
 class ParallelSection(Section):
     """How to parallelise the training, independently of any backend's configuration format."""
 
@@ -715,6 +736,8 @@ class ParallelSection(Section):
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
     """Activation recompute (checkpointing): none, attention only, or whole layers; a number:
     that many whole layers, of each pipeline chunk."""
+    outer: OuterSection | None = None
+    """Replicas over slow links (docs/launchers.md#replicas-over-slow-links)."""
 
 
 class GpuSection(Section):
@@ -939,9 +962,12 @@ class KernelsSection(Section):
     """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
     gathers those of all positions; `ulysses`, all-to-all, each rank attends with a part of the
     heads."""
+    fp8: Fp8Scaling | None = None
+    """Matrix products of the decoder layers in 8-bit floats, on transformers' dense models
+    (docs/fp8.md). `rowwise`: one power-of-two scale for each row of an operand; `tensorwise`:
+    one per operand, which depends on micro batch and layout; null: none."""
 
 
-@with_features("", after="kernels")
 class Recipe(Section):
     """One training run, from model to logging."""
 
@@ -971,11 +997,6 @@ class Recipe(Section):
     def _without_removed(cls, stated: Any) -> Any:
         """Recipes of old runs state every setting; null is what no setting is."""
         return without_unset(stated)
-
-    @property
-    def features(self) -> dict[str, Section]:
-        """The settings of the features that are on, by the feature's name."""
-        return features_of(self)
 
     @property
     def objective_sections(self) -> dict[str, Section | None]:
@@ -1010,6 +1031,4 @@ class Recipe(Section):
         """What is minimised, with the settings of its section."""
         name = self.training.objective
         section = self.objective_sections.get(name)
-        plain: Objective = OBJECTIVES[name](**(section.model_dump() if section else {}))
-        objective: Objective = changed("objective", plain, self.features)
-        return objective
+        return OBJECTIVES[name](**(section.model_dump() if section else {}))

@@ -19,8 +19,8 @@ from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
-from toolkit.features.base import changed, hooks
 from toolkit.intake.load import load_recipe
+from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.models.routers import SCORES, is_router, outcome
@@ -48,8 +48,7 @@ def plain_run(
     names = hf.checkpoint_shapes(config)
     everything = ("*",) if recipe.adapter is not None else recipe.model.freeze
     hf.freeze(model, matching(everything, names))
-    for apply, settings in hooks("apply", recipe.features):
-        apply(model, settings)
+    fp8.convert(model, recipe.kernels.fp8)
     model.train()
     optimizers = _optimizers(model, recipe.optimizer)
     batches = batches or global_batches(recipe, config.vocab_size)
@@ -65,8 +64,7 @@ def plain_run(
         for seen in routers:
             seen.clear()
         logits = forward(step, model, batch)
-        plain = mean_loss(recipe, logits, batch.labels, first[step], batch.loss_weights)
-        loss: Tensor = changed("reference_loss", plain, recipe.features)
+        loss = mean_loss(recipe, logits, batch.labels, first[step], batch.loss_weights)
         model.zero_grad()
         whole = loss + _balance(recipe, config.model_type, routers, batch.labels)
         whole.backward()  # type: ignore[no-untyped-call]

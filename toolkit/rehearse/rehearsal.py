@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
-from toolkit.features.base import rehearsed
 from toolkit.intake.checks import broken_rules
 from toolkit.models.families import model_spec
 from toolkit.models.hub import model_config
@@ -170,7 +169,7 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     recipe = adopt_engine_config(recipe)
     recipe = recipe.with_values({"model.config": model_config(recipe.model)})
     plan = plan_recipe(recipe, explained=False)
-    own = recipe.with_values(rehearsed(recipe))
+    own = recipe.with_values({"parallel.outer": None})
     layouts = tuple(candidates(own, plan, options.processes))
     small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
     return Rehearsal(small, plan, recipe, layouts)
@@ -218,7 +217,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     return recipe.with_values(
         {
             "adapter": adapter,
-            **rehearsed(recipe),
+            "parallel.outer": None,
             "model.hub": None,
             "model.revision": None,
             "model.init": "random",

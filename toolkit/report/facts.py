@@ -10,10 +10,9 @@ def rows(
     state: tuple[str, str],
     summary: Summary,
     pace: Sequence[str] = (),
-    replicas: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a label, empty where it continues, and what there is to say; `state` is that of
-    the run, and why (`record.state_of`); `replicas` a sentence on each, if it has some."""
+    the run, and why (`record.state_of`)."""
     yield "ended", _ended(state, summary.ending)
     tokens = summary.tokens
     trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
@@ -36,8 +35,6 @@ def rows(
     for reason in summary.restarts:
         yield "", f"- {reason}"
     yield "checkpoints", _checkpoints(summary)
-    for index, replica in enumerate(replicas):
-        yield "" if index else "replicas", replica
     if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
         waited = f"{share:.0%} of the step time was spent waiting for batches"
         yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"

@@ -50,8 +50,6 @@ class RunRecord:
     environment: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """What each rank waited for; empty in runs that did not record it."""
-    replicas: Sequence["RunLine"] = ()
-    """All replicas of the run, of which this is the first one; empty for other runs."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, one sentence per file."""
 
@@ -72,8 +70,7 @@ class RunRecord:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """See `facts.rows`."""
-        replicas = [f"{one.run}: {one.state}, step {one.step:,}" for one in self.replicas]
-        return rows(self.state, self.summary, self.pace, replicas)
+        return rows(self.state, self.summary, self.pace)
 
     @property
     def state(self) -> tuple[RunState, str]:
@@ -146,11 +143,10 @@ class _Log:
 
 
 def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
-    """Read a run directory, of `logs` only what is new; of a run with replicas, the first
-    one's. Raises DataError for a folder that is none."""
-    whole, logs = require_run(path), logs or Logs()
-    run = whole.trained
-    record = RunRecord(run, replicas=[*map(run_line, whole.replicas)])
+    """Read a run directory, of `logs` only what is new. Raises DataError for a folder that is
+    none."""
+    run, logs = require_run(path), logs or Logs()
+    record = RunRecord(run)
     record.events = logs.lines(run.events, record.missing, valid_event)
     record.metrics = logs.lines(run.metrics, record.missing)
     files = {
@@ -297,7 +293,7 @@ class RunLine:
 
 def run_line(path: Path) -> RunLine:
     """A run in short; of its metrics only the end is read."""
-    run = RunDirectory(path).trained
+    run = RunDirectory(path)
     missing: list[str] = []
     size = run.metrics.stat().st_size if run.metrics.is_file() else 0
     if not size and run.metrics.exists() and not run.metrics.is_file():

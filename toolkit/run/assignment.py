@@ -20,7 +20,6 @@ from toolkit.errors import (
     RecipeError,
     RunFailed,
 )
-from toolkit.features.base import resolved
 from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import stated_in
@@ -97,7 +96,7 @@ def decide(
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
     commit of a data set is looked up. `explained`: see `plan_of`.
     """
-    recipe = resolved(adopt_engine_config(recipe))
+    recipe = adopt_engine_config(recipe)
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = _with_start(recipe, run_dir)
     if download:

@@ -71,18 +71,6 @@ class RunDirectory:
     handed_over = _Inside("launch", "recipe.yaml")
     """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
 
-    @property
-    def replicas(self) -> list[Path]:
-        """Run directories of `parallel.outer`'s replicas, which are runs of their own, in the
-        order of their numbers."""
-        found = [one.parent for one in self.path.glob("replicas/*/events.jsonl")]
-        return sorted(found, key=lambda folder: (len(folder.name), folder.name))
-
-    @property
-    def trained(self) -> "RunDirectory":
-        """Where steps are recorded: itself, or the directory of its first replica."""
-        return RunDirectory(self.replicas[0]) if self.replicas else self
-
     def engine_config(self, engine: str) -> Path:
         """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"

@@ -65,9 +65,8 @@ class EventLog:
     - `early_stop` (with a `message`, `best_step` and `best_loss`) where the validation losses
       have ended a run before its last step; its `end` is that of a finished one;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
-    - `outer` when weights were exchanged with other replicas, or one `joined` (by the holder:
-      with `replicas`, their `tokens`, and bytes `sent` and `received` since its start, without
-      the answers to this exchange; at its end again, with all);
+    - `outer` when weights were exchanged with the other replicas (with `seconds`, and the
+      number of `replicas`), or this one has `joined` (its number);
     - `straggler` (with `slow_rank`, `host`, how many times `slower` than the others,
       `since_step` and a `message`) when a rank is slow, `balance` (with `shares`, `from_step`,
       `speeds` and a `message`) when samples move between data-parallel ranks;

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from typing import cast
 
 from transformers import PretrainedConfig
 
@@ -17,12 +18,12 @@ from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import RunFailed, Stopped
-from toolkit.features.base import changed, hooks
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
+from toolkit.outer.engine import OuterEngine, ReplicaOrder, place
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
 from toolkit.run.recorded import read_events
@@ -54,6 +55,8 @@ def work(start: Start) -> None:
     else:
         reference = _reference(start, config, data, steps, checkpoints, found)
         engine = _engine(start, config, checkpoints)
+        if start.recipe.parallel.outer is not None:
+            engine = cast(Engine, OuterEngine(engine, start, steps))
         if reference is not None:
             reference.compute(engine, start.plan.layout, start.marks)
         if found is not None:
@@ -62,8 +65,8 @@ def work(start: Start) -> None:
                 unit = start.recipe.training.batch_unit
                 start.split.resume(found.manifest.layout, unit)
                 checkpoints.layout = start.split.layout
-        for attach, settings in hooks("attach", start.recipe.features):
-            engine = attach(engine, settings, start)
+        if isinstance(engine, OuterEngine):
+            engine.join()
         reporter = _watch(start, steps, checkpoints)
         samples = reference or data
         validation = {
@@ -80,7 +83,8 @@ def work(start: Start) -> None:
 def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     """The model's config, the data, and the steps of the whole run."""
     recipe, together = start.recipe, start.together
-    training = recipe.training
+    training, outer = recipe.training, recipe.parallel.outer
+    together.run(lambda: None if outer is None else place(outer))
     start.marks.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
     data = together.leaders_first(
@@ -241,13 +245,17 @@ def _training_run(
     start: Start, engine: Engine, samples: Samples, data: TrainingData, steps: int
 ) -> TrainingRun:
     recipe, layout = start.recipe, start.plan.layout
-    order = changed("order", data.order, recipe.features)
+    order, seed, outer = data.order, recipe.training.seed, recipe.parallel.outer
+    if outer is not None:
+        replica, _ = place(outer)
+        order = ReplicaOrder(order, outer.replicas, replica)
+        seed += replica << 64  # other random numbers on each replica
     return TrainingRun(
         engine,
         GlobalBatches(samples, order, recipe.training.batches),
         layout,
         start.ranks.rank,
-        recipe.training.seed,
+        seed,
         steps,
         recipe.optimizer,
         recipe.schedule,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
-from toolkit.features.base import FEATURES, excluding
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
@@ -109,9 +108,9 @@ def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
 
 def check_waits(recipe: Recipe) -> None:
     """Raises PlanError if trials of a recipe cannot be started and waited for from here."""
-    for feature in excluding("trials", recipe.features):
-        path = FEATURES[feature].path
-        raise PlanError(f"{path} is not for trials", fix=f"--set {path}=null")
+    if recipe.parallel.outer is not None:
+        fix = "--set parallel.outer=null"
+        raise PlanError("parallel.outer is not for trials", fix=fix)
     if starts_locally(recipe) and recipe.cluster.nodes > 1:
         raise PlanError(
             f"launch.launcher: {recipe.launch.launcher} hands its jobs over, and tuning "

@@ -4,15 +4,18 @@ Of each: the recipe's value, for `auto` what pays unless there is an `objection`
 of engine and model cannot do what the recipe states.
 """
 
-from toolkit.features.base import excluding
-from toolkit.hardware.catalogue import accelerator
+from collections.abc import Iterator
+from contextlib import suppress
+
+from toolkit.errors import PlanError, Problem
+from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.layout import CompiledParts, ExpertProducts, FusedKernels, Pair, Stage
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
 from toolkit.plan.rules.legality import Rule, degree
-from toolkit.recipe.schema import ParallelSection
+from toolkit.recipe.schema import ParallelSection, Recipe
 
 # torch.compile on the decoder layers of transformers' models. Compiled, chains of elementwise
 # operators are one kernel, and fewer of their inputs are kept for the backward pass;
@@ -96,8 +99,8 @@ def _without_liger(job: PlanRequest, pair: Pair) -> str:
         return "Liger's kernels are written in Triton, which needs a GPU"
     if job.spec.family not in LIGER_FAMILIES:
         return f"no test runs {job.spec.family} with Liger's kernels"
-    if untested := excluding("liger", job.features):
-        return f"no test runs {untested[0]} with Liger's kernels"
+    if job.kernels.fp8 is not None:
+        return "no test runs fp8 with Liger's kernels"
     split = [name for name in ("tensor", "context") if degree(getattr(job.parallel, name)) > 1]
     return f"no test runs {split[0]} parallel with them" if split else ""
 
@@ -130,6 +133,65 @@ def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
     if wanted["activation_func"] != "silu" or not wanted["gated_linear_unit"]:
         return "megatron-core has an exact kernel for SwiGLU only"
     return ""
+
+
+# Products in 8 bits, by torchao in transformers' dense models (`models/fp8.py`).
+
+_BLOCK = 16
+"""Tokens that GPUs multiply at once in 8 bits."""
+_NO_FP8 = "or set kernels.fp8 to null"
+
+
+def fp8_settings(recipe: Recipe) -> Iterator[Problem]:
+    """Settings that products in 8 bits do not suit, in any layout."""
+    if recipe.kernels.fp8 is None:
+        return
+    with suppress(PlanError):  # reported by the rule about `cluster.gpu`
+        yield from _fp8_device(recipe.training.precision, accelerator(recipe.cluster.gpu))
+    key, length = "training.sequence_length", recipe.training.sequence_length
+    if length % _BLOCK:
+        allowed = f"a multiple of {_BLOCK} with fp8, which GPUs multiply in blocks"
+        fix = f"set {key} to {-(-length // _BLOCK) * _BLOCK}, {_NO_FP8}"
+        yield Problem(key, f"{length} with fp8", allowed, fix)
+    if recipe.adapter is not None:
+        found, fix = f"{recipe.kernels.fp8} with an adapter", f"remove adapter, {_NO_FP8}"
+        yield Problem("kernels.fp8", found, "null with an adapter", fix)
+
+
+def _fp8_device(precision: str, device: Gpu) -> Iterator[Problem]:
+    on_cpu = device.generation == "cpu"
+    if precision != "bf16" and not (on_cpu and precision == "fp32"):
+        yield Problem(
+            "training.precision",
+            f"{precision} with fp8",
+            "bf16 with fp8 (on CPUs, where 8 bits are emulated, also fp32)",
+            f"set training.precision to bf16, {_NO_FP8}",
+        )
+    if not on_cpu and device.fp8 is None:
+        found = f"{device.name} with fp8, for which it has no units"
+        fix = "set kernels.fp8 to null"
+        yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
+
+
+def _not_in_8_bits(job: PlanRequest, pair: Pair) -> str:
+    if job.kernels.fp8 is None:
+        return ""
+    if not legality.table()[pair].kernel_stages:
+        return "megatron-core's models compute it by Transformer Engine"
+    experts = "experts' weights are stacked, and torchao's products take single ones"
+    return experts if job.spec.moe_layers else ""
+
+
+def _wrong_stage_of_fp8(job: PlanRequest, pair: Pair) -> bool:
+    stages = legality.table()[pair].kernel_stages
+    on = job.kernels.fp8 is not None and bool(stages)
+    return on and job.parallel.zero.stage not in ("auto", *stages)
+
+
+def _uneven_blocks(job: PlanRequest, _: Pair) -> bool:
+    """Lengths that no block divides are refused by `fp8_settings`."""
+    length, ranks = job.training.sequence_length, degree(job.parallel.context)
+    return job.kernels.fp8 is not None and not length % _BLOCK and length % (_BLOCK * ranks) > 0
 
 
 # How the experts of a rank are computed: in turn, or as grouped products. A grouped product
@@ -262,6 +324,19 @@ RULES = (
         lambda j, p: not _not_compiled(j, p) and _wrong_stage(j, p),
         f"another with kernels.compile: layers for {{p}}: {_GATHERS}",
         "set parallel.zero.stage to auto, or kernels.compile to auto",
+    ),
+    Rule("kernels.fp8", _not_in_8_bits, "null: {why}", "set kernels.fp8 to null", _HERE),
+    Rule(
+        "parallel.zero.stage",
+        _wrong_stage_of_fp8,
+        "another with kernels.fp8 for {p}",
+        f"set parallel.zero.stage to auto, {_NO_FP8}",
+    ),
+    Rule(
+        "parallel.context",
+        _uneven_blocks,
+        f"with fp8, a degree whose ranks compute a multiple of {_BLOCK} tokens",
+        f"set parallel.context to a smaller degree, {_NO_FP8}",
     ),
     Rule("kernels.fused", _not_fused, "auto or none: {why}", found=_HERE),
     Rule(

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
-from toolkit.features.base import intent_problems
 from toolkit.layout import Pair, Precision, Stage
 from toolkit.plan.dimensions import DEGREES, SETTABLE, is_above_one
 from toolkit.plan.request import PlanRequest
@@ -164,7 +163,6 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
                 shown = f"{plain_text(value)} with {name}: {other}"
                 fix = f"set {dimension.key} to auto, or {need.other}"
                 yield Problem(dimension.key, shown, need.allowed, fix)
-    yield from intent_problems(parallel)
 
 
 def _value(parallel: ParallelSection, key: str) -> object:
@@ -208,7 +206,6 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
             f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
             "set parallel.replicate to auto",
         )
-    yield from intent_problems(parallel, ranks=sharded)
 
 
 def copies_of(ranks: int) -> list[int]:
@@ -235,7 +232,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         if key == "zero.config":
             fix = f"remove it{instead}"
         found.setdefault(name, Problem(name, value, f"{allowed} for {pair}", fix))
-    return [*found.values(), *intent_problems(parallel, pair)]
+    return [*found.values()]
 
 
 def _unsupported(parallel: ParallelSection, support: Support) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from math import gcd
 from toolkit.adapters import lora
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
-from toolkit.features.base import hooks
 from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import model_spec, settings_of
@@ -88,12 +87,10 @@ def can_recompute_some(spec: ModelSpec, pair: Pair) -> bool:
 
 
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """What compiled layers, fused kernels and features do not support."""
+    """What compiled layers and fused kernels do not support."""
     yield from broken(kernels.RULES, job, pair)
     yield from context.problems(job, pair)
     yield from attention.context_problems(job, pair)
-    for refuse, _ in hooks("refuse", job.features):
-        yield from refuse(job, pair)
 
 
 def _tensor(job: PlanRequest, _: Pair) -> str:

@@ -14,9 +14,8 @@ from toolkit.extras.doctor.selftest.check import (
     CheckVerdict,
     Workplace,
 )
-from toolkit.features.base import Feature
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Precision
+from toolkit.layout import Fp8Scaling, Precision
 from toolkit.rehearse.comparison import TOLERANCE, Bounds, Record, read_record
 from toolkit.rehearse.layouts import RehearsedLayout
 from toolkit.rehearse.rehearsal import (
@@ -33,6 +32,8 @@ SEQUENCE = 128
 """Tokens of a sequence: fused attention has kernels for it."""
 BF16 = Bounds(5e-4, 2e-2)
 """Five to ten times the largest difference of any layout on a processor (docs/gpu.md)."""
+FP8 = Bounds(1e-3, 5e-2)
+"""The same with `kernels.fp8: rowwise`."""
 UNMEASURED = 10.0
 """Up to so many times a bound, a difference on a GPU is no failure: those of 16 and 8 bits were
 measured on processors only."""
@@ -47,15 +48,14 @@ class Losses:
     recipe: Path
     layouts: tuple[RehearsedLayout, ...]
     precision: Precision = "fp32"
-    feature: Feature | None = None
-    """What is on, with its defaults."""
+    fp8: Fp8Scaling | None = None
 
     @property
     def bounds(self) -> Bounds:
         """How far loss and gradient norm may be from the reference. In fp32 an H100 is as close
         to it as a processor: 2e-7 and 5e-7 (docs/gpu.md)."""
-        if self.feature is not None and self.feature.bounds is not None:
-            return Bounds(*self.feature.bounds)
+        if self.fp8 is not None:
+            return FP8
         return TOLERANCE if self.precision == "fp32" else BF16
 
     def checks(self, place: Workplace) -> Iterator[Check]:
@@ -69,8 +69,8 @@ class Losses:
         folder = place.folder / self.title.replace(" ", "-")
         rehearsal = self._rehearsal(options)
         reference = self._reference(rehearsal, options, place.folder / self.recipe.stem)
-        on = {} if self.feature is None else self.feature.values(self.feature.section())
-        recipe = rehearsal.recipe.with_values({"training.precision": self.precision, **on})
+        changes = {"training.precision": self.precision, "kernels.fp8": self.fp8}
+        recipe = rehearsal.recipe.with_values(changes)
         bounds = self.bounds
         for layout in self.layouts:
             at = folder / layout.name

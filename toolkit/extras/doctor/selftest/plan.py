@@ -12,7 +12,6 @@ from toolkit.errors import BackendUnavailable, PlanError, RunFailed
 from toolkit.extras.doctor.selftest import runs
 from toolkit.extras.doctor.selftest.check import Check, LoggedFailure, Workplace
 from toolkit.extras.doctor.selftest.losses import Losses
-from toolkit.features.base import FEATURES
 from toolkit.recipe.places import RECIPES
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
 from toolkit.text.redact import redact
@@ -80,11 +79,7 @@ def losses(processes: int) -> list[Losses]:
     compared = [
         Losses("losses fp32", DENSE, layouts),
         Losses("losses bf16", DENSE, layouts, "bf16"),
-        *(
-            Losses(f"losses {one.name}", DENSE, eight, "bf16", one)
-            for one in FEATURES.values()
-            if one.bounds
-        ),
+        Losses("losses fp8", DENSE, eight, "bf16", "rowwise"),
         Losses("experts bf16", EXPERTS, experts, "bf16"),
     ]
     return [one for one in compared if one.layouts]

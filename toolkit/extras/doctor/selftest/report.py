@@ -10,23 +10,17 @@ from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.needs import Needs
 from toolkit.extras.doctor.selftest.check import Check, Workplace
-from toolkit.extras.doctor.selftest.losses import BF16, UNMEASURED
+from toolkit.extras.doctor.selftest.losses import BF16, FP8, UNMEASURED
 from toolkit.extras.doctor.selftest.plan import CHECKS, MARK
 from toolkit.extras.doctor.selftest.runs import LEAST_SHARE, SLOWEST
-from toolkit.features.base import FEATURES
 from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl
 from toolkit.text.redact import redact
 
-_FEATURES = "".join(
-    f"{one.name}: loss {one.bounds[0]:g}, norm {one.bounds[1]:g} "
-    for one in FEATURES.values()
-    if one.bounds
-)
 BOUNDS = f"""\
 Losses and norms: relative differences from plain transformers, fp32, one process. Bounds: fp32
 {TOLERANCE.loss:g} (other orders of summation); bf16: loss {BF16.loss:g}, norm
-{BF16.grad_norm:g}; {_FEATURES}(five to ten times the
+{BF16.grad_norm:g}; fp8: loss {FP8.loss:g}, norm {FP8.grad_norm:g} (five to ten times the
 largest difference on a processor). On GPUs, bandwidth: {LEAST_SHARE:.0%} of the link's peak
 (PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's. What exceeds a bound
 on a GPU is `measured`, and `failed` if losses or norms exceed it {UNMEASURED:g} times."""

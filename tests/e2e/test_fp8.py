@@ -1,4 +1,4 @@
-"""`fp8` through whole runs of the tiny recipe, in bf16."""
+"""`kernels.fp8` through whole runs of the tiny recipe, in bf16."""
 
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ SETTINGS = {
     "training.global_batch_size": 4,
     "training.sequence_length": 64,
 }
-FP8 = {"fp8": "{recipe: rowwise}"}
+FP8 = {"kernels.fp8": "rowwise"}
 
 
 def trained(folder: Path, name: str, **changes: object) -> Path:

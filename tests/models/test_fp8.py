@@ -1,6 +1,7 @@
-"""`fp8`: in every layout the run of transformers with torchao in one process."""
+"""`kernels.fp8`: in every layout the run of transformers with torchao in one process."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.engines.cases import TOLERANCE, assert_curves, run
 from tests.engines.parity_worker import Case, plain_loop, reference_model
 from toolkit.errors import PlanError
-from toolkit.features.fp8 import Fp8Section, LayersInBf16
-from toolkit.features.fp8.products import convert
 from toolkit.models import huggingface as hf
+from toolkit.models.fp8 import convert
 
 STEPS = 3
 """Later, last digits that differ between layouts flip codes of 8 bits."""
@@ -21,55 +21,49 @@ CASES = [Case("ddp", 1), Case("fsdp", 2, 3), Case("deepspeed", 2, 2)]
 SELDOM = [
     Case("ddp", 2, recompute="full"),
     Case("fsdp", 2, 2),
+    Case("fsdp", 2, 3, kernels={"compile": "layers"}),
     *(Case("deepspeed", 2, stage) for stage in (0, 1)),
 ]
 
 
-def reference(recipe: str, layers: tuple[int, ...]) -> dict[str, list[float]]:
-    """torchao in a plain loop; the products of `layers` are in 8 bits."""
+@cache
+def reference() -> dict[str, list[float]]:
+    """torchao in a plain loop."""
     model, optimizer = reference_model(Case("ddp", 1))
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    chosen = tuple(f"model.layers.{layer}." for layer in layers)
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
     convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, name: name.startswith(chosen)
+        model, config=config, module_filter_fn=lambda _, name: name.startswith("model.layers.")
     )
     return plain_loop(model, optimizer, STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "layouts"),
-    [
-        ("rowwise", CASES),
-        pytest.param("rowwise", SELDOM, marks=pytest.mark.soak),
-        pytest.param("rowwise_with_gw_hp", CASES, marks=pytest.mark.soak),
-    ],
-    ids=["rowwise", "rowwise, seldom", "weights' gradients in 16 bits"],
-)
-def test_every_layout(recipe: str, layouts: list[Case]) -> None:
-    cases = [replace(case, steps=STEPS, fp8={"recipe": recipe}) for case in layouts]
-    kept = {"recipe": recipe, "layers_in_bf16": {"last": 1}}
-    cases.append(replace(cases[0], fp8=kept))
-    cases.append(replace(cases[1], kernels={"compile": "layers"}))
+@pytest.mark.parametrize("layouts", [CASES, pytest.param(SELDOM, marks=pytest.mark.soak)])
+def test_every_layout(layouts: list[Case]) -> None:
+    cases = [
+        replace(case, steps=STEPS, kernels={"fp8": "rowwise"} | case.kernels)
+        for case in layouts
+    ]
     results = run(cases, 2)
     for case in cases:
-        expected = reference(recipe, (0,) if case.fp8 == kept else (0, 1))
-        assert_curves(results[case.name], expected, name=case.name)
+        assert_curves(results[case.name], reference(), name=case.name)
     plain = plain_loop(*reference_model(Case("ddp", 1)), STEPS)
-    assert reference(recipe, (0, 1))["loss"] != pytest.approx(plain["loss"], rel=TOLERANCE)
+    assert reference()["loss"] != pytest.approx(plain["loss"], rel=TOLERANCE)
 
 
 def test_what_is_converted() -> None:
-    """Products of the layers between, with sizes that are multiples of 16."""
+    """Products whose sizes are multiples of 16."""
     config = AutoConfig.for_model(
         "llama", vocab_size=64, hidden_size=32, intermediate_size=72, num_hidden_layers=4,
         num_attention_heads=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
-    convert(model, Fp8Section(layers_in_bf16=LayersInBf16(first=1, last=2)))
+    convert(model, "rowwise")
     found = {name for name, part in model.named_modules() if isinstance(part, Float8Linear)}
-    assert found == {f"model.layers.1.self_attn.{one}_proj" for one in "qkvo"}
+    assert found == {
+        f"model.layers.{layer}.self_attn.{one}_proj" for layer in range(4) for one in "qkvo"
+    }
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
 
 
@@ -79,4 +73,4 @@ def test_nothing_to_convert() -> None:
         num_attention_heads=2,
     )  # fmt: skip
     with pytest.raises(PlanError, match="no product"):
-        convert(hf.new_model(config, torch.float32), Fp8Section())
+        convert(hf.new_model(config, torch.float32), "rowwise")

@@ -1,0 +1,59 @@
+"""What `parallel.outer` requires of a recipe."""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from toolkit.errors import Problem
+from toolkit.objectives.dpo import REFERENCE
+from toolkit.recipe.schema import OuterSection, Recipe
+
+_KEY = "parallel.outer"
+
+
+def outer_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What disagrees with it."""
+    if (outer := recipe.parallel.outer) is not None:
+        yield from _place(outer)
+        yield from _saving(recipe, outer)
+        yield from _unable(recipe)
+
+
+def _place(outer: OuterSection) -> Iterator[Problem]:
+    if outer.replica is not None and outer.replica >= outer.replicas:
+        allowed = f"0 to {outer.replicas - 1}"
+        yield Problem(f"{_KEY}.replica", str(outer.replica), allowed, "number them from 0")
+    url = urlsplit(outer.lighthouse or "http://localhost")
+    if url.scheme not in ("http", "https") or not url.hostname:
+        fix = f"set {_KEY}.lighthouse to e.g. http://10.0.0.1:29510"
+        yield Problem(f"{_KEY}.lighthouse", str(outer.lighthouse), "http://HOST:PORT", fix)
+
+
+def _saving(recipe: Recipe, outer: OuterSection) -> Iterator[Problem]:
+    steps, key = recipe.checkpoint.every_steps, "checkpoint.every_steps"
+    if steps is not None and steps % outer.every_steps:
+        nearest = -(-steps // outer.every_steps) * outer.every_steps
+        allowed = f"null or a multiple of {outer.every_steps}, {_KEY}.every_steps"
+        yield Problem(key, str(steps), allowed, f"set {key} to {nearest}")
+
+
+def _unable(recipe: Recipe) -> Iterator[Problem]:
+    """Settings whose meaning depends on all samples, or on one run's validation losses."""
+    zero, data, training = recipe.parallel.zero, recipe.data, recipe.training
+    stops = any(source.at_end == "stop" for source in data.sources)
+    stated = {
+        "training.epochs": training.epochs and "steps or tokens",
+        "training.batch_ramp": training.batch_ramp and "null",
+        "data.stages": data.stages and "none",
+        "data.train": stops and "no source with at_end: stop",
+        "schedule.name": recipe.schedule.name == "plateau" and "another schedule",
+        "evaluation.early_stopping": recipe.evaluation.early_stopping and "null",
+        "training.objective": REFERENCE in recipe.objective().reads
+        and "an objective without a reference model",
+        "parallel.zero.offload_optimizer": zero.offload_optimizer == "nvme" and "none or cpu",
+        "parallel.zero.offload_parameters": zero.offload_parameters == "nvme" and "none or cpu",
+        "parallel.balance": recipe.parallel.balance != "none" and "none",
+    }
+    for key, allowed in stated.items():
+        if allowed:
+            found, fix = f"set, with {_KEY}", f"remove it, or {_KEY}"
+            yield Problem(key, found, f"{allowed} with {_KEY}", fix)
