@@ -513,17 +513,17 @@ MISTAKES = {
         "stage: auto",
         "stage: 2\n    offload_parameters: cpu",
         "parallel.zero.offload_parameters",
-        "to 3",
+        "to auto",
         at="offload_parameters",
     ),
     "offload in stage 0": M(
         "stage: auto",
         "stage: 0\n    offload_optimizer: cpu",
         "parallel.zero.offload_optimizer",
-        "to 2",
+        "to auto",
         at="offload_optimizer",
     ),
-    "ZeRO with ddp": M("stage: auto", "stage: 2", "parallel.zero.stage", "deepspeed"),
+    "ZeRO with ddp": M("stage: auto", "stage: 2", "parallel.zero.stage", "to auto"),
     "batch not divisible": M(
         "global_batch_size: 8",
         "global_batch_size: 9",
@@ -537,17 +537,17 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
-    "context beyond the ranks": M("engine: auto", "context: 3", "parallel.context", "to 2"),
+    "context beyond the ranks": M("engine: auto", "context: 3", "parallel.context", "to auto"),
     "misspelt context": M("engine: auto", "contex: 2", "parallel.contex", "`context`"),
     "Accelerate's context": M(
         "engine: auto", "cp_size: 2", "parallel.cp_size", "`parallel.context`"
     ),
     "length that context cannot split": M(
-        "sequence_length: 64", "sequence_length: 66", "parallel.context", "64 or 68", "context"
+        "sequence_length: 64", "sequence_length: 66", "parallel.context", "to auto", "context"
     ),
     "dropout that context splits": M(
         *("model_type: llama", "model_type: llama\n    attention_dropout: 0.1"),
-        *("parallel.context", "to 1", "context"),
+        *("parallel.context", "to auto", "context"),
     ),
     "Megatron's exchange": M(
         "launch:", "kernels: {context: p2p}\nlaunch:", "kernels.context", "write all_gather"
@@ -566,14 +566,14 @@ MISTAKES = {
         "stage: auto",
         "stage: 2\n    offload_optimizer: nvme\n    nvme_path: /x",
         "parallel.zero.offload_optimizer",
-        "to 3",
+        "to auto",
         at="offload_optimizer",
     ),
     "selective recompute": M(
         "engine: auto",
         "model: hf\n  recompute: selective",
         "parallel.recompute",
-        "to full",
+        "to auto",
         at="recompute: selective",
     ),
     "unknown gpu": M("gpu: cpu", "gpu: h100-80", "cluster.gpu", "h100-80gb"),
@@ -774,46 +774,46 @@ MISTAKES = {
         "sequence: auto", "sequence: true\n  tensor: 1", "parallel.sequence", "auto"
     ),
     "pipeline with ZeRO 3": M(
-        "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to 1", at="pipeline: 2"
+        "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to auto", at="pipeline: 2"
     ),
     "tensor with fsdp": M(
-        "engine: auto", "engine: fsdp\n  tensor: 2", "parallel.tensor", "to 1", at="tensor: 2"
+        "engine: auto", "engine: fsdp\n  tensor: 2", "parallel.tensor", "to auto", at="tensor: 2"
     ),
     "engine and model": M(
         "engine: auto",
         "engine: ddp\n  model: megatron",
         "parallel.model",
-        "to hf",
+        "to auto",
         at="model: megatron",
     ),
-    "megatron with ZeRO 2": M("stage: auto", "stage: 2", "parallel.zero.stage", "deepspeed"),
+    "megatron with ZeRO 2": M("stage: auto", "stage: 2", "parallel.zero.stage", "to auto"),
     "megatron with a DeepSpeed file": M(
         "stage: auto", "config: zero1", "parallel.zero.config", "remove it"
     ),
-    "experts of a dense model": M("engine: auto", "expert: 2", "parallel.expert", "to 1"),
+    "experts of a dense model": M("engine: auto", "expert: 2", "parallel.expert", "to auto"),
     "MLP that tensor cannot split": M(
         "intermediate_size: 128",
         "intermediate_size: 129",
         "parallel.tensor",
-        "to 1",
+        "to auto",
         at="tensor: 2",
     ),
     "sequence that tensor cannot split": M(
         "sequence_length: 64",
         "sequence_length: 63",
         "parallel.sequence",
-        "sequence_length to 62",
+        "to auto",
         at="sequence: true",
     ),
     "more stages than layers": M(
-        "num_hidden_layers: 2", "num_hidden_layers: 1", "parallel.pipeline", "to 1",
+        "num_hidden_layers: 2", "num_hidden_layers: 1", "parallel.pipeline", "to auto",
         at="pipeline: 2",
     ),
     "more chunks than layers": M(
         "engine: auto",
         "pipeline: 2\n  virtual_pipeline: 2",
         "parallel.virtual_pipeline",
-        "to 1",
+        "to auto",
         at="virtual_pipeline",
     ),
     "a model that megatron lacks": M(
@@ -899,7 +899,7 @@ MISTAKES = {
         "stage: auto",
         "stage: 3\n    offload_optimizer: cpu\n    offload_parameters: none",
         "parallel.zero.offload_optimizer",
-        "parallel.zero.offload_parameters to cpu",
+        "to auto",
         at="offload_optimizer",
     ),
 }  # fmt: skip
