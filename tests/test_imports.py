@@ -32,7 +32,7 @@ LIGHT = (
 
 PROGRAMS = (
     "toolkit.extras.launchers.ray_job",
-    "toolkit.launchers.elastic_agent",
+    "toolkit.launchers.agent",
     "toolkit.train.__main__",
 )
 """Started as processes of their own, imported by nobody."""

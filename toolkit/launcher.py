@@ -45,16 +45,12 @@ class Launcher:
     elastic: bool = False
     """Whether it continues on the remaining machines, and takes in new ones
     (`launch.elastic`)."""
-    spares: bool = False
-    """Whether more machines than that can wait (`launch.spares`)."""
     same_files: bool = True
     """Whether the ranks have this machine's files, which can then be checked here."""
     renders: bool = False
     """Whether its last file is a job, which `dmt render --to NAME` prints."""
     example: tuple[str, ...] = ()
     """What is set for the example of such a job in `launch/`; empty: there is none."""
-    flags_from: str = ""
-    """Prefix of the variables that its program reads for flags that DMT does not give it."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, as `pip install` takes them, and the module of each."""
     programs: tuple[Program, ...] = ()
@@ -69,7 +65,6 @@ LAUNCHERS: Registry[Launcher] = Registry(
     "dmt.launchers",
     {
         "local": "toolkit.launchers:LOCAL",
-        "torchrun": "toolkit.launchers:TORCHRUN",
         "slurm": "toolkit.launchers:SLURM",
         "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
         "ray": "toolkit.extras.launchers.ray:RAY",

@@ -59,6 +59,7 @@ SETTINGS: dict[str, str] = {
     "asynchronous",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
+    "launch.spares": "remove it: machines beyond launch.elastic.max_nodes wait",
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
@@ -73,6 +74,8 @@ VALUES: dict[str, dict[str, str]] = {
         "deepspeed": f"`deepspeed --num_gpus N launch/train.py RECIPE` {_OWN_COMMAND}",
         "accelerate": "`accelerate launch --num_processes N launch/train.py RECIPE` "
         + _OWN_COMMAND,
+        "torchrun": "write local, also with launch.rendezvous; or "
+        f"`torchrun --nproc-per-node N launch/train.py RECIPE` {_OWN_COMMAND}",
         "mpi": f"`mpirun -np N python launch/train.py RECIPE` {_OWN_COMMAND}",
     },
 }
@@ -85,6 +88,7 @@ DEFAULTS: dict[str, object] = {
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",
+    "launch.spares": 0,
     "launch.mpi": {"command": "mpirun", "options": []},
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,

@@ -211,8 +211,7 @@ def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
-        ("local", "launch.launcher: local starts processes on this machine only"),
-        ("torchrun", "launch.rendezvous: nothing"),
+        ("local", "launch.rendezvous: nothing"),
     ],
 )
 def test_more_nodes_can_be_planned_but_not_launched_from_here(

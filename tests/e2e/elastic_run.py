@@ -75,7 +75,7 @@ class ElasticRun:
     def join(self, host: str, changes: Mapping[str, object]) -> None:
         """Start it on a host."""
         stated = {**ELASTIC, **changes, "launch.rendezvous": f"{self.meet}:{PORT}"}
-        command = self.project.command(self.run_dir.name, stated, "--launcher", "torchrun")
+        command = self.project.command(self.run_dir.name, stated, "--launcher", "local")
         on_host = self.hosts.on(host, command)
         self.commands[host] = Command(on_host, self.project.folder, self.hosts.env)
 

@@ -33,13 +33,6 @@ def assert_same_start(run_dir: Path, reference: Path, relative: float = 1e-5) ->
     }
 
 
-def test_dmt_launch(project: Project, ddp_run: Path):
-    project.launch("torchrun", STEPS, "--launcher", "torchrun")
-    run_dir = project.folder / "torchrun"
-    assert_same_start(run_dir, ddp_run)
-    assert checkpoints(run_dir) == [6]
-
-
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPI = ("--bind-to", "none", "-np", "2", sys.executable)
 

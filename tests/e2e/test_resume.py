@@ -136,10 +136,7 @@ def test_changed_data_are_refused(project: Project, ddp_run):
     text = document.read_text()
     document.write_text("This was not here before.\n" * 9)
     try:
-        # Under torchrun the terminal has what every rank prints.
-        ended = project.launch(
-            run_dir.name, {"training.steps": 22}, "--launcher", "torchrun", code=2
-        )
+        ended = project.launch(run_dir.name, {"training.steps": 22}, code=2)
     finally:
         document.write_text(text)
     assert ended.err.count("was trained on different data") == 1, ended.err

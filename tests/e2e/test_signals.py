@@ -50,8 +50,6 @@ def quit_rank_1(command: Command) -> None:
         ("local", ctrl_c),
         ("local", hang_up_launcher),
         ("local", quit_rank_1),
-        ("torchrun", ctrl_c),
-        pytest.param("torchrun", terminate_launcher, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_while_training(
@@ -94,7 +92,6 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     [
         ("local", ctrl_c),
         pytest.param("local", terminate_launcher, marks=pytest.mark.soak),
-        pytest.param("torchrun", ctrl_c, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_before_the_first_step(

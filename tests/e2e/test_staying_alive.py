@@ -107,12 +107,10 @@ def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project)
 
 
 @contextmanager
-def stopped_rank(
-    project: Project, name: str, launcher: str, rank: int
-) -> Iterator[tuple[Command, Path]]:
+def stopped_rank(project: Project, name: str, rank: int) -> Iterator[tuple[Command, Path]]:
     """A run, one rank of which is stopped in its sixth step."""
     run_dir = project.folder / name
-    argv = project.command(name, WATCHED, "--launcher", launcher, "--max-restarts", "1")
+    argv = project.command(name, WATCHED, "--max-restarts", "1")
     env = {"DMT_FAILPOINTS": f"step=stop@rank{rank},hit18"}
     with started(argv, project.folder, env) as command:
         yield command, run_dir
@@ -128,13 +126,8 @@ def assert_hang_was_found(ended: Ended, run_dir: Path, rank: int) -> None:
         assert "toolkit/train/loop.py" in log.read_text(), "stacks of every rank"
 
 
-@pytest.mark.parametrize(
-    "launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)]
-)
-def test_a_stopped_rank_is_found_and_the_run_goes_on(
-    project: Project, ddp_run: Path, launcher: str
-):
-    with stopped_rank(project, f"alive-stop-{launcher}", launcher, 1) as (command, run_dir):
+def test_a_stopped_rank_is_found_and_the_run_goes_on(project: Project, ddp_run: Path):
+    with stopped_rank(project, "alive-stop", 1) as (command, run_dir):
         command.wait_for(lambda: steps_logged(run_dir) >= 17, "the step before")
         command.wait_for(lambda: events(run_dir, "hang"), "the hang")
         ended = command.end()
@@ -156,11 +149,11 @@ def test_torchruns_own_restart(project: Project, ddp_run: Path):
 
 
 def signal_and_end(
-    project: Project, name: str, launcher: str, number: signal.Signals, target: int | None
+    project: Project, name: str, number: signal.Signals, target: int | None
 ) -> None:
     """A signal to one rank, or to the launcher: saved everywhere at the same step."""
     run_dir = project.folder / name
-    argv = project.command(name, ENDLESS, "--launcher", launcher, "--max-restarts", "3")
+    argv = project.command(name, ENDLESS, "--max-restarts", "3")
     with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
         if target is None:
@@ -172,15 +165,8 @@ def signal_and_end(
     assert not events(run_dir, "restart")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "number", "target"),
-    [
-        ("local", signal.SIGUSR1, 1),
-        pytest.param("torchrun", signal.SIGTERM, 0, marks=pytest.mark.soak),
-    ],
-)
-def test_a_signal_stops_and_does_not_restart(project: Project, launcher, number, target):
-    signal_and_end(project, f"alive-{launcher}-{number.name}", launcher, number, target)
+def test_a_signal_stops_and_does_not_restart(project: Project):
+    signal_and_end(project, "alive-signal", signal.SIGUSR1, 1)
 
 
 @pytest.mark.parametrize(("place", "rank"), [("export", 0), ("leaving", 1)])
@@ -212,13 +198,10 @@ def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, la
     assert where and "failpoint" in where.get(1, "failpoint"), "or it could say nothing"
 
 
-@pytest.mark.parametrize(
-    "launcher", ["local", pytest.param("torchrun", marks=pytest.mark.soak)]
-)
-def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project, launcher: str):
-    run_dir = project.folder / f"alive-grace-{launcher}"
+def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project):
+    run_dir = project.folder / "alive-grace"
     changes = {**ENDLESS, "launch.grace_s": 2.0}
-    argv = project.command(run_dir.name, changes, "--launcher", launcher, "--max-restarts", "3")
+    argv = project.command(run_dir.name, changes, "--max-restarts", "3")
     env = {"DMT_FAILPOINTS": "step=hang@rank1,hit5"}
     with started(argv, project.folder, env) as command:
         # What is sent from here on is asked about in the fifth step, which does not end.
@@ -253,10 +236,10 @@ def test_soak_kills(project: Project, undisturbed: Mapping[str, Path], layout: s
 
 @pytest.mark.soak
 def test_soak_stops(project: Project, ddp_run: Path):
-    """SIGSTOP of a rank, 10 times over all launchers."""
+    """SIGSTOP of a rank, 10 times."""
     for trial in range(10):
-        launcher, rank = ("local", "torchrun")[trial % 2], trial // 2 % 2
-        with stopped_rank(project, f"soak-stop-{trial}", launcher, rank) as (command, run_dir):
+        rank = trial % 2
+        with stopped_rank(project, f"soak-stop-{trial}", rank) as (command, run_dir):
             ended = command.end()
         assert_finished(ended, run_dir, ddp_run)
         assert_hang_was_found(ended, run_dir, rank)
@@ -264,10 +247,9 @@ def test_soak_stops(project: Project, ddp_run: Path):
 
 @pytest.mark.soak
 def test_soak_signals(project: Project):
-    """SIGTERM and SIGUSR1 to a rank or the launcher, 20 times over all launchers."""
+    """SIGTERM and SIGUSR1 to a rank or the launcher, 20 times."""
     chance = random.Random(1)
     for trial in range(20):
-        launcher = ("local", "torchrun")[trial % 2]
         number = (signal.SIGTERM, signal.SIGUSR1)[trial % 2]
         target = chance.choice([None, 0, 1])
-        signal_and_end(project, f"soak-signal-{trial}", launcher, number, target)
+        signal_and_end(project, f"soak-signal-{trial}", number, target)

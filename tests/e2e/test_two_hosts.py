@@ -28,16 +28,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         yield made
 
 
-def torchrun(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list[Command]:
+def on_both(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list[Command]:
     """`dmt launch` on each host; both share the disk, as on a cluster."""
     meeting = {"launch.rendezvous": f"{HOSTS[0]}:29400"}
-    command = project.command(name, {**changes, **meeting}, "--launcher", "torchrun")
+    command = project.command(name, {**changes, **meeting}, "--launcher", "local")
     return [Command(hosts.on(host, command), project.folder, hosts.env) for host in HOSTS]
 
 
 def test_the_same_losses(hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
     run_dir = project.folder / "two"
-    commands = torchrun(hosts, project, run_dir.name, {**TWO, "training.steps": 6})
+    commands = on_both(hosts, project, run_dir.name, {**TWO, "training.steps": 6})
     for command in commands:
         command.end(code=0)
     found, expected = curve(run_dir), curve(ddp_run)
@@ -50,7 +50,7 @@ def test_the_same_losses(hosts: TwoHosts, project: Project, ddp_run: Path) -> No
 def test_a_host_is_cut_off(hosts: TwoHosts, project: Project) -> None:
     """The wire goes dead in mid-run: nobody waits indefinitely, and the user reads why."""
     run_dir = project.folder / "cut"
-    commands = torchrun(hosts, project, run_dir.name, LONG)
+    commands = on_both(hosts, project, run_dir.name, LONG)
     first = commands[0]
     first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
     hosts.cut(HOSTS[1])
@@ -68,7 +68,7 @@ def test_a_stop_on_one_host_saves_on_both(hosts: TwoHosts, project: Project) -> 
     """Also where agents would start again what they take for a failure."""
     run_dir = project.folder / "stop"
     changes = {**TWO, "training.steps": 100_000, "launch.max_restarts": 2}
-    commands = torchrun(hosts, project, run_dir.name, changes)
+    commands = on_both(hosts, project, run_dir.name, changes)
     first = commands[0]
     first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
     launcher = next(one for one in first.alive() if "launch" in one.cmdline())
@@ -109,7 +109,6 @@ def test_a_spare_replaces_a_killed_host(hosts: TwoHosts, project: Project) -> No
     changes = {
         **SIXTY,
         "launch.elastic": "{min_nodes: 2, max_nodes: 2}",
-        "launch.spares": 1,
     }
     expected = sixty_steps(project)
     with elastic_run(hosts, project, "spare", HOSTS[0]) as run:
@@ -131,7 +130,7 @@ def test_a_spare_replaces_a_killed_host(hosts: TwoHosts, project: Project) -> No
 def test_a_spare_that_is_not_needed_leaves_with_the_run(
     hosts: TwoHosts, project: Project
 ) -> None:
-    changes = {"launch.elastic": "{min_nodes: 2, max_nodes: 2}", "launch.spares": 1}
+    changes = {"launch.elastic": "{min_nodes: 2, max_nodes: 2}"}
     with elastic_run(hosts, project, "idle-spare", HOSTS[0]) as run:
         for host in (*HOSTS, THIRD):
             run.join(host, {"training.steps": 40, **changes})

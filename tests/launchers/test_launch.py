@@ -1,4 +1,4 @@
-"""Every launcher with real processes: how runs end, and that nothing is left behind."""
+"""`local` with real processes: how runs end, and that nothing is left behind."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from tests.launchers.watching import STAND_IN, alive
@@ -16,19 +15,13 @@ from tests.processes import HANG_S, wait_until
 from toolkit.launchers.outcome import RankExit, report_failure
 from toolkit.run.ending import PEER_LOST
 
-LAUNCHERS = [
-    "local",
-    pytest.param("torchrun", marks=pytest.mark.slow),
-]
-
 
 def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(alive(pid) for pid in pids), "the end of all workers")
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_all_ranks_done(start, name):
-    launch = start(name, "done")
+def test_all_ranks_done(start):
+    launch = start("local", "done")
     assert launch.end()[0] == 0
     for rank in range(2):
         env = json.loads((launch.run_dir / f"env-{rank}").read_text())
@@ -52,9 +45,8 @@ def test_ranks_that_cannot_connect_to_each_other_are_not_started(start):
     assert not [*launch.run_dir.glob("pid-*")]
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_ctrl_c_saves_and_stops(start, name):
-    launch = start(name, "sleep")
+def test_ctrl_c_saves_and_stops(start):
+    launch = start("local", "sleep")
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
     assert launch.end()[0] == 75
@@ -78,9 +70,8 @@ def test_a_signal_reaches_each_rank_once(start):
     assert [(launch.run_dir / f"asked-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
-    launch = start(name, "fail=1:2")
+def test_the_failing_rank_is_named_and_a_user_error_kept(start):
+    launch = start("local", "fail=1:2")
     pids = launch.worker_pids()
     exit_code, errors = launch.end()
     assert exit_code == 2
@@ -88,21 +79,19 @@ def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_what_rank_0_told_is_not_told_again(start, name):
-    exit_code, errors = start(name, "fail=0:4 telling").end()
+def test_what_rank_0_told_is_not_told_again(start):
+    exit_code, errors = start("local", "fail=0:4 telling").end()
     assert exit_code == 4
     assert errors.count("error: ") == 1
     assert "error: told by itself" in errors
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
 @pytest.mark.parametrize("behaviour", ["fail=0:4", "fail=1:4 telling"])
-def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, name, behaviour):
+def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, behaviour):
     # What was told in an earlier launch does not count.
     earlier = {"kind": "end", "rank": 0, "exit_code": 4, "error": "told then"}
     (tmp_path / "events.jsonl").write_text(json.dumps(earlier) + "\n")
-    exit_code, errors = start(name, behaviour).end()
+    exit_code, errors = start("local", behaviour).end()
     assert exit_code == 4
     assert f"error: rank {behaviour[5]} failed with exit code 4" in errors
 
@@ -138,22 +127,10 @@ def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
     assert "error: rank 1 was killed by SIGKILL" in errors
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
-    launch = start(name, "early")
+def test_a_stop_before_the_workers_listen_is_no_failure(start):
+    launch = start("local", "early")
     pids = launch.worker_pids()
     launch.process.terminate()
-    assert launch.end()[0] == 75
-    assert_gone(pids)
-
-
-@pytest.mark.slow
-def test_sigusr1_to_every_process_of_a_job_saves_and_stops(start):
-    launch = start("torchrun", "sleep")
-    pids = launch.worker_pids()
-    for process in psutil.Process(launch.process.pid).children(recursive=True):
-        process.send_signal(signal.SIGUSR1)
-    launch.process.send_signal(signal.SIGUSR1)
     assert launch.end()[0] == 75
     assert_gone(pids)
 
@@ -164,22 +141,19 @@ def test_unavailable_is_kept_and_the_log_is_shown(start):
     assert "the reason it failed" in errors
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_killed_rank_ends_the_others(start, name):
-    launch = start(name, "sleep")
+def test_a_killed_rank_ends_the_others(start):
+    launch = start("local", "sleep")
     pids = launch.worker_pids()
     os.kill(pids[1], signal.SIGKILL)
     exit_code, errors = launch.end()
     assert exit_code == 4
-    if name == "local":
-        assert "rank 1 was killed by SIGKILL" in errors
+    assert "rank 1 was killed by SIGKILL" in errors
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
+def test_a_stopped_rank_does_not_hold_up_the_end(start):
     """Foreign launchers would wait 30 s for it, after each failure."""
-    launch = start(name, "sleep")
+    launch = start("local", "sleep")
     pids = launch.worker_pids()
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
@@ -219,11 +193,9 @@ def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(tmp_
     assert not alive(int((tmp_path / "pid-0").read_text()))
 
 
-@pytest.mark.parametrize(
-    ("name", "saved"), [("local", True), ("local", False), ("torchrun", True)]
-)
-def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, name, saved):
-    launch = start(name, "saved" if saved else "stubborn", grace_s=0.5)
+@pytest.mark.parametrize("saved", [True, False])
+def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, saved):
+    launch = start("local", "saved" if saved else "stubborn", grace_s=0.5)
     launch.worker_pids()
     launch.process.terminate()
     code, errors = launch.end()
@@ -232,17 +204,15 @@ def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, n
     assert code == (75 if saved else 4)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_no_orphan_when_the_launcher_is_killed(start, name):
-    launch = start(name, "sleep")
+def test_no_orphan_when_the_launcher_is_killed(start):
+    launch = start("local", "sleep")
     pids = launch.worker_pids()
     launch.process.kill()
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_the_third_ctrl_c_kills(start, name):
-    launch = start(name, "stubborn")
+def test_the_third_ctrl_c_kills(start):
+    launch = start("local", "stubborn")
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
     assert any("Ctrl-C twice more" in line for line in launch.process.stderr)

@@ -854,39 +854,32 @@ MISTAKES = {
     ),
     "elastic with a launcher of one machine": M(
         "launcher: local",
-        "launcher: local\n  max_restarts: 1\n  elastic: {min_nodes: 1, max_nodes: 2}",
+        "launcher: kubernetes\n  max_restarts: 1\n  elastic: {min_nodes: 1, max_nodes: 2}",
         "launch.elastic",
-        "launch.launcher to torchrun, slurm or ray",
+        "launch.launcher to local, slurm or ray",
         at="elastic",
     ),
     "elastic without restarts": M(
         "launcher: local",
-        "launcher: torchrun\n  max_restarts: 0\n  elastic: {min_nodes: 1, max_nodes: 2}",
+        "launcher: local\n  max_restarts: 0\n  elastic: {min_nodes: 1, max_nodes: 2}",
         "launch.max_restarts",
         "set it to 3",
         at="max_restarts",
     ),
     "more machines than an elastic run may have": M(
         "launcher: local",
-        "launcher: torchrun\n  max_restarts: 1\n  elastic: {min_nodes: 2, max_nodes: 3}",
+        "launcher: local\n  max_restarts: 1\n  elastic: {min_nodes: 2, max_nodes: 3}",
         "cluster.nodes",
         "number at the start",
         at="nodes",
     ),
     "elastic with a number that has no layout": M(
         _REST,
-        _WHOLE.replace("launcher: local", "launcher: torchrun")
+        _WHOLE
         + "\n  max_restarts: 1\n  elastic: {min_nodes: 1, max_nodes: 3}",
         "launch.elastic",
         "with 3: set training.global_batch_size to",
         at="elastic",
-    ),
-    "spares without elastic": M(
-        "launcher: local",
-        "launcher: local\n  spares: 1",
-        "launch.spares",
-        "set launch.elastic and launch.launcher: torchrun or slurm",
-        at="spares",
     ),
     "restarts that may not continue": M(
         "checkpoint:\n",

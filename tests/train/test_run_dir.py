@@ -103,7 +103,7 @@ def test_a_full_disk_and_a_folder_without_permission(tmp_path, monkeypatch):
         {"checkpoint__every_steps": 5},
         {"cluster__gpus_per_node": 2},
         {"parallel__engine": "ddp"},
-        {"launch__launcher": "torchrun"},
+        {"launch__launcher": "slurm"},
     ],
 )
 def test_the_same_run_continues(tmp_path, changes):

@@ -27,11 +27,10 @@ def train(
     """
     with importing():
         from toolkit.engines.distributed import end_process
-        from toolkit.launchers.quiet_agent import told_the_agent
         from toolkit.train.worker import train_recipe, train_run_directory
 
     if not target.is_dir():
-        end_process(told_the_agent(train_recipe(target, overrides, run_dir)))
+        end_process(train_recipe(target, overrides, run_dir))
     if overrides or run_dir is not None:
         found = "--set or --run-dir together with a run directory, whose recipe is final"
         fix = "`dmt train RECIPE --set …`, or `dmt launch RECIPE --set …`"

@@ -8,7 +8,6 @@ from typing import Literal
 from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.errors import PlanError
-from toolkit.launcher import LAUNCHERS
 from toolkit.recipe.schema import Recipe
 
 Starting = Literal["launch", "worker"]
@@ -57,12 +56,6 @@ def _processes(
 ) -> Iterator[tuple[str, str, str]]:
     """Variables that leave ranks without a partner or a GPU: what they contradict, a fix."""
     cluster = recipe.cluster
-    flags = LAUNCHERS[recipe.launch.launcher].flags_from
-    nodes = environ.get("PET_NNODES", "")
-    # DMT starts one agent of torchrun: with more, it would wait for the others indefinitely.
-    by_torchrun = starting == "launch" and flags and "PET_NNODES".startswith(flags)
-    if by_torchrun and nodes.isdecimal() and int(nodes) != cluster.nodes:
-        yield "PET_NNODES", f"cluster.nodes is {cluster.nodes}", "unset PET_NNODES"
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if starting == "launch" and cluster.gpu != "cpu" and visible is not None:
         names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]

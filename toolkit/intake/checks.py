@@ -452,11 +452,6 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """Every number of machines that an elastic run may have must be possible."""
     launch, nodes = recipe.launch, recipe.cluster.nodes
     elastic, able = launch.elastic, LAUNCHERS[launch.launcher]
-    if launch.spares and not (elastic and able.spares):
-        names = listed([name for name, one in LAUNCHERS.items() if one.spares])
-        fix = f"set launch.elastic and launch.launcher: {names}, or remove launch.spares"
-        found = f"{launch.spares} with `launcher: {launch.launcher}`"
-        yield Problem("launch.spares", found, "0, except in an elastic run", fix)
     if elastic is None:
         return
     if not able.elastic:

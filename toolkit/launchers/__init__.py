@@ -6,7 +6,6 @@ from pydantic import Field
 
 from toolkit.launcher import Launcher, Program
 from toolkit.recipe.section import NonEmpty, Positive, Section, Wording
-from toolkit.system.interpreter import TRAIN
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
 SlurmValue: TypeAlias = Annotated[
@@ -50,17 +49,12 @@ class SlurmSection(Section):
     """A shell file that the job sources first, e.g. one that loads modules."""
 
 
-LOCAL = Launcher("local", "toolkit.launchers.local:LocalStarter")
-TORCHRUN = Launcher(
-    "torchrun",
-    "toolkit.launchers.torchrun:TorchrunStarter",
+LOCAL = Launcher(
+    "local",
+    "toolkit.launchers.local:LocalStarter",
     oversees="one machine",
     several_machines=True,
     elastic=True,
-    spares=True,
-    flags_from="PET_",
-    # Started as a module of torch, not as a program.
-    programs=(Program("torchrun", "pip install torch", f"`torchrun {TRAIN} RECIPE`"),),
 )
 SLURM = Launcher(
     "slurm",
@@ -69,7 +63,6 @@ SLURM = Launcher(
     oversees="never",
     several_machines=True,
     elastic=True,
-    spares=True,
     renders=True,
     example=("launch.slurm.time_limit=24:00:00",),
     programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),

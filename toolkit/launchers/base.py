@@ -15,7 +15,7 @@ from random import SystemRandom
 from typing import Any, Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launcher import LAUNCHERS, listed
+from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.registry import load
@@ -81,6 +81,22 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """How machines that each run `dmt launch` find each other."""
+
+    endpoint: str
+    """`HOST:PORT` of one of them."""
+    name: str
+    least: int
+    """Machines without which the run waits."""
+    most: int
+    """Machines beyond it wait until one is lost."""
+    max_restarts: int
+    elastic: bool
+    """Whether machines may leave and join."""
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """The processes to start on this machine."""
 
@@ -98,6 +114,13 @@ class LaunchSpec:
     """Written before anything is started."""
     remote: bool = False
     """The ranks are not descendants of the process started here."""
+    meeting: Meeting | None = None
+    """With several machines: the ranks get their places in it."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of `rank_env`."""
+        return [int(each["RANK"]) for each in self.rank_env]
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
@@ -107,6 +130,10 @@ class LaunchSpec:
     def printable(self) -> str:
         """Return the shell commands that would do the same, and the files; secrets masked."""
         lines = []
+        if self.meeting is not None:
+            lines.append(
+                f"# on each machine, after they have met at {self.meeting.endpoint}:\n:"
+            )
         for variables in self.rank_env:
             settings = [f"{k}={shlex.quote(v)}" for k, v in {**self.env, **variables}.items()]
             lines.append(" ".join([*settings, shlex.join(self.argv)]))
@@ -213,22 +240,6 @@ def spec_of(job: Job, argv: tuple[str, ...], **more: Any) -> LaunchSpec:
     """The specification of a command that starts ranks; `more`: its other fields."""
     more["env"] = {**worker_env(job), **more.get("env", {})}
     return LaunchSpec(argv, job.run_dir, grace_s=job.grace_s, **more)
-
-
-def on_several_machines() -> str:
-    """The option with the launchers that can start processes on other machines, too."""
-    names = [launcher.name for launcher in LAUNCHERS.values() if launcher.several_machines]
-    return f"--launcher {listed(names)}"
-
-
-def one_machine(job: Job, name: str, otherwise: str) -> None:
-    """Raise PlanError when the job has several machines, which launcher `name` cannot start."""
-    if job.cluster.nodes > 1:
-        raise PlanError(
-            f"launch.launcher: {name} starts processes on this machine only, but "
-            f"cluster.nodes is {job.cluster.nodes}",
-            fix=f"{otherwise}; or cluster.nodes: 1",
-        )
 
 
 def check_loopback() -> None:

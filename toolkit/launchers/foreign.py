@@ -1,4 +1,4 @@
-"""Runs another tool's launcher: under DMT's guard here, or with its ranks elsewhere."""
+"""Runs another tool's launcher, whose ranks are elsewhere."""
 
 import math
 import os
@@ -24,35 +24,10 @@ from toolkit.launchers.process import (
 )
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 
-_GUARD = "toolkit.launchers.guard"
 _LOOK_S = 2.0
 """Interval of polling the events of a run whose ranks are elsewhere."""
-
-
-def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
-    """Run `spec` under `toolkit.launchers.guard`; see Starter."""
-    offset = events_offset(spec.run_dir)
-    guard = subprocess.Popen(
-        [*python(), "-m", _GUARD, str(spec.grace_s), str(spec.run_dir), *spec.argv],
-        env=spec.process_env(0),
-        stdin=subprocess.PIPE,
-        # Ctrl-C at the terminal is for this process, which passes it on once.
-        start_new_session=True,
-    )
-    stopped = killed = False
-    while guard.poll() is None:
-        if signals.stop_requested and not stopped:
-            stopped = True
-            tell(STOPPING)
-            guard.send_signal(signal.SIGTERM)
-        if signals.kill_requested and not killed:
-            killed = True
-            guard.send_signal(signal.SIGUSR2)
-        time.sleep(POLL_S)
-    return outcome_from_events(spec.run_dir, offset, guard.returncode, signals.stop_requested)
 
 
 def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -> Outcome:

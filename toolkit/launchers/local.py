@@ -1,32 +1,24 @@
-"""`local`: DMT itself starts one process per rank on this machine."""
+"""`local`: DMT itself starts one process per rank on this machine.
+
+On several machines, `dmt launch` runs on each; they meet at `launch.rendezvous` (agent.py).
+"""
 
 import sys
-from signal import SIGKILL, SIGTERM
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.errors import PlanError
 from toolkit.launchers.base import (
+    DMT,
     LOOPBACK,
     Job,
     LaunchSpec,
+    Meeting,
     Outcome,
     check_loopback,
     free_port,
-    on_several_machines,
-    one_machine,
     spec_of,
 )
-from toolkit.launchers.outcome import USER_CODES, RankExit, report_failure
-from toolkit.launchers.process import (
-    FAILED_GRACE_S,
-    STOPPING,
-    Deadline,
-    StopSignals,
-    show_stacks,
-    wake_if_stopped,
-)
-from toolkit.launchers.ranks import RankProcesses
-from toolkit.run.ending import events_offset, grace_over
-from toolkit.text.terminal import tell
+from toolkit.launchers.process import StopSignals
+from toolkit.launchers.ranks import RankWatch
 
 
 class LocalStarter:
@@ -38,97 +30,58 @@ class LocalStarter:
     """
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return one process per rank; raises PlanError for more than one machine."""
-        one_machine(job, "local", on_several_machines())
-        world = job.cluster.gpus_per_node
+        """Return one process per rank of this machine; raises PlanError for several machines
+        that have no meeting point."""
+        ranks = range(job.cluster.gpus_per_node)
+        start = (sys.executable, "-u")
+        if job.launch.most_nodes(job.cluster.nodes) > 1:
+            planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
+            return spec_of(
+                job,
+                (*start, *planning),
+                rank_env=tuple({"LOCAL_RANK": str(rank)} for rank in ranks),
+                files={job.recipe_file: job.recipe},
+                meeting=_meeting(job),
+            )
         rendezvous = {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
+            "WORLD_SIZE": str(len(ranks)),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
         }
         return spec_of(
             job,
-            (sys.executable, "-u", *job.train),
+            (*start, *job.train),
             env=rendezvous,
-            rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)),
+            rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks),
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start all ranks and wait for them; see Starter. Raises as `check_loopback` does."""
+        if spec.meeting is not None:
+            from toolkit.launchers.agent import run_agent  # imports torch
+
+            return run_agent(spec, spec.meeting, signals)
         check_loopback()
-        supervised = _Supervised(spec)
+        watch = RankWatch(spec, signals)
         try:
-            return supervised.wait(signals, spec.grace_s)
+            while watch.running():
+                pass
+            return watch.outcome()
         finally:
-            supervised.ranks.close()
+            watch.close()
 
 
-class _Supervised:
-    def __init__(self, spec: LaunchSpec) -> None:
-        self._run_dir = spec.run_dir
-        self._offset = events_offset(spec.run_dir)
-        self._stopping = False
-        self._failed: list[RankExit] = []
-        self._deadline = Deadline()
-        self.ranks = RankProcesses(spec, on_terminal=True)
-
-    def wait(self, signals: StopSignals, grace_s: float) -> Outcome:
-        """Return when all ranks have ended."""
-        ranks = self.ranks
-        while ranks.running():
-            if signals.kill_requested:
-                ranks.kill()
-            if self._deadline.passed:
-                message, code = grace_over(grace_s, self._run_dir, self._offset)
-                if not self._failed:
-                    tell(f"error: {message}")
-                show_stacks(ranks.running())
-                ranks.kill()
-                if not self._failed and code == EXIT_RESUMABLE:
-                    return Outcome(EXIT_RESUMABLE)
-            if signals.stop_requested and not self._stopping:
-                self._stopping = True
-                tell(STOPPING)
-                ranks.signal(SIGTERM)
-                self._deadline.start(grace_s)
-            self._note_failure()
-            ranks.sleep_until_exit()
-        self._note_failure()
-        ranks.finish_logs()
-        codes = ranks.codes()
-        if self._failed:
-            seen = self._failed
-            if not ranks.killed:  # a large rank may be reaped after those that lost it
-                seen = [*seen, *(RankExit(r, c) for r, c in enumerate(codes) if c == -SIGKILL)]
-            if codes[0] in USER_CODES and codes[0] == seen[0].code:
-                seen = [RankExit(0, codes[0])]  # found by all ranks, reported by this one
-            return report_failure(self._run_dir, self._offset, seen)
-        return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
-
-    def _note_failure(self) -> None:
-        """Record the ranks that failed first, and terminate the others."""
-        if self._failed:
-            return
-        harmless = {None, EXIT_DONE, EXIT_RESUMABLE}
-        if self._stopping:
-            # Stopped before its handler was set: there was nothing to save yet.
-            harmless.add(-SIGTERM)
-        if any(code not in harmless for code in self.ranks.codes()):
-            # Checked again: a rank that exits because it lost another is seen after that one.
-            self._failed = [
-                RankExit(rank, code)
-                for rank, code in enumerate(self.ranks.codes())
-                if code and code not in harmless
-            ]
-            self._end_others()
-        elif -SIGTERM in self.ranks.codes():
-            self._end_others()
-
-    def _end_others(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self.ranks.signal(SIGTERM)
-        for pid in self.ranks.running():
-            wake_if_stopped(pid)
-        self._deadline.start(FAILED_GRACE_S)
+def _meeting(job: Job) -> Meeting:
+    """How the machines of a job find each other."""
+    launch, nodes = job.launch, job.cluster.nodes
+    if launch.rendezvous is None:
+        raise PlanError(
+            f"launch.rendezvous: nothing, but cluster.nodes is {nodes}",
+            fix="on every machine, with the name of one of them: "
+            "--set launch.rendezvous=HOST:29400; or cluster.nodes: 1",
+        )
+    elastic = launch.elastic
+    least, most = (elastic.min_nodes, elastic.max_nodes) if elastic else (nodes, nodes)
+    restarts = launch.max_restarts
+    return Meeting(launch.rendezvous, job.name, least, most, restarts, elastic is not None)

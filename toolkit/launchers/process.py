@@ -5,8 +5,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -84,12 +84,17 @@ def _ask_for_stacks(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+class StopRequested(Exception):
+    """A signal came where nothing is to be saved."""
+
+
 class StopSignals:
     """While entered, STOP_SIGNALS only set flags, which a loop polls."""
 
     def __init__(self) -> None:
         self.stop_requested = False
         self._interrupts = 0
+        self._raises = False
         self._handlers = handling(STOP_SIGNALS, self._remember)
 
     @property
@@ -104,11 +109,25 @@ class StopSignals:
     def __exit__(self, *error: Any) -> None:
         self._handlers.__exit__(*error)
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let a request to stop, also one that came before, raise StopRequested inside."""
+        self._raises = True
+        try:
+            if self.stop_requested:
+                raise StopRequested
+            yield
+        finally:
+            self._raises = False
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.stop_requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
+        if self._raises:
+            self._raises = False
+            raise StopRequested
 
 
 class Deadline:

@@ -6,13 +6,26 @@ import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 from typing import TextIO
 
-from toolkit.launchers.base import LaunchSpec
-from toolkit.launchers.process import POLL_S, die_with_parent
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.launchers.base import LaunchSpec, Outcome
+from toolkit.launchers.outcome import USER_CODES, RankExit, report_failure
+from toolkit.launchers.process import (
+    FAILED_GRACE_S,
+    POLL_S,
+    STOPPING,
+    Deadline,
+    StopSignals,
+    die_with_parent,
+    show_stacks,
+    wake_if_stopped,
+)
 from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import events_offset, grace_over
 from toolkit.text.redact import copy_to_log
+from toolkit.text.terminal import tell
 
 
 class RankProcesses:
@@ -30,14 +43,14 @@ class RankProcesses:
         self._copiers: list[threading.Thread] = []
         self.killed = False
         try:
-            for rank in range(len(spec.rank_env)):
-                self._processes.append(_start(spec, rank, on_terminal and rank == 0))
+            for index, rank in enumerate(spec.ranks):
+                self._processes.append(_start(spec, index, on_terminal and rank == 0))
         except BaseException:
             self.close()
             raise
         self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         # Threads start only now, after the last fork.
-        for rank, process in enumerate(self._processes):
+        for rank, process in zip(spec.ranks, self._processes, strict=True):
             if process.stdout is not None:
                 copier = threading.Thread(
                     target=_copy, args=(process.stdout, run.rank_log(rank)), daemon=True
@@ -46,7 +59,7 @@ class RankProcesses:
                 self._copiers.append(copier)
 
     def codes(self) -> list[int | None]:
-        """The exit code of each rank, None while it runs."""
+        """The exit code of each process, None while it runs."""
         return [process.poll() for process in self._processes]
 
     def running(self) -> list[int]:
@@ -89,15 +102,110 @@ class RankProcesses:
             os.close(descriptor)
 
 
+class RankWatch:
+    """Ranks from their start to the outcome, with the requests to stop them.
+
+    A rank that fails ends the others, which have FAILED_GRACE_S then.
+    """
+
+    def __init__(self, spec: LaunchSpec, signals: StopSignals) -> None:
+        self._spec, self._signals = spec, signals
+        self._offset = events_offset(spec.run_dir)
+        self._stopping = False
+        self._failed: list[RankExit] = []
+        self._deadline = Deadline()
+        self._saved = False
+        """Whether the ranks that were killed after `launch.grace_s` had saved."""
+        self._processes = RankProcesses(spec, on_terminal=True)
+
+    def running(self) -> bool:
+        """Whether a rank runs, after a moment; passes on what was requested meanwhile."""
+        processes, grace_s = self._processes, self._spec.grace_s
+        if not processes.running():
+            return False
+        if self._signals.kill_requested:
+            processes.kill()
+        if self._deadline.passed:
+            message, code = grace_over(grace_s, self._spec.run_dir, self._offset)
+            if not self._failed:
+                tell(f"error: {message}")
+                self._saved = code == EXIT_RESUMABLE
+            show_stacks(processes.running())
+            processes.kill()
+        if self._signals.stop_requested and not self._stopping:
+            tell(STOPPING)
+            self.stop()
+            self._deadline.start(grace_s)
+        self._note_failure()
+        processes.sleep_until_exit()
+        return True
+
+    def stop(self) -> None:
+        """Let the ranks save and leave."""
+        self._stopping = True
+        self._processes.signal(SIGTERM)
+
+    def codes(self) -> list[int | None]:
+        """See RankProcesses."""
+        return self._processes.codes()
+
+    def outcome(self) -> Outcome:
+        """How ranks that have all ended did so; a failure is told."""
+        if self._saved:
+            return Outcome(EXIT_RESUMABLE)
+        self._note_failure()
+        self._processes.finish_logs()
+        codes = self.codes()
+        if not self._failed:
+            return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
+        seen, ranks = self._failed, self._spec.ranks
+        if not self._processes.killed:  # a large rank may be reaped after those that lost it
+            killed = [r for r, code in zip(ranks, codes, strict=True) if code == -SIGKILL]
+            seen = [*seen, *(RankExit(rank, -SIGKILL) for rank in killed)]
+        if ranks[0] == 0 and codes[0] in USER_CODES and codes[0] == seen[0].code:
+            seen = [RankExit(0, codes[0])]  # found by all ranks, reported by this one
+        return report_failure(self._spec.run_dir, self._offset, seen)
+
+    def close(self) -> None:
+        """See RankProcesses."""
+        self._processes.close()
+
+    def _note_failure(self) -> None:
+        """Record the ranks that failed first, and terminate the others."""
+        if self._failed:
+            return
+        harmless = {None, EXIT_DONE, EXIT_RESUMABLE}
+        if self._stopping:
+            # Stopped before its handler was set: there was nothing to save yet.
+            harmless.add(-SIGTERM)
+        if any(code not in harmless for code in self.codes()):
+            # Checked again: a rank that exits because it lost another is seen after that one.
+            self._failed = [
+                RankExit(rank, code)
+                for rank, code in zip(self._spec.ranks, self.codes(), strict=True)
+                if code and code not in harmless
+            ]
+            self._end_others()
+        elif -SIGTERM in self.codes():
+            self._end_others()
+
+    def _end_others(self) -> None:
+        if not self._stopping:
+            self.stop()
+        for pid in self._processes.running():
+            wake_if_stopped(pid)
+        self._deadline.start(FAILED_GRACE_S)
+
+
 def _copy(output: TextIO, log: Path) -> None:
     with output:
         copy_to_log(output, log)
 
 
-def _start(spec: LaunchSpec, rank: int, on_terminal: bool) -> "subprocess.Popen[str]":
+def _start(spec: LaunchSpec, index: int, on_terminal: bool) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         spec.argv,
-        env=spec.process_env(rank),
+        env=spec.process_env(index),
         stdin=subprocess.DEVNULL,
         stdout=None if on_terminal else subprocess.PIPE,
         stderr=None if on_terminal else subprocess.STDOUT,

@@ -123,7 +123,7 @@ def _nodes(job: Job) -> str:
     elastic = job.launch.elastic
     if elastic is None:
         return str(job.cluster.nodes)
-    return f"{elastic.min_nodes}-{elastic.max_nodes + job.launch.spares}"
+    return f"{elastic.min_nodes}-{elastic.max_nodes}"
 
 
 def _script(job: Job) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _script(job: Job) -> Iterator[str]:
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         # Jobs of neighbouring numbers take different ones.
         yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
-        launcher = '--launcher torchrun --set launch.rendezvous="$head:$port"'
+        launcher = '--launcher local --set launch.rendezvous="$head:$port"'
     else:
         launcher = "--launcher local"
     yield ""

@@ -47,16 +47,12 @@ def supervise(
             EventLog(run.events).write("failure", **failure)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
-            if any(event.get("retry") is False for event in _ends(events)):
-                tell("not started again: it would not help, the message above says what may")
+            if not_retryable(events):
                 return EXIT_FAILED
             step = newest_step(run)
             attempt = 1 if step > saved else attempt + 1
             if attempt > max_restarts:
-                tell(
-                    f"error: {max_restarts} restarts in a row without a new checkpoint behind "
-                    f"step {step}; the last time {reason}"
-                )
+                tell(given_up(max_restarts, step, reason))
                 return EXIT_FAILED
             pause_s = pause_before(attempt)
             which = f"restart {attempt} of {max_restarts} from step {step}"
@@ -72,6 +68,22 @@ def supervise(
             # GPU check.
             fields = {"attempt": attempt, "reason": reason, "from_step": step}
             EventLog(run.events).write("restart", time=ended_at, **fields)
+
+
+def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank reported a failure that would come again; says so."""
+    found = any(event.get("retry") is False for event in _ends(events))
+    if found:
+        tell("not started again: it would not help, the message above says what may")
+    return found
+
+
+def given_up(max_restarts: int, step: int, reason: str) -> str:
+    """The message after the last restart."""
+    return (
+        f"error: {max_restarts} restarts in a row without a new checkpoint behind step {step}; "
+        f"the last time {reason}"
+    )
 
 
 def pause_before(attempt: int) -> float:

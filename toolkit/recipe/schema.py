@@ -873,15 +873,15 @@ class ElasticSection(Section):
     min_nodes: Degree
     """Without as many, the run waits, and fails after ten minutes."""
     max_nodes: Degree
-    """More wait until one is lost (`launch.spares`)."""
+    """Machines beyond it wait until one is lost."""
 
 
 class _EveryLaunch(Section):
     """How `dmt launch` starts the workers."""
 
     launcher: LauncherName = "local"
-    """`local`: DMT starts one process per rank on this machine. `slurm` and `kubernetes`
-    hand a job to a scheduler and return."""
+    """`local`: DMT starts one process per rank on this machine; on several machines, run it on
+    each. `slurm` and `kubernetes` hand a job to a scheduler and return."""
     max_restarts: Count = 0
     """How many times in a row a failed run is restarted from its last checkpoint. A newer
     checkpoint resets the count; a user's mistake is never retried."""
@@ -893,16 +893,13 @@ class _EveryLaunch(Section):
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and exit after a signal; null: no limit."""
     rendezvous: HostPort | None = None
-    """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that
+    """`launcher: local` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""
     elastic: ElasticSection | None = None
-    """`launcher: torchrun`, `slurm` or `ray`: the run continues on the remaining machines when
+    """`launcher: local`, `slurm` or `ray`: the run continues on the remaining machines when
     one is lost, and takes in others, e.g. `{min_nodes: 1, max_nodes: 4}`. It is planned again
     for each number, with the same global batch; `cluster.nodes` is the first number
     (docs/staying-alive.md)."""
-    spares: Count = 0
-    """With `elastic`: machines beyond `max_nodes` that wait, with libraries and the model's
-    files read, to replace a lost one."""
 
     def most_nodes(self, nodes: int) -> int:
         """The most machines that ranks may be on, of a run that is planned for `nodes`."""

@@ -101,7 +101,7 @@ def test_every_pod_runs_dmt_launch():
     (container,) = pod["containers"]
     assert container["command"] == [
         *("python", "-P", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
-        *("--run-dir", "/dmt/runs/tiny", "--launcher", "torchrun"),
+        *("--run-dir", "/dmt/runs/tiny", "--launcher", "local"),
         *("--set", f"launch.rendezvous={config['metadata']['name']}-master-0:29400"),
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}

@@ -218,13 +218,14 @@ def _arguments(job: Job) -> list[str]:
         )
     run_dir = PurePosixPath(_settings(job).mount_path) / "runs" / job.run_dir.name
     arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
+    arguments += ["--launcher", "local"]
     if job.cluster.nodes == 1:
-        return [*arguments, "--launcher", "local"]
+        return arguments
     name = _name(job)
     trains = _settings(job).kind == "trainjob"
     first = f"{name}-node-0-0.{name}" if trains else f"{name}-master-0"
     meeting = f"launch.rendezvous={first}:{PORT}"
-    return [*arguments, "--launcher", "torchrun", "--set", meeting]
+    return [*arguments, "--set", meeting]
 
 
 def _config_map(job: Job) -> Manifest:

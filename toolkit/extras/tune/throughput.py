@@ -58,7 +58,6 @@ _WITHOUT = {
     "parallel.balance": "none",
     "launch.max_restarts": 0,
     "launch.elastic": None,
-    "launch.spares": 0,
 }
 """Every trial trains and does nothing else."""
 _NEVER = 1_000_000_000

@@ -1,0 +1,126 @@
+"""Agents of two machines, here two processes that meet on this one, with real processes."""
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANG_S, wait_until
+from toolkit.launchers.base import free_port
+
+WORKER = Path(__file__).with_name("progressing.py")
+_AGENT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from toolkit.launchers.base import Job
+from toolkit.launchers.local import LocalStarter
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection, LaunchSection
+
+run_dir, port, restarts, *worker = sys.argv[1:]
+launch = LaunchSection(rendezvous=f"127.0.0.1:{port}", max_restarts=int(restarts))
+launcher = LocalStarter()
+spec = launcher.spec(Job(Path(run_dir), ClusterSection(nodes=2), launch))
+spec = replace(spec, argv=(sys.executable, "-S", *worker))
+with StopSignals() as signals:
+    sys.exit(launcher.run(spec, signals).exit_code)
+"""
+
+
+class Agents:
+    """Those of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.port = run_dir, free_port()
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, restarts: int, last: int, code: int = 0) -> None:
+        """Start another one; see progressing.py."""
+        words = [self.run_dir, self.port, restarts, WORKER, self.run_dir, last, code]
+        argv = [sys.executable, "-c", _AGENT, *map(str, words)]
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+
+    def end(self) -> tuple[list[int], str]:
+        """Their exit codes, and what they printed."""
+        printed = [process.communicate(timeout=HANG_S)[1] for process in self.processes]
+        return [process.returncode for process in self.processes], "\n".join(printed)
+
+    def starts(self) -> list[list[str]]:
+        """Meeting port and number of ranks of each start, by rank."""
+        files = (self.run_dir / f"starts-{rank}" for rank in (0, 1))
+        return [file.read_text().splitlines() for file in files]
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    made = Agents(tmp_path)
+    yield made
+    for process in made.processes:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.soak)])
+def test_a_newer_checkpoint_renews_the_restarts(agents: Agents, kills: int) -> None:
+    for _ in range(2):
+        agents.start(2, kills)
+    codes, printed = agents.end()
+    assert codes == [0, 0], printed
+    assert printed.count("restart 1 of 2 from step ") == kills
+    assert f"restart 1 of 2 from step {kills}: rank 1 was killed by SIGKILL" in printed
+    for starts in agents.starts():
+        assert len(starts) == kills + 1
+        assert {line.split()[1] for line in starts} == {"2"}
+
+
+@pytest.mark.slow
+def test_without_progress_the_restarts_end(agents: Agents) -> None:
+    for _ in range(2):
+        agents.start(1, 0)
+    codes, printed = agents.end()
+    assert codes == [4, 4]
+    assert "error: 1 restarts in a row without a new checkpoint behind step 0" in printed
+    assert "Traceback" not in printed
+    assert [len(starts) for starts in agents.starts()] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [2, 75])
+def test_what_is_no_failure_is_not_started_again(agents: Agents, code: int) -> None:
+    (agents.run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (agents.run_dir / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    for _ in range(2):
+        agents.start(2, 1, code)
+    assert agents.end()[0] == [code, code]
+    assert [len(starts) for starts in agents.starts()] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_is_there", [True, False])
+def test_a_stop_while_it_waits_for_others(agents: Agents, host_is_there: bool) -> None:
+    """At the meeting point, and where nothing listens there yet."""
+    if not host_is_there:
+        agents.port = 1
+    agents.start(0, 1)
+    (process,) = agents.processes
+
+    def waits() -> bool:
+        if host_is_there:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", agents.port), 1):
+                return True
+            return False
+        status = Path(f"/proc/{process.pid}/maps").read_text()
+        return "libtorch_python" in status
+
+    wait_until(waits, "the agent")
+    process.send_signal(signal.SIGTERM)
+    assert agents.end()[0] == [75]

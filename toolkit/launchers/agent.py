@@ -1,0 +1,268 @@
+"""The agent of one machine of several: torch's elastic agent, whose ranks are those of `local`.
+
+torch's agent lets machines meet, restarts all ranks if one fails, and if a machine waits to
+join. In addition:
+
+- Exit codes 0, 2, 3 and 75 end the run; only a failure is started again. Restarts count as
+  those of `supervisor`: a newer checkpoint renews them.
+- Ranks that wait for a lost machine are killed as soon as that machine's agent is silent;
+  `launch.hang_timeout_s` is only for ranks that hang by themselves.
+- Before a machine joins, all ranks save the same step and leave. Their exit code 75 is not
+  taken for the end of the run by an agent that sees it before it sees the new machine.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
+from toolkit.launchers.base import LaunchSpec, Meeting, Outcome
+from toolkit.launchers.outcome import USER_CODES, failure_code
+from toolkit.launchers.process import POLL_S, Deadline, StopRequested, StopSignals
+from toolkit.launchers.ranks import RankWatch
+from toolkit.launchers.supervisor import failure_reason, given_up, newest_step, not_retryable
+from toolkit.run.assignment import MEETING
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import cause_of, events_offset
+from toolkit.run.recorded import read_events
+from toolkit.text.terminal import tell
+
+JOIN_LIMIT_S = 600
+"""How long an agent waits for the other machines, at the start and after a failure."""
+FIRST_CALL_S, LAST_CALL_S = 10, 3
+"""How long the first meeting of an elastic run waits for more than `min_nodes` machines, and
+how long one after that; a machine that comes later is taken in without the loss of a step."""
+BEAT_S, BEATS = 2, 3
+"""In an elastic run, a machine whose agent has been silent for six seconds is lost (torch: 5 s
+and 3). All ranks wait for that; an agent is late only where memory runs out."""
+_TALKATIVE = (
+    "agent.server.api",
+    "rendezvous.dynamic_rendezvous",
+    "rendezvous.c10d_rendezvous_backend",
+)
+"""Modules of torch that log tracebacks about what is told here in a line."""
+_RESIZING = "dmt/resizing"
+"""Key in the store of a meeting: its ranks are stopped because a machine waits."""
+_LEFT = "dmt/left"
+"""Key in the store of a meeting: how many machines left it to meet again."""
+
+
+def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outcome:
+    """Meet the other machines, start this one's ranks, and wait for the end of the run."""
+    # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for name in _TALKATIVE:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    run, offset, handler = RunDirectory(spec.run_dir), events_offset(spec.run_dir), None
+    try:
+        handler = _interruptible(lambda: get_rendezvous_handler(_parameters(meeting)), signals)
+        agent = Agent(spec, meeting, handler, signals)
+        agent.run()
+        handler.shutdown()
+        return agent.outcome
+    except StopRequested:
+        return Outcome(EXIT_RESUMABLE)  # it waited for other machines: nothing was trained
+    except (OSError, RendezvousError, DistError) as error:
+        return _without_the_others(run, offset, error)
+
+
+def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Outcome:
+    """How a run ended whose other machines have left, or did not come."""
+    ends = [one for one in read_events(run.events, offset) if one["kind"] in ("start", "end")]
+    code = ends[-1].get("exit_code") if ends else None
+    if code in (EXIT_DONE, EXIT_RESUMABLE):
+        return Outcome(int(code))
+    if cause := cause_of(run.path, offset):
+        tell(f"error: the run has failed: {cause}")
+        return Outcome(failure_code(int(code or EXIT_FAILED)))
+    tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
+    return Outcome(EXIT_FAILED)
+
+
+def _parameters(meeting: Meeting) -> RendezvousParameters:
+    options: dict[str, Any] = {"join_timeout": JOIN_LIMIT_S, "read_timeout": JOIN_LIMIT_S}
+    if meeting.elastic:
+        options |= {"last_call_timeout": FIRST_CALL_S}
+        options |= {"keep_alive_interval": BEAT_S, "keep_alive_max_attempt": BEATS}
+    limits = meeting.least, meeting.most
+    return RendezvousParameters("c10d", meeting.endpoint, meeting.name, *limits, **options)
+
+
+def _interruptible(make: Callable[[], Any], signals: StopSignals) -> Any:
+    """What `make` returns, or its error; raises StopRequested while it waits in C++ code."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append(make())
+        except Exception as error:  # noqa: BLE001 - on its way to the caller
+            results.append(error)
+
+    with signals.raising():
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+class Agent(SimpleElasticAgent):
+    """An agent of one machine."""
+
+    _store: Any
+
+    def __init__(
+        self, spec: LaunchSpec, meeting: Meeting, handler: Any, signals: StopSignals
+    ) -> None:
+        super().__init__(
+            WorkerSpec(
+                "ranks",
+                len(spec.rank_env),
+                handler,
+                entrypoint=spec.argv[0],
+                max_restarts=meeting.max_restarts,
+                monitor_interval=1e-3,  # `RankWatch.running` waits
+            )
+        )
+        self.outcome = Outcome(EXIT_FAILED)
+        """The last one of this machine's ranks."""
+        self._spec, self._signals = spec, signals
+        self._directory = RunDirectory(spec.run_dir)
+        self._newest = newest_step(self._directory)
+        self._watch: RankWatch | None = None
+        self._offset = 0
+        self._met: set[Any] = set()
+        """The machines of the last meeting."""
+        self._failed = False
+        """Whether a rank of this machine has failed since."""
+
+    def run(self, role: str = "default") -> RunResult:
+        """See torch's. Raises RendezvousClosedError for a machine that waited beyond
+        `max_nodes` until the end of the run, StopRequested if it is asked to stop."""
+        result: RunResult | None = super().run(role)
+        if result is None:
+            raise RendezvousClosedError
+        return result
+
+    @property
+    def _meeting(self) -> Any:
+        """The meeting as the store has it; at most a second old."""
+        handler: Any = self._worker_group.spec.rdzv_handler
+        handler.num_nodes_waiting()
+        return handler._state_holder.state
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
+        if self._store is not None:
+            self._store.add(_LEFT, 1)
+        if self._meeting.round or self._meeting.complete:
+            last_call = timedelta(seconds=LAST_CALL_S)
+            handler.settings.timeout._set_timeouts(last_call=last_call)
+        with self._signals.raising():
+            super()._rendezvous(worker_group)
+        self._met, self._failed = set(handler._state_holder.state.participants), False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start this machine's ranks at their places."""
+        self._offset = events_offset(self._directory.path)
+        shared = {
+            "MASTER_ADDR": str(worker_group.master_addr),
+            "MASTER_PORT": str(worker_group.master_port),
+            "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
+            "GROUP_RANK": str(worker_group.group_rank),
+            MEETING: str(self._meeting.round),
+        }
+        places = tuple(
+            {
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+                "WORLD_SIZE": str(worker.world_size),
+            }
+            for worker in worker_group.workers
+        )
+        env = {**self._spec.env, **shared}
+        self._watch = RankWatch(replace(self._spec, env=env, rank_env=places), self._signals)
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _lost_a_machine(self) -> bool:
+        """Whether one of the meeting is gone, other than to meet again with a new one."""
+        missing = len(self._met - self._meeting.participants.keys())
+        return missing > (self._store.add(_LEFT, 0) if missing and self._resizing() else 0)
+
+    def _resizing(self) -> bool:
+        return bool(self._store.check([_RESIZING]))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        watch = self._watch
+        assert watch is not None
+        if watch.running():
+            if not self._lost_a_machine():
+                return RunResult(WorkerState.HEALTHY)
+        elif set(watch.codes()) == {EXIT_DONE} or not self._resizing():
+            return self._ended(watch.outcome(), worker_group)
+        self._restart_workers(worker_group)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _ended(self, outcome: Outcome, worker_group: WorkerGroup) -> RunResult:
+        """What torch does about the end of this machine's ranks."""
+        self.outcome = outcome
+        if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
+            values = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(WorkerState.SUCCEEDED, return_values=values)
+        self._failed = True
+        step = newest_step(self._directory)
+        if step > self._newest:
+            self._newest = step
+            self._remaining_restarts = worker_group.spec.max_restarts
+        events = read_events(self._directory.events, self._offset)
+        ends = self._signals.stop_requested or outcome.exit_code in USER_CODES
+        most, left = worker_group.spec.max_restarts, self._remaining_restarts
+        if ends or not most or not_retryable(events):
+            self._remaining_restarts = 0
+        elif left:
+            reason = failure_reason(events, outcome.reason)
+            tell(f"restart {most - left + 1} of {most} from step {step}: {reason}")
+        else:
+            tell(given_up(most, step, failure_reason(events, outcome.reason)))
+        return RunResult(WorkerState.FAILED)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Before a machine joins, let the ranks save; kill what is left."""
+        del worker_group
+        watch = self._watch
+        if watch is not None and not (self._failed or self._lost_a_machine()):
+            self._store.set(_RESIZING, "")
+            deadline = Deadline()
+            deadline.start(self._spec.grace_s)
+            watch.stop()
+            while None in watch.codes() and not (deadline.passed or self._lost_a_machine()):
+                time.sleep(POLL_S)
+        self._shutdown()
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        """Leave no rank behind."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
