@@ -774,10 +774,12 @@ MISTAKES = {
         "sequence: auto", "sequence: true\n  tensor: 1", "parallel.sequence", "auto"
     ),
     "pipeline with ZeRO 3": M(
-        "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to auto", at="pipeline: 2"
+        "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to auto",
+        at="pipeline: 2",
     ),
     "tensor with fsdp": M(
-        "engine: auto", "engine: fsdp\n  tensor: 2", "parallel.tensor", "to auto", at="tensor: 2"
+        "engine: auto", "engine: fsdp\n  tensor: 2", "parallel.tensor", "to auto",
+        at="tensor: 2",
     ),
     "engine and model": M(
         "engine: auto",
