@@ -19,7 +19,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import default_cluster, link, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
-from toolkit.models.spec import ModelSpec
+from toolkit.models.spec import ModelSpec, ParameterCounts
 from toolkit.plan.cost.memory import peak_memory, stage_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
 from toolkit.plan.estimate import Setup, estimate, result
@@ -185,20 +185,45 @@ class Case:
         ffn = int(model.get("ffn") or 4 * hidden)
         experts = int(_first(model, "experts", "num_experts") or 0)
         tied = model.get("tied")
+        kv_heads = int(model.get("kv_heads") or heads)
+        head_dim = int(model.get("head_dim") or hidden // heads)
+        projections = layers * 2 * hidden * head_dim * (heads + kv_heads)
+        of_token = int(_first(model, "experts_per_token", "topk", "top_k") or 0)
+        inner = int(_first(model, "expert_ffn", "moe_ffn") or ffn)
+        mlp = (3 if "glu" in self._mlp else 2) * hidden * (inner if experts else ffn)
+        vocab, positions = int(model["vocab"]), int(model["seq"])
+        tied = plain and not model.get("untied") if tied is None else bool(tied)
+        biases = (head_dim * (heads + 2 * kv_heads) + hidden) * plain
+        ends = hidden * (1 if "glu" in self._mlp else 2)
+        parts = ParameterCounts(
+            embedding=vocab * hidden,
+            position_embedding=positions * hidden * plain,
+            attention=projections + layers * biases,
+            mlp=0 if experts else layers * (mlp + (ffn + hidden) * plain),
+            router=layers * experts * hidden,
+            experts=layers * experts * mlp,
+            inactive_experts=layers * max(experts - of_token, 0) * mlp,
+            norms=(2 * layers + 1) * ends,
+            lm_head=0 if tied else vocab * hidden,
+        )
+        used = layers * (mlp * (of_token if experts else 1) + experts * hidden)
         return ModelSpec(
             family="published",
+            parameters=parts,
+            flops=2.0 * (projections + used + vocab * hidden),
+            score_flops=4.0 * heads * head_dim * layers,
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=int(model.get("kv_heads") or heads),
-            head_dim=int(model.get("head_dim") or hidden // heads),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             intermediate=ffn,
-            vocab=int(model["vocab"]),
-            max_positions=int(model["seq"]),
-            tied_embeddings=plain and not model.get("untied") if tied is None else bool(tied),
+            vocab=vocab,
+            max_positions=positions,
+            tied_embeddings=tied,
             experts=experts,
-            experts_per_token=int(_first(model, "experts_per_token", "topk", "top_k") or 0),
-            expert_intermediate=int(_first(model, "expert_ffn", "moe_ffn") or ffn),
+            experts_per_token=of_token,
+            expert_intermediate=inner,
             moe_layers=layers if experts else 0,
             gated_mlp="glu" in self._mlp,
             learned_positions=plain,

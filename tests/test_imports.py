@@ -22,7 +22,7 @@ LIGHT = (
     "toolkit.extras.optimizers.adamw_8bit",
     "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
     "toolkit.models.families",
-    "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launcher",
+    "toolkit.models.model", "toolkit.launcher",
     "toolkit.launchers", "toolkit.extras.launchers", "toolkit.cli.main",
     "toolkit.extras.tune.trial", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.foreign",

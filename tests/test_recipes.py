@@ -10,8 +10,8 @@ from tests.dmt import Dmt
 from toolkit.hardware.catalogue import gpu
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
-from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, model_spec
+from toolkit.models.model import check_config
 from toolkit.recipe.schema import Recipe, RowsSource
 
 RECIPES = Path(__file__).parent.parent / "recipes"

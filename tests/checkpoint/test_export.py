@@ -22,8 +22,8 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.data.chat.named import CHATML
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.config_check import check_config
-from toolkit.models.families.generic import model_types
+from toolkit.models.judge import model_types
+from toolkit.models.model import check_config
 from toolkit.models.weights import correction_biases
 from toolkit.recipe.schema import ModelSection
 from toolkit.train.exporting import add_turn_ends
@@ -58,7 +58,7 @@ OF_EVERY_KIND = (
     "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "olmoe", "phimoe",
 )  # fmt: skip
 """Saved buffers, another name of the embedding, renamed, stacked and split tensors."""
-OTHERS = sorted({*model_types()} - {*FAMILIES, *OF_EVERY_KIND})
+OTHERS = sorted({*model_types} - {*FAMILIES, *OF_EVERY_KIND})
 TOO_LARGE = ("blt", "dbrx", "fuyu", "gemma4_text", "gemma4_unified_assistant")
 """No small config is known, or not one that transformers builds."""
 MIXED = ("hrm_text", "inkling2_text")

@@ -14,7 +14,7 @@ from tests.e2e.product import curve, dmt, events, run, settings
 from tests.forked import ForkedRanks
 from tests.models.small import FAMILIES
 from toolkit.data.tokenizers import byte_tokenizer
-from toolkit.models.config_keys import is_dropout
+from toolkit.models.model import is_dropout
 from toolkit.train.worker import train_recipe
 
 pytestmark = pytest.mark.slow

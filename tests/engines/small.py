@@ -10,8 +10,8 @@ from toolkit.batch import MicroBatch
 from toolkit.layout import Recompute
 from toolkit.models import compiled, liger
 from toolkit.models import huggingface as hf
-from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import attention
+from toolkit.models.model import is_dropout
 
 ACTIVATIONS = {
     "hidden_size": 256, "intermediate_size": 896, "max_position_embeddings": 512,

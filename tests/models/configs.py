@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from toolkit.models.config_check import check_config
+from toolkit.models.model import check_config
 
 LAYERS = 4
 
@@ -129,7 +129,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
         "original_max_position_embeddings": 12,
     },
-    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+    "proportional": {"partial_rotary_factor": 0.5},
 }  # fmt: skip
 """Every scaling that transformers has, for heads of 8 and sequences of 16: the length of logits
 is beyond the original one, the positions of losses, which restart, are not."""

@@ -17,7 +17,7 @@ from tests.forked import call_ranks
 from tests.models.every_type import tiny
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError, RecipeError
-from toolkit.models.families.generic import model_types
+from toolkit.models.judge import model_types
 from toolkit.plan.rules import context
 
 STEPS = 2
@@ -53,7 +53,7 @@ def tried(ranks: Ranks, model_type: str) -> str:
 
 def main(types: list[str]) -> int:
     processes.HANG_S = 120.0
-    for model_type in types or sorted(model_types()):
+    for model_type in types or sorted(model_types):
         try:
             (found,) = call_ranks(each, 2, [model_type])[0]
         except AssertionError as error:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from tests import processes
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
 from tests.forked import run_ranks
-from toolkit.models.config_check import check_config
-from toolkit.models.families import family_of
-from toolkit.models.families.generic import model_types
+from toolkit.models.judge import known_keys, model_types
+from toolkit.models.model import check_config
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 STEPS = 3
@@ -97,16 +98,12 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 
 def tiny(model_type: str) -> dict[str, Any]:
     """The smallest sensible config of a type."""
-    family = family_of(model_type)
-    sizes = {name: size for name, size in SIZES.items() if name in family.keys}
+    aliases, known = CONFIG_MAPPING[model_type].attribute_map, known_keys(model_type)
+    sizes = {n: size for n, size in SIZES.items() if n in known and n not in aliases}
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         sizes.pop("head_dim", None)
-    sizes |= {
-        own: SIZES[name]
-        for name, own in family.aliases.items()
-        if name in SIZES and own in family.keys
-    }
+    sizes |= {own: SIZES[name] for name, own in aliases.items() if name in SIZES}
     config = {"model_type": model_type, **sizes, **SPECIAL.get(model_type, {})}
     return {name: value for name, value in config.items() if value is not None}
 
@@ -182,7 +179,7 @@ def write_page(rows: list[Row]) -> None:
 def main(types: list[str]) -> int:
     processes.HANG_S = 120.0
     rows = []
-    for model_type in types or sorted(model_types()):
+    for model_type in types or sorted(model_types):
         row = tried(model_type)
         rows.append(row)
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in row.differences.items())

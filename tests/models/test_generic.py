@@ -1,7 +1,6 @@
 """Model types without a family file: counted, checked, initialised, trained and stored."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.dmt import Dmt
-from tests.models.configs import CONFIGS, config_of
 from tests.models.every_type import tiny, tried
 from tests.plan.making import recipe
 from toolkit.errors import PlanError
 from toolkit.intake.checks import broken_rules
-from toolkit.layout import Layout, Pair, Recompute
 from toolkit.models import huggingface as hf
-from toolkit.models.config_check import check_config
-from toolkit.models.families import attention, model_spec, published, unsupported
-from toolkit.models.families.base import Settings
-from toolkit.models.families.generic import NOT_INITIALISED, generic
-from toolkit.models.families.shape import shape
+from toolkit.models.families import attention, unsupported
+from toolkit.models.model import NOT_INITIALISED, check_config, published
 from toolkit.models.weights import RandomWeights
-from toolkit.plan.cost.memory import peak_memory
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import ModelSection, TrainingSection
+from toolkit.recipe.schema import ModelSection
 
-SHIPPED = {
-    # Parameters of the published models, counted from their checkpoints' headers.
-    "phi3": 3_821_079_552,  # microsoft/Phi-3-mini-4k-instruct
-    "gpt_oss": 116_829_156_672,  # openai/gpt-oss-120b
-    "deepseek_v3": 671_026_404_352,  # deepseek-ai/DeepSeek-V3, without its prediction layer
-    "smollm3": 3_075_098_624,  # HuggingFaceTB/SmolLM3-3B
-}
-"""Types whose config class has the published sizes as its defaults."""
 SAMPLE = (
     "phi3", "gemma3_text", "gpt_oss", "olmo3", "glm4", "glm4_moe", "granite", "smollm3",
     "cohere2", "bloom", "mamba", "falcon_h1", "nemotron_h", "opt", "ernie4_5_moe",
@@ -49,48 +33,6 @@ positions, recurrent layers and mixtures of both."""
 def test_trains_as_a_plain_loop_does(model_type: str):
     row = tried(model_type)
     assert row.agrees, row
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_what_is_counted_is_what_a_family_file_says(case: str):
-    config = config_of(case)
-    known, counted = model_spec(config), shape(Settings(generic(config["model_type"]), config))
-    assert counted.counted is not None
-    assert counted.parameters.total == known.parameters.total
-    assert counted.parameters.active == known.parameters.active
-    for length in (32, 4096):
-        for causal in (True, False):
-            ours, theirs = (s.flops_per_token(length, causal=causal) for s in (counted, known))
-            assert ours == pytest.approx(theirs, rel=0.01)
-    theirs, ours = (
-        {name: value for name, value in asdict(spec).items() if name not in _OF_KNOWN}
-        for spec in (known, counted)
-    )
-    assert ours == theirs
-
-
-_OF_KNOWN = ("generic", "counted", "qkv_bias", "attention_output_bias", "mlp_bias")
-"""Counted, a model's biases are among its parameters."""
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("case", CONFIGS)
-def test_memory_is_what_a_family_file_says(case: str, recompute: Recompute):
-    config = config_of(case)
-    specs = model_spec(config), shape(Settings(generic(config["model_type"]), config))
-    training = TrainingSection(steps=1, sequence_length=32, global_batch_size=2)
-    for engine, stage in (("ddp", 0), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)):
-        layout = Layout(dp=2, zero_stage=stage, recompute=recompute)
-        known, counted = (
-            asdict(peak_memory(planned_workload(spec, training, Pair(engine, "hf")), layout))
-            for spec in specs
-        )
-        assert counted == pytest.approx(known, rel=0.01), engine
-
-
-@pytest.mark.parametrize("model_type", SHIPPED)
-def test_a_published_model_has_its_published_parameters(model_type: str):
-    assert model_spec({"model_type": model_type}).total == SHIPPED[model_type]
 
 
 def test_attention_is_the_fastest_that_is_exact():

@@ -170,11 +170,11 @@ LENGTH = 2048
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Workload:
-    spec = ModelSpec(
-        family="gpt2", layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
-        head_dim=hidden // heads, intermediate=4 * hidden, vocab=51200, max_positions=LENGTH,
-        gated_mlp=False, layer_norm=True, tied_embeddings=True,
-    )  # fmt: skip
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": LENGTH}
+    spec = model_spec({"model_type": "gpt2", **sizes, "vocab_size": 51200})
+    # The paper counts neither the addition of a bias nor one of positions.
+    parts = replace(spec.parameters, position_embedding=0)
+    spec = replace(spec, mlp_bias=False, learned_positions=False, parameters=parts)
     return Workload(spec, LENGTH, "fp16", "megatron", attention="unfused", dropout=True)
 
 

@@ -9,7 +9,7 @@ from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from tests.plan.making import intent, optimizer_of
 from toolkit.errors import Problem
 from toolkit.layout import Pair
-from toolkit.models.config_check import check_config
+from toolkit.models.model import check_config
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import able_pairs, problems

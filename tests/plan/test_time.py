@@ -10,6 +10,7 @@ import pytest
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.layout import Layout
+from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.collectives import Group, Network, network
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE
@@ -22,19 +23,16 @@ from toolkit.plan.cost.workload import Workload
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelSpec:
-    return ModelSpec(
-        family="gpt2", layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
-        head_dim=hidden // heads, intermediate=4 * hidden, vocab=vocab, max_positions=2048,
-        tied_embeddings=True, gated_mlp=False, learned_positions=True, qkv_bias=True,
-        attention_output_bias=True, mlp_bias=True, layer_norm=True,
-    )  # fmt: skip
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 2048}
+    return model_spec({"model_type": "gpt2", **sizes, "vocab_size": vocab})
 
 
-def llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int) -> ModelSpec:
-    return ModelSpec(
-        family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv,
-        head_dim=hidden // heads, intermediate=inner, vocab=vocab, max_positions=8192,
-    )  # fmt: skip
+def llama(
+    layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int, **more: object
+) -> ModelSpec:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab}
+    return model_spec({"model_type": "llama", **sizes, **counts, **more})
 
 
 LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256)
@@ -195,7 +193,7 @@ def test_some_recomputed_layers_take_their_share() -> None:
 def test_the_bubble_is_that_of_the_schedule() -> None:
     # Equal stages: (p - 1)/m of the ideal time, (p - 1)/(v·m) interleaved (Narayanan et al.
     # 2021, section 2.2). The vocabulary is small, so that stages are nearly equal.
-    workload = replace(MODERN, spec=replace(LLAMA_8B, vocab=64))
+    workload = replace(MODERN, spec=llama(32, 4096, 32, 8, 14336, 64))
     for chunks in (1, 4):
         layout = Layout(dp=1, pp=8, vpp=chunks, micro_batch=1, gradient_accumulation=32)
         found = step_time(workload, layout, parse_cluster("8xh100-80gb"))
@@ -243,10 +241,7 @@ def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
 
 
 def test_experts_travel_and_split_the_weights() -> None:
-    mixtral = replace(
-        llama(32, 4096, 32, 8, 14336, 32000),
-        experts=8, experts_per_token=2, expert_intermediate=14336, moe_layers=32,
-    )  # fmt: skip
+    mixtral = llama(32, 4096, 32, 8, 14336, 32000, model_type="mixtral")
     workload = Workload(mixtral, 4096, "bf16", "megatron")
     whole = Layout(dp=8, zero_stage=1, gradient_accumulation=4)
     cluster = parse_cluster("8xh100-80gb")
@@ -259,8 +254,8 @@ def test_experts_travel_and_split_the_weights() -> None:
 
 
 def test_uneven_stages_wait_for_the_longest() -> None:
-    even = replace(MODERN, spec=replace(LLAMA_8B, layers=32, vocab=64))
-    uneven = replace(MODERN, spec=replace(LLAMA_8B, layers=33, vocab=64))
+    even = replace(MODERN, spec=llama(32, 4096, 32, 8, 14336, 64))
+    uneven = replace(MODERN, spec=llama(33, 4096, 32, 8, 14336, 64))
     layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=64)
     cluster = parse_cluster("8xh100-80gb")
     ratio = (

@@ -71,7 +71,7 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
-    A model type without a family file takes a few seconds, because transformers is imported.
+    A model config that is read for the first time takes some seconds: transformers is imported.
 
     With --against, also lists every setting with another value there, and what the recipe does
     not have; exit 2 when any disagrees.

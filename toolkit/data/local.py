@@ -38,8 +38,8 @@ from toolkit.data.tokenizers import (
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
 from toolkit.launcher import LAUNCHERS
-from toolkit.models.families import settings_of
 from toolkit.models.hub import model_config
+from toolkit.models.model import check_config, read
 from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
@@ -93,7 +93,9 @@ def _count_tokens(name: str) -> int | None:
 
 def _vocabulary(config: Mapping[str, Any]) -> int | None:
     """The model's tokens, also where its config leaves them to the default of its type."""
-    size = settings_of(config)["vocab_size"] if config else None
+    size = config.get("vocab_size")
+    if size is None and config and not check_config(config):
+        size = read(config).spec.vocab
     return size if isinstance(size, int) else None
 
 

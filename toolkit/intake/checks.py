@@ -16,10 +16,8 @@ from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
-from toolkit.models.config_check import check_config
-from toolkit.models.families import settings_of
-from toolkit.models.families.common import frequencies_limit, rope_of, rope_type_of
-from toolkit.models.families.generic import NOT_INITIALISED
+from toolkit.models.families.common import frequencies_limit, rope_type_of
+from toolkit.models.model import NOT_INITIALISED, check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.optimizers.base import OPTIMIZERS
@@ -230,8 +228,8 @@ def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
     config, length = recipe.model.config, recipe.training.sequence_length
     if config is None or not recipe.data.isolates or check_config(config):
         return
-    settings = settings_of(config)
-    rope_type = rope_type_of(rope_of(settings))
+    settings = read(config).config
+    rope_type = rope_type_of(settings)
     limit = frequencies_limit(settings)
     if rope_type in ("dynamic", "longrope") and limit is not None and length > limit:
         allowed = (

@@ -1,4 +1,4 @@
-"""Counts a transformers model without a family file: shape, parameters, FLOPs, tensors.
+"""Reads and counts a transformers model: config, shape, parameters, FLOPs, tensors.
 
 Parameters are counted on the model without storage; FLOPs are those of the matrix products and
 attention operators of two forward passes of different lengths: the part that grows with the
@@ -10,9 +10,9 @@ heuristic.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from inspect import getsource
 from math import prod
 from typing import Any
@@ -20,72 +20,143 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance, MegatronModel
-from toolkit.models.families.generic import SIZES, build_config, size_of, windows
 from toolkit.models.families.tensors import whole
 from toolkit.models.huggingface import decoder_layers, meta_model
-from toolkit.models.spec import Counted, ModelSpec, ParameterCounts, Scores
+from toolkit.models.model import Attention, Config, Model, is_dropout
+from toolkit.models.spec import ModelSpec, ParameterCounts, Scores
 from toolkit.models.weights import checkpoint_names, weight_name
 
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "intermediate": (
+        "intermediate_size_mlp",
+        "intermediate_size",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "n_inner",
+        "d_ff",
+    ),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
+    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
+}
+"""Names of a size in transformers' config classes, in order of preference."""
 _LENGTHS = (64, 128)
 """Of the two forward passes, in tokens."""
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
+_QKV_BIAS = re.compile(r"\b(q_proj|qkv_proj|query_key_value|c_attn)\.bias$")
+_OUTPUT_BIAS = re.compile(r"att\w*\.(o_proj|out_proj|dense|c_proj)\.bias$")
 _SINKS = re.compile(r"\bsinks?\b")
 _SHARED = re.compile(r"\.shared_(experts?|mlp)\..*weight$")
 _UNBOUNDED = 2**31 - 1
 """Positions of a model whose config states no limit."""
 
 
-@dataclass(frozen=True)
-class Count:
-    """The result for one config."""
+def count(built: PretrainedConfig, stated: Mapping[str, Any], *, strict: bool) -> Model:
+    """The model of transformers' config. Raises what transformers raises while it builds the
+    model; if `strict`, while it runs, too."""
+    config, names = _config(built, stated), dict(built.attribute_map)
+    with no_init_weights():
+        model = meta_model(built)
+    model.tie_weights()
+    spec = _spec(built, model, _parts(model), strict)
+    return Model(config, names, spec, _attention(config, model))
 
-    spec: ModelSpec
-    tensors: MegatronModel
-    supports_sdpa: bool
+
+def _config(built: PretrainedConfig, stated: Mapping[str, Any]) -> Config:
+    values = {name: value for name, value in built.to_dict().items() if value is not None}
+    values |= {name: values[own] for name, own in built.attribute_map.items() if own in values}
+    own = {built.attribute_map.get(name, name) for name in stated}
+    for name in values:
+        if is_dropout(name) and built.attribute_map.get(name, name) not in own:
+            values[name] = 0.0
+    return Config({name: value for name, value in values.items() if name not in _UNREAD})
+
+
+_UNREAD = ("id2label", "label2id", "transformers_version")
+
+
+def _attention(config: Config, model: PreTrainedModel) -> Attention:
+    """As fast as transformers has it for this model, and exact: soft-capping is in `eager`."""
+    capped = config["attn_logit_softcapping"] is not None
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 @lru_cache(maxsize=16)
-def count(config: str) -> Count:
-    """Count the model of a config, given as JSON for which `check_config` found no problem."""
-    built = build_config(json.loads(config))
-    model = meta_model(built)
-    parts = _parts(model)
-    return Count(_spec(built, model, parts), _tensors(model, parts), bool(model._supports_sdpa))
+def tensors(text: str) -> MegatronModel:
+    """The checkpoint's tensors of a config, given as JSON."""
+    model = meta_model(AutoConfig.for_model(**json.loads(text)))
+    return _tensors(model, _parts(model))
+
+
+def _size_of(stated: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these sizes that the config states and that is not 0; the largest, if it
+    states one per layer."""
+    for name in names:
+        value = stated.get(name)
+        if isinstance(value, list | tuple):
+            value = max((one for one in value if isinstance(one, int)), default=None)
+        if value and isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
+    """Whether it is chunked instead of a sliding window, its size, and its layers: all, if the
+    config does not list them."""
+    kinds = list(stated.get("layer_types") or ["sliding_attention"] * layers)
+    if "chunked_attention" in kinds:
+        return True, _size_of(stated, "attention_chunk_size"), kinds.count("chunked_attention")
+    window = _size_of(stated, "sliding_window")
+    if stated.get("use_sliding_window") is False:
+        window = None
+    return False, window, min(kinds.count("sliding_attention"), layers) if window else 0
 
 
 def _spec(
-    config: PretrainedConfig, model: PreTrainedModel, parts: Mapping[str, str]
+    config: PretrainedConfig, model: PreTrainedModel, parts: Mapping[str, str], strict: bool
 ) -> ModelSpec:
     vocab, hidden = _embedding(model).weight.shape
     stated = config.to_dict()
     stated |= {name: stated.get(own) for name, own in config.attribute_map.items()}
-    heads = size_of(stated, "num_attention_heads") or 1
-    sizes = {ours: size_of(stated, *names) for ours, names in SIZES.items()}
+    heads = _size_of(stated, "num_attention_heads") or 1
+    sizes = {ours: _size_of(stated, *names) for ours, names in _SIZES.items()}
     names = [*parts]
     moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
-    layers = len(decoder_layers(model)) or size_of(stated, "num_hidden_layers") or 1
-    chunked, window, sliding = windows(stated, layers)
+    layers = len(decoder_layers(model)) or _size_of(stated, "num_hidden_layers") or 1
+    chunked, window, sliding = _windows(stated, layers)
     active = sizes["experts_per_token"] or 0
     counts = _parameters(model, parts, sizes["experts"] or 0, active)
-    counted, every_expert = _flops(model, counts, layers)
+    measured = _flops(model, counts, strict)
+    # A model that reads values of its input cannot run without storage: then 2 FLOPs per
+    # weight that a token uses, and attention in every layer, are assumed.
+    flops, score_flops, every_expert = measured or (
+        2.0 * _used(counts), 4.0 * layers * hidden, False
+    )  # fmt: skip
     gated = any("gate" in name for name in names)
-    modules = {name: part for name, part in model.named_modules() if _LAYER.search(name)}
     return ModelSpec(
         family=config.model_type,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=sizes["kv_heads"] or heads,
-        head_dim=size_of(stated, "qk_head_dim", "head_dim") or max(1, hidden // heads),
+        head_dim=_size_of(stated, "qk_head_dim", "head_dim") or max(1, hidden // heads),
         intermediate=sizes["intermediate"] or 4 * hidden,
         vocab=vocab,
         max_positions=sizes["max_positions"] or _UNBOUNDED,
+        parameters=counts,
+        flops=flops,
+        score_flops=score_flops,
+        assumed=measured is None,
         tied_embeddings=counts.lm_head == 0,
         sliding_window=window,
         sliding_layers=sliding,
@@ -96,21 +167,31 @@ def _spec(
         moe_layers=min(len(moe_layers), layers),
         shared_intermediate=_shared(model, hidden * len(moe_layers) * (3 if gated else 2)),
         every_expert=every_expert,
-        latent=sum(size_of(stated, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
+        latent=sum(_size_of(stated, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
         gated_mlp=gated,
         learned_positions=counts.position_embedding > 0,
-        query_key_norm=any(
-            re.search(r"\b(q|k|qk|query|key)_(layer)?norm", name) for name in modules
-        ),
-        fused_qkv=any(re.search(r"\b(qkv_proj|query_key_value)\b", name) for name in modules),
-        layer_norm=any(isinstance(part, nn.LayerNorm) for part in modules.values()),
         norms_per_layer=round(sum(map(_is_layer_norm, names)) / layers),
-        wide_norms=any(map(_is_wide, {type(part) for part in modules.values()})),
+        **_traits(model, parts),
         capped_logits=stated.get("final_logit_softcapping") is not None,
         scores=_scores(stated, names),
-        counted=counted,
-        generic=True,
+        generic=config.model_type not in FAMILIES,
     )
+
+
+def _traits(model: PreTrainedModel, parts: Mapping[str, str]) -> dict[str, Any]:
+    """The biases, norms and fused projections of the layers, by their fields of ModelSpec."""
+    modules = {name: part for name, part in model.named_modules() if _LAYER.search(name)}
+    biased = {part for name, part in parts.items() if name.endswith("bias")}
+    fused, norms = r"\b(qkv_proj|query_key_value)\b", r"\b(q|k|qk|query|key)_(layer)?norm"
+    return {
+        "qkv_bias": any(map(_QKV_BIAS.search, parts)),
+        "attention_output_bias": any(map(_OUTPUT_BIAS.search, parts)),
+        "mlp_bias": not biased.isdisjoint(("mlp", "experts")),
+        "query_key_norm": any(re.search(norms, name) for name in modules),
+        "fused_qkv": any(re.search(fused, name) for name in modules),
+        "layer_norm": any(isinstance(part, nn.LayerNorm) for part in modules.values()),
+        "wide_norms": any(map(_is_wide, {type(part) for part in modules.values()})),
+    }
 
 
 def _scores(stated: Mapping[str, Any], names: Sequence[str]) -> Scores:
@@ -192,38 +273,101 @@ def _part(name: str) -> str:
     return "attention" if _ATTENTION.search(name) else "mlp"
 
 
-def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple[Counted, bool]:
+def _used(parts: ParameterCounts) -> int:
+    """Weights that a token is multiplied with."""
+    lookup = parts.embedding if parts.lm_head else 0
+    return parts.active - lookup - parts.position_embedding - parts.norms
+
+
+def _flops(
+    model: PreTrainedModel, parts: ParameterCounts, strict: bool
+) -> tuple[float, float, bool] | None:
     """Forward FLOPs per token without attention's scores, and per query and key in all layers;
     and whether the model computes all experts on every token. Experts that are not chosen are
-    not counted.
-
-    A model that reads values of its input cannot run without storage: then 2 FLOPs per weight
-    that a token uses, and attention in every layer, are assumed.
-    """
-    lookup = parts.embedding if parts.lm_head else 0
-    used = parts.active - lookup - parts.position_embedding - parts.norms
+    not counted. None if the model cannot run without storage."""
     try:
         per_token = [_forward_flops(model, length) / length for length in _LENGTHS]
-    except Exception:  # noqa: BLE001 - a model's own code raises what it likes
-        hidden = _embedding(model).weight.shape[1]
-        return Counted(parts, 2.0 * used, 4.0 * layers * hidden, assumed=True), False
+    except Exception as error:
+        if strict and "meta" not in str(error):
+            raise
+        return None
     scores = (per_token[1] - per_token[0]) / (_LENGTHS[1] - _LENGTHS[0])
     flops = per_token[0] - scores * _LENGTHS[0]
     idle = 2.0 * parts.inactive_experts
-    every_expert = idle > 0 and flops > 2.0 * used + idle / 2
-    return Counted(parts, flops - idle * every_expert, scores), every_expert
+    every_expert = idle > 0 and flops > 2.0 * _used(parts) + idle / 2
+    return flops - idle * every_expert, scores, every_expert
 
 
 def _forward_flops(model: PreTrainedModel, length: int) -> int:
-    """FLOPs of one forward pass over one sequence, each query with each key."""
-    # With these two, no code reads values of the input.
+    """FLOPs of one forward pass over one sequence, each query with each key; those of rotary
+    tables are left out. Of equal layers, one runs."""
+    # With these three, no code reads values of the input.
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "batched_mm"
+    for part in model.modules():
+        if isinstance(kind := getattr(part, "rope_type", None), str | dict):  # by layer type
+            plain: Any = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+            part.rope_type = plain
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    layers = _Layers(counter)
+    with torch.no_grad(), counter, layers.replacing(model):
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-    return counter.get_total_flops()
+    return layers.counted + layers.repeated
+
+
+class _Layers:
+    """Runs the first of equal decoder layers for all of them: without values, their outputs
+    are the same."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self._counter = counter
+        self._outputs: dict[object, tuple[Any, int]] = {}
+        self.repeated = 0
+        """FLOPs of layers that did not run."""
+
+    @property
+    def counted(self) -> int:
+        """FLOPs up to now, without those of rotary tables."""
+        by_module = self._counter.get_flop_counts().items()
+        turned = sum(sum(n.values()) for name, n in by_module if name.endswith("rotary_emb"))
+        return self._counter.get_total_flops() - turned
+
+    @contextmanager
+    def replacing(self, model: PreTrainedModel) -> Iterator[None]:
+        """The layers of the model are replaced while the context is open."""
+        layers = decoder_layers(model)
+        for layer in layers:
+            layer.forward = partial(self._run, _signature(layer), layer.forward)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+    def _run(
+        self, kind: object, forward: Callable[..., Any], *args: Any, **inputs: Any
+    ) -> object:
+        if kind in self._outputs:
+            output, flops = self._outputs[kind]
+            self.repeated += flops
+            return output
+        before = self.counted
+        output = forward(*args, **inputs)
+        self._outputs[kind] = output, self.counted - before
+        return output
+
+
+def _signature(layer: nn.Module) -> object:
+    """What decides what a layer computes, apart from its number."""
+    settings = [
+        (name, key, value)
+        for name, part in layer.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, int | float | str) and key != "layer_idx"
+    ]
+    shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
+    return type(layer), tuple(settings), tuple(shapes)
 
 
 class _Tensors(MegatronModel):

@@ -9,8 +9,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from toolkit.errors import PlanError
-from toolkit.models.config_check import check_config
-from toolkit.models.families import published
+from toolkit.models.model import published, read
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.untrusted import read_json
 
@@ -64,18 +63,15 @@ def _read_config(
 
 def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
     path, stated, config = _read_config(model, download)
-    problems = check_config(config)
     if stated.get("quantization_config") is not None:
         raise PlanError(
             f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
             fix="choose a copy in bf16 or fp32",
         )
-    if problems:
-        raise PlanError(
-            f"model.hub: {path} says {problems[0].key}: {problems[0].found}; planned are "
-            f"{problems[0].allowed}",
-            fix="choose another model",
-        )
+    try:
+        read(config)
+    except PlanError as error:
+        raise PlanError(f"model.hub: {path}: {error}", fix="choose another model") from error
     return config
 
 

@@ -29,12 +29,12 @@ from toolkit.layout import (
     recomputed_layers,
 )
 from toolkit.models import cuda_kernels, documents, liger
-from toolkit.models.config_keys import is_dropout
 from toolkit.models.context import Context
-from toolkit.models.families import model_spec, settings_of
-from toolkit.models.families.common import rope_of, rope_type_of
+from toolkit.models.families import model_spec
+from toolkit.models.families.common import rope_type_of
 from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import in_chunks, label_log_probs
+from toolkit.models.model import is_dropout, read
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.saved_names import saved_tensors
 from toolkit.models.spec import ModelSpec
@@ -126,7 +126,7 @@ def _is_unplanned(key: str, config: Mapping[str, Any]) -> bool:
     """Whether a recipe with this `config` may set a key differently from the pretrained model:
     the number of positions only where nothing is computed from it."""
     if key == "max_position_embeddings":
-        rope = rope_type_of(rope_of(settings_of(config)))
+        rope = rope_type_of(read(config).config)
         return rope == "default" and not model_spec(config).learned_positions
     return key == "use_cache" or is_dropout(key)
 

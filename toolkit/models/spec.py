@@ -92,19 +92,6 @@ class AdapterParameters:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Counts from a model's tensors, if they do not follow from its sizes."""
-
-    parameters: ParameterCounts
-    flops: float
-    """Of a forward pass per token, without attention's scores."""
-    score_flops: float
-    """Of a forward pass per query and key, in all layers together."""
-    assumed: bool = False
-    """The FLOPs are: the model cannot run without storage."""
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only language model. Sizes are in elements."""
 
@@ -123,6 +110,15 @@ class ModelSpec:
     vocab: int
     max_positions: int
     """Longest sequence that the config states; a hard limit for learned positions."""
+    parameters: ParameterCounts
+    """Exact parameter counts by part."""
+    flops: float
+    """FLOPs of a forward pass per token, without attention's scores."""
+    score_flops: float
+    """Forward FLOPs per query and key in all layers: the score, and its product with the
+    value."""
+    assumed: bool = False
+    """The FLOPs are assumed: the model cannot run without storage."""
     tied_embeddings: bool = False
     """Output projection shares the token embedding."""
     sliding_window: int | None = None
@@ -171,10 +167,8 @@ class ModelSpec:
     """The parameters frozen by `model.freeze`; None: everything trains."""
     adapters: AdapterParameters | None = None
     """With them, nothing else trains."""
-    counted: Counted | None = None
-    """None: the counts that follow from the sizes above are exact."""
     generic: bool = False
-    """Without a family file: counted on transformers' own model."""
+    """Without a map to megatron-core's model."""
 
     @property
     def grouped(self) -> bool:
@@ -197,39 +191,6 @@ class ModelSpec:
         if self.adapters is not None:
             return self._adapter_parameters
         return self.parameters.total - (self.frozen.total if self.frozen else 0)
-
-    @property
-    def parameters(self) -> ParameterCounts:
-        """Exact parameter counts by part."""
-        if self.counted is not None:
-            return self.counted.parameters
-        expert = self._mlp_weights(self.expert_intermediate)
-        dense_layers = self.layers - self.moe_layers
-        dense = self._mlp_weights(self.intermediate)
-        if self.mlp_bias:
-            dense += self.intermediate * (2 if self.gated_mlp else 1) + self.hidden
-        norm = self.hidden * (2 if self.layer_norm else 1)
-        head_norms = 2 * self.head_dim if self.query_key_norm else 0
-        unused = self.experts - self.experts_per_token
-        return ParameterCounts(
-            embedding=self.vocab * self.hidden,
-            position_embedding=self.max_positions * self.hidden * self.learned_positions,
-            attention=self.layers * (self._attention_weights + self._attention_biases),
-            mlp=dense_layers * dense,
-            router=self.moe_layers * self.experts * self.hidden,
-            experts=self.moe_layers * self.experts * expert,
-            inactive_experts=self.moe_layers * unused * expert,
-            norms=self.layers * (self.norms_per_layer * norm + head_norms) + norm,
-            lm_head=0 if self.tied_embeddings else self.vocab * self.hidden,
-        )
-
-    @property
-    def score_flops(self) -> float:
-        """Forward FLOPs per query and key in all layers: the score, and its product with the
-        value."""
-        if self.counted is not None:
-            return self.counted.score_flops
-        return 4.0 * self.heads * self.head_dim * self.layers
 
     @property
     def reached(self) -> float:
@@ -300,30 +261,7 @@ class ModelSpec:
             for window in (self.sliding_window, None)
         )
         keys = self.sliding_layers * limited + (self.layers - self.sliding_layers) * whole
-        if self.counted is not None:
-            return self.counted.flops + self.score_flops * keys / self.layers
-        mlp = (self.layers - self.moe_layers) * self._mlp_weights(self.intermediate)
-        experts = self.moe_layers * (
-            self.experts * self.hidden
-            + self.experts_per_token * self._mlp_weights(self.expert_intermediate)
-        )
-        logits = self.vocab * self.hidden
-        weights = self.layers * self._attention_weights + mlp + experts + logits
-        return 2 * weights + self.score_flops * keys / self.layers
-
-    @property
-    def _attention_weights(self) -> int:
-        """Weights of one layer's query, key, value and output projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    @property
-    def _attention_biases(self) -> int:
-        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
-        return qkv * self.qkv_bias + self.hidden * self.attention_output_bias
-
-    def _mlp_weights(self, intermediate: int) -> int:
-        """Weights of one feed-forward block (or expert) of this inner size."""
-        return (3 if self.gated_mlp else 2) * self.hidden * intermediate
+        return self.flops + self.score_flops * keys / self.layers
 
     def _keys_per_query(self, length: int, window: int | None, *, causal: bool) -> float:
         """Mean number of keys that a query is multiplied with in a layer with this `window`

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -26,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from toolkit.errors import DataError, PlanError
-from toolkit.models.families import family_of
 from toolkit.models.families.tensors import Block, overlaps
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
@@ -93,7 +94,16 @@ def weight_name(model: nn.Module, name: str, shape: Sequence[int]) -> str:
     if not parent.endswith(".experts") or len(shape) < 2:
         return name
     config: Any = model.config
-    return f"{parent}.stack.{own}" if family_of(config.model_type).stacked_experts else name
+    return f"{parent}.stack.{own}" if _stacks_experts(config.model_type) else name
+
+
+@cache
+def _stacks_experts(model_type: str) -> bool:
+    """Whether transformers loads this type's experts as it holds them, without a conversion."""
+    mapping = get_checkpoint_conversion_mapping(model_type) or []
+    return not any(
+        "experts.*" in pattern for each in mapping for pattern in each.source_patterns
+    )
 
 
 def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:

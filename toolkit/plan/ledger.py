@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import Fp8Scaling, Layout, padded_vocab
-from toolkit.models.config_keys import is_dropout
+from toolkit.models.model import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import ChatRowsSource, Recipe, TrainingSection

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.layout import AttentionKernel, EngineName, Layout, ModelName
-from toolkit.models.families.base import Attention
+from toolkit.models.model import Attention
 from toolkit.recipe.batch_sizes import BatchSizes
 
 

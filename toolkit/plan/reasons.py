@@ -44,7 +44,7 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     if job.spec.generic:
         family = job.spec.family
         yield f"model {family}: generic, counted on transformers' own; docs/models.md"
-    if job.spec.counted and job.spec.counted.assumed:
+    if job.spec.assumed:
         yield "FLOPs: assumed, 2 per weight and full attention in every layer; MFU is as rough"
     if found.fits and built_gib >= best.memory_gib:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from toolkit.models.config_keys import is_dropout
-from toolkit.models.families import model_spec, settings_of
-from toolkit.models.families.base import Settings
+from toolkit.models.families import model_spec
+from toolkit.models.families.common import rope_of
 from toolkit.models.frozen import matching, names_of
+from toolkit.models.model import Config, is_dropout, read
 
 SMALL_PARAMETERS = 2_000_000
 """A model of at most this many parameters trains in seconds without shrinking."""
@@ -79,7 +79,8 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     """
     if model_spec(config).parameters.total <= SMALL_PARAMETERS:
         return dict(config)
-    settings = settings_of(config)
+    model = read(config)
+    settings = model.config
     sizes = {
         **_attention(settings, degrees),
         **_latent(settings),
@@ -89,10 +90,12 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     sizes |= _mlp(settings, sizes["hidden_size"], degrees)
     layers = alike(settings["num_hidden_layers"], _LAYERS, degrees.stages)
     sizes |= {"num_hidden_layers": layers, **_layer_lists(settings, layers)}
-    sizes |= _token_ids(settings, sizes["vocab_size"])
+    sizes |= _token_ids(config, settings, sizes["vocab_size"])
     # Under the user's spelling where there is one: two names for a setting are refused.
-    named = {settings.spelling(name): value for name, value in sizes.items()}
-    return _with_fewer_factors({**config, **named})
+    own = {name: name if name in config else model.names.get(name, name) for name in sizes}
+    small = {**config, **{own[name]: value for name, value in sizes.items()}}
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return _with_fewer_factors(small, sizes.get("head_dim", head_dim), _share(settings))
 
 
 def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +119,11 @@ def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, An
     A window that reaches over the whole sequence is left alone; chunks and the steps of the
     attention's temperature are windows in this.
     """
-    settings = settings_of(config)
-    sizes = {name: settings[name] for name in _WINDOWS}
+    sizes = {name: read(config).config[name] for name in _WINDOWS}
     return config | {
         name: max(1, size * short // long)
         for name, size in sizes.items()
-        if size is not None and size < long
+        if size and size < long
     }
 
 
@@ -135,7 +137,7 @@ def shrink_freeze(patterns: tuple[str, ...], config: Mapping[str, Any]) -> tuple
     return kept
 
 
-def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
+def _attention(settings: Config, degrees: Degrees) -> dict[str, Any]:
     """Heads, groups and hidden size; the ratios between them are kept."""
     heads, stated_groups = settings["num_attention_heads"], settings["num_key_value_heads"]
     groups = heads if stated_groups is None else stated_groups
@@ -157,21 +159,23 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
     return sizes
 
 
-def _head_dim(settings: Settings, head_dim: int) -> int:
+def _head_dim(settings: Config, head_dim: int) -> int:
     """8, or 9 if it is odd; more if only a share of it is rotated."""
-    share = settings[settings.family.rotary_share] or 1.0
+    share = _share(settings)
     turned = {size: int(size * share) for size in (8, 16, 32, 64, head_dim)}
     whole_pairs = next(size for size, n in turned.items() if n >= 2 and n % 2 == 0)
     return min(whole_pairs + head_dim % 2, head_dim)
 
 
-def _with_fewer_factors(config: dict[str, Any]) -> dict[str, Any]:
+def _share(settings: Config) -> float:
+    """The share of a head that positions turn."""
+    return float(rope_of(settings).get("partial_rotary_factor", 1.0))
+
+
+def _with_fewer_factors(config: dict[str, Any], head_dim: int, share: float) -> dict[str, Any]:
     """The config with as many factors of longrope as the smaller heads have pairs."""
-    settings = settings_of(config)
-    head_dim = settings.head_dim
     for where in ("rope_scaling", "rope_parameters"):
         rope = config.get(where) or {}
-        share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
         pairs = int(head_dim * share) // 2
         lists = {name: rope[name] for name in ("short_factor", "long_factor") if name in rope}
         fewer = {name: all_[:: len(all_) // pairs][:pairs] for name, all_ in lists.items()}
@@ -187,13 +191,13 @@ _LATENT = {
 """Sizes of latent attention, as different from each other as published ones."""
 
 
-def _latent(settings: Settings) -> dict[str, Any]:
+def _latent(settings: Config) -> dict[str, Any]:
     if settings["qk_rope_head_dim"] is None:
         return {}
     return {name: size for name, size in _LATENT.items() if settings[name] is not None}
 
 
-def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:
+def _mlp(settings: Config, hidden: int, degrees: Degrees) -> dict[str, Any]:
     """Inner sizes, in their ratio to the hidden size where that is not extreme."""
     sizes = {}
     for name in _INNER_SIZES:
@@ -203,13 +207,17 @@ def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:
     return sizes
 
 
-def _experts(settings: Settings, degrees: Degrees) -> dict[str, Any]:
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _experts(settings: Config, degrees: Degrees) -> dict[str, Any]:
     """Twice as many experts as a token uses, or a few more."""
-    if settings["num_experts"] is None:
+    name = next((name for name in _EXPERTS if settings[name] is not None), None)
+    if name is None:
         return {}
     active = min(settings["num_experts_per_tok"], _ACTIVE_EXPERTS)
-    experts = alike(settings["num_experts"], 2 * _ACTIVE_EXPERTS, degrees.expert)
-    sizes = {"num_experts": experts, "num_experts_per_tok": active}
+    experts = alike(settings[name], 2 * _ACTIVE_EXPERTS, degrees.expert)
+    sizes = {name: experts, "num_experts_per_tok": active}
     groups = settings["n_group"]
     if groups is not None and groups > 1:
         # Of two or more experts each; a token chooses among all of them as before, or not.
@@ -217,7 +225,7 @@ def _experts(settings: Settings, degrees: Degrees) -> dict[str, Any]:
     return sizes
 
 
-def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
+def _layer_lists(settings: Config, layers: int) -> dict[str, Any]:
     """What the config says of single layers, for the first and the last of them."""
     total = settings["num_hidden_layers"]
     first = layers // 2
@@ -239,12 +247,12 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
     return lists
 
 
-def _token_ids(settings: Settings, vocabulary: int) -> dict[str, Any]:
+def _token_ids(config: Mapping[str, Any], settings: Config, vocabulary: int) -> dict[str, Any]:
     """Special tokens moved into the vocabulary; only those that the config states."""
     ids: dict[str, Any] = {}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         padding = name == "pad_token_id"  # whose default has to be in the vocabulary too
-        stated: Any = settings[name] if padding else settings.stated.get(name)
+        stated: Any = settings[name] if padding else config.get(name)
         if isinstance(stated, list):
             ids[name] = [min(token, vocabulary - 1) for token in stated]
         elif stated is not None:

@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families import model_spec
+from toolkit.models.model import read
 from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal
 from toolkit.rehearse.shrink import without_noise
@@ -99,7 +100,7 @@ def shrunk(rehearsal: Rehearsal) -> str:
     recipes = rehearsal.original, rehearsal.recipe
     before, after = (recipe.model.config for recipe in recipes)
     assert before is not None and after is not None, "looked up by `prepare`"
-    old, new = settings_of(before), settings_of(after)
+    old, new = read(before).config, read(after).config
     sizes = {label: (old[key], new[key]) for key, label in _SIZES.items()}
     large, small = (model_spec(config).parameters.total for config in (before, after))
     model = f"{large:,} → {small:,} parameters" if large != small else "model as it is"

@@ -12,7 +12,6 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
-from toolkit.models.config_keys import GENERIC
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
@@ -20,12 +19,11 @@ from toolkit.plan.planner import placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.registry import load
 from toolkit.text.suggest import did_you_mean
 
 Task = Literal["pretrain", "sft", "lora", "dpo"]
 
-_NOISE = GENERIC - {"model_type"}
-"""Config keys that say nothing about the model's function."""
 _TOKENS_PER_PARAMETER = 20
 """The best use of a given amount of computation (Hoffmann et al. 2022, arXiv:2203.15556)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -120,7 +118,9 @@ def _own(model: str, task: Task) -> Recipe:
     """Usual numbers for a model known only by its config."""
     folder = Path(model)
     source = str(folder.absolute()) if folder.is_dir() else model
-    config = {key: one for key, one in _config(model, source).items() if key not in _NOISE}
+    # Keys of every config say nothing about the model's function.
+    noise = load("toolkit.models.judge:base_keys")()
+    config = {key: value for key, value in _config(model, source).items() if key not in noise}
     template = None if task == "pretrain" or _has_template(folder) else "chatml"
     tokenizer = _tokenizer(folder, source, task)
     stated = {"hub": source, "config": config}

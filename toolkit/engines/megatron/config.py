@@ -9,10 +9,10 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
-from toolkit.models.config_keys import is_dropout
-from toolkit.models.families import MegatronModel, family_of, megatron_model
+from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+from toolkit.models.model import is_dropout
 from toolkit.plan.planner import first_loss_scale
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
 
@@ -52,9 +52,8 @@ def render_model(
 def trained_config(model: ModelSection) -> dict[str, Any]:
     """The Hugging Face config used for training: dropout is 0 unless the recipe sets it."""
     config = dict(model_config(model))
-    known = family_of(config["model_type"]).keys
     stated = model.config or {}
-    return config | {key: 0.0 for key in known if is_dropout(key) and key not in stated}
+    return config | {key: 0.0 for key in config if is_dropout(key) and key not in stated}
 
 
 def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronModel:

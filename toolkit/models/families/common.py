@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.models.families.base import Settings
-from toolkit.models.families.shape import sliding_layers
 from toolkit.models.families.tensors import Heads, TensorMap, by_rows, whole
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 HF_ACTIVATIONS: Mapping[str, str] = {
@@ -51,24 +50,36 @@ def transformer_sizes(spec: ModelSpec) -> dict[str, Any]:
     return fields
 
 
-def transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
-    """The same with those that follow from the keys and traits that several families have."""
+def transformer(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    """The same with those that follow from the keys that several families have."""
     fields = transformer_sizes(spec) | {
-        "attention_dropout": dropout(settings, "attention_dropout", "attn_pdrop"),
-        "hidden_dropout": dropout(settings, "hidden_dropout", "resid_pdrop"),
-        "layernorm_epsilon": _first_of(settings, *_EPSILONS),
-        "activation_func": HF_ACTIVATIONS.get(activation(settings)),
-        **sliding_window(settings),
+        "attention_dropout": float(config["attention_dropout"] or config["attn_pdrop"] or 0),
+        "hidden_dropout": float(config["hidden_dropout"] or config["resid_pdrop"] or 0),
+        "layernorm_epsilon": _first_of(
+            config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"
+        ),
+        "activation_func": HF_ACTIVATIONS.get(activation(config)),
+        **_sliding_window(config, spec),
     }
-    if settings.family.interleaved:
-        fields["rotary_interleaved"] = True
-    if settings["no_rope_layer_interval"] is not None:
-        unturned = layers_without_rotary(settings)
-        fields["no_rope_freq"] = [int(layer in unturned) for layer in range(spec.layers)]
+    if config["no_rope_layers"] is not None:
+        fields["no_rope_freq"] = [int(not turned) for turned in config["no_rope_layers"]]
     return fields
 
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+def _sliding_window(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    """TransformerConfig fields of sliding-window attention; empty when no layer has it.
+
+    transformers counts the query itself among the window's keys, Megatron only those
+    before it.
+    """
+    if not spec.sliding_layers or spec.sliding_window is None or spec.chunked:
+        return {}
+    fields: dict[str, Any] = {"window_size": (spec.sliding_window - 1, 0)}
+    if spec.sliding_layers < spec.layers:
+        fields["window_attn_skip_freq"] = [
+            int(kind == "sliding_attention") for kind in config["layer_types"]
+        ]
+    return fields
 
 
 def gpt_sizes(spec: ModelSpec) -> dict[str, Any]:
@@ -80,54 +91,33 @@ def gpt_sizes(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def gpt(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+def gpt(config: Config, spec: ModelSpec) -> dict[str, Any]:
     """The GPTChunk arguments, positions included."""
-    positions = {"position_embedding_type": "learned_absolute"}
-    return gpt_sizes(spec) | (rotary(settings) if settings.family.rotary else positions)
+    if spec.learned_positions:
+        return gpt_sizes(spec) | {"position_embedding_type": "learned_absolute"}
+    return gpt_sizes(spec) | _rotary_of_layers(config, spec)
 
 
-def activation(settings: Settings) -> str:
+def activation(config: Config) -> str:
     """transformers' name of the MLP's activation."""
-    return str(_first_of(settings, "hidden_activation", "activation_function", "hidden_act"))
+    return str(_first_of(config, "hidden_activation", "activation_function", "hidden_act"))
 
 
-def _first_of(settings: Settings, *keys: str) -> Any:
-    """The value of the first of these keys that the family has."""
-    return next(value for key in keys if (value := settings[key]) is not None)
+def _first_of(config: Config, *keys: str) -> Any:
+    """The value of the first of these keys that the config has."""
+    return next(value for key in keys if (value := config[key]) is not None)
 
 
-def layers_without_rotary(settings: Settings) -> list[int]:
-    """Layers that the list marks with 0; without a list, the last of every interval."""
-    layers, stated = range(settings["num_hidden_layers"]), settings["no_rope_layers"]
-    if stated is not None:
-        return [layer for layer in layers if not stated[layer]]
-    return [layer for layer in layers if (layer + 1) % settings["no_rope_layer_interval"] == 0]
+def padding_token(config: Config, spec: ModelSpec) -> int | None:
+    """The token whose input embedding transformers does not train."""
+    token: int | None = config["pad_token_id"]
+    # torch counts a negative index from the end.
+    return None if token is None else token % spec.vocab
 
 
 def heads_of(spec: ModelSpec) -> Heads:
     """The attention heads of a layer."""
     return Heads(spec.heads, spec.kv_heads, spec.head_dim)
-
-
-def dropout(settings: Settings, *keys: str) -> float:
-    """A dropout probability under one of these keys: 0 unless stated, regardless of
-    transformers' default."""
-    return float(next((settings.stated[key] for key in keys if key in settings.stated), 0.0))  # type: ignore[arg-type]
-
-
-def sliding_window(settings: Settings) -> dict[str, Any]:
-    """TransformerConfig fields of sliding-window attention; empty when no layer has it.
-
-    transformers counts the query itself among the window's keys, Megatron only those
-    before it.
-    """
-    sliding, layers = sliding_layers(settings), range(settings["num_hidden_layers"])
-    if not sliding:
-        return {}
-    fields: dict[str, Any] = {"window_size": (settings["sliding_window"] - 1, 0)}
-    if len(sliding) < len(layers):
-        fields["window_attn_skip_freq"] = [int(layer in sliding) for layer in layers]
-    return fields
 
 
 def outer_tensors(
@@ -151,84 +141,71 @@ def outer_tensors(
 # --- rotary positions -------------------------------------------------------------------
 
 
-def frequencies_limit(settings: Settings) -> int | None:
+def rope_of(config: Config) -> Mapping[str, Any]:
+    """The map of rotary settings, completed by transformers; that of layers with full attention
+    where layers rotate differently. Empty without rotary positions."""
+    rope: Mapping[str, Any] = config["rope_parameters"] or {}
+    full: Mapping[str, Any] = rope.get("full_attention", rope)
+    return full
+
+
+def rope_type_of(config: Config) -> str:
+    """The variant of rotary positions."""
+    return str(rope_of(config).get("rope_type", "default"))
+
+
+def frequencies_limit(config: Config) -> int | None:
     """Up to which length the rotary frequencies of transformers' model do not depend on the
     longest sequence that it computes; None: up to any."""
-    rope, named = rope_of(settings), "original_max_position_embeddings"
-    limit: int | None = settings["max_position_embeddings"]
-    if rope_type_of(rope) == "longrope":
-        limit = settings[named] or rope.get(named, limit)
-    return limit if rope_type_of(rope) in ("dynamic", "longrope") else None
+    limit: int | None = config["max_position_embeddings"]
+    if rope_type_of(config) == "longrope":
+        named = "original_max_position_embeddings"
+        limit = config[named] or rope_of(config).get(named, limit)
+    return limit if rope_type_of(config) in ("dynamic", "longrope") else None
 
 
-def rope_of(settings: Settings, layer_type: str = "full_attention") -> Mapping[str, Any]:
-    """The map of rotary settings, under its old or its new name; empty when not stated.
-
-    In a family whose `layer_types` rotate differently, that of one type; there, the old name
-    stands for `full_attention`.
-    """
-    stated: Mapping[str, Any] = settings["rope_parameters"] or settings["rope_scaling"] or {}
-    if not settings.family.rope_bases:
-        return stated
-    if settings["rope_scaling"]:
-        return stated if layer_type == "full_attention" else {}
-    return stated.get(layer_type) or {}
-
-
-def rope_type_of(rope: Mapping[str, Any]) -> Any:
-    """The variant that a map of rotary settings names, under its new or its old key."""
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def rotary(settings: Settings) -> dict[str, Any]:
+def _rotary_of_layers(config: Config, spec: ModelSpec) -> dict[str, Any]:
     """GPTChunk arguments of rotary positions.
 
     `rope_parameters` is the complete map from which transformers computes the frequencies; it
     is omitted if every pair has the default frequencies, which are megatron-core's own.
     `windowed_rope_parameters` is that of sliding layers, if they rotate differently.
     """
-    family, bases = settings.family, settings.family.rope_bases
-    theta = settings["rope_theta"] or settings["rotary_emb_base"]
-    theta = theta or bases.get("full_attention", family.theta)
-    arguments = _rotary(settings, rope_of(settings) or family.rope, theta)
-    if bases and sliding_layers(settings):
-        base = settings["rope_local_base_freq"] or bases["sliding_attention"]
-        windowed = _rotary(settings, rope_of(settings, "sliding_attention"), base)
-        if windowed != arguments:
-            plain = {
-                "rope_type": "linear",
-                "factor": 1.0,
-                "rope_theta": windowed["rotary_base"],
-            }
-            arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
+    arguments = _rotary(config, rope_of(config))
+    sliding = config["rope_parameters"].get("sliding_attention")
+    if sliding is None or not spec.sliding_layers:
+        return arguments
+    windowed = _rotary(config, sliding)
+    if windowed != arguments:
+        theta = windowed["rotary_base"]
+        plain = {"rope_type": "linear", "factor": 1.0, "rope_theta": theta}
+        arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
     return arguments
 
 
-def _rotary(settings: Settings, rope: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    rope_type = rope_type_of(rope)
-    theta = rope.get("rope_theta", theta)
-    share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
+def _rotary(config: Config, rope: Mapping[str, Any]) -> dict[str, Any]:
+    rope_type, share = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
-        "rotary_base": theta,
+        "rotary_base": rope["rope_theta"],
         # For `proportional`, the share determines which pairs have frequency 0; all are
         # rotated.
         "rotary_percent": 1.0 if rope_type == "proportional" else share,
     }
     if rope_type != "default":
         scaling = {key: value for key, value in rope.items() if key != "type"}
+        scaling["partial_rotary_factor"] = share
         # Next to the map it takes precedence, as in transformers.
-        if (length := settings["original_max_position_embeddings"]) is not None:
+        if (length := config["original_max_position_embeddings"]) is not None:
             scaling["original_max_position_embeddings"] = length
-        arguments["rope_parameters"] = scaling | {
-            "rope_type": rope_type,
-            "rope_theta": theta,
-            "partial_rotary_factor": share,
-        }
+        arguments["rope_parameters"] = scaling
     return arguments
 
 
-def unsupported_biases(spec: ModelSpec) -> str | None:
+# --- what megatron-core cannot compute ----------------------------------------------------
+
+
+def bias_reason(spec: ModelSpec) -> str | None:
     """Why megatron-core cannot have biases in exactly these layers; None if it can."""
     if spec.attention_output_bias == spec.mlp_bias and (spec.qkv_bias or not spec.mlp_bias):
         return None
@@ -238,13 +215,8 @@ def unsupported_biases(spec: ModelSpec) -> str | None:
     )
 
 
-def unsupported_activation(settings: Settings) -> str | None:
+def activation_reason(config: Config) -> str | None:
     """Why the Megatron model cannot compute the config's activation; None when it can."""
-    if (name := activation(settings)) in HF_ACTIVATIONS:
+    if (name := activation(config)) in HF_ACTIVATIONS:
         return None
     return f"the activation {name} has no counterpart in the Megatron model"
-
-
-def first_reason(*reasons: str | None) -> str | None:
-    """The first that is not None."""
-    return next((reason for reason in reasons if reason is not None), None)

@@ -3,24 +3,34 @@
 Its checkpoints store matrices transposed ([in, out]) and query, key and value as one.
 """
 
-from toolkit.models.config_keys import MAP, Key, keys_of
 from toolkit.models.families import common
-from toolkit.models.families.base import Family, MegatronModel, Settings
+from toolkit.models.families.base import MegatronModel
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, fused_qkv, whole
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "transformer.h.{layer}"
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """GPT-2 as a megatron-core GPTModel."""
-    transformer = common.transformer(spec, settings)
-    if not settings["scale_attn_weights"]:
+def gpt2(config: Config, spec: ModelSpec) -> MegatronModel:
+    """GPT-2 as a megatron-core GPTModel.
+
+    `reorder_and_upcast_attn` changes only the rounding of transformers' eager attention.
+    """
+    transformer = common.transformer(config, spec)
+    if not config["scale_attn_weights"]:
         transformer["softmax_scale"] = 1.0
+    reason = None
+    if config["scale_attn_by_inverse_layer_idx"]:
+        reason = "the Megatron model does not scale attention by the inverse layer number"
+    elif config["embd_pdrop"] != config["resid_pdrop"]:
+        reason = "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
     outer = common.outer_tensors(spec, "transformer.wte", "transformer.ln_f", "transformer.wpe")
     tensors = (*outer, *_layer_tensors(spec))
-    return MegatronModel(transformer, common.gpt(spec, settings), tensors)
+    reason = reason or common.activation_reason(config)
+    gpt = common.gpt(config, spec)
+    return MegatronModel(transformer, gpt, tensors, unsupported=reason)
 
 
 def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
@@ -49,40 +59,3 @@ def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
                    transposed=True),
         whole(f"{mlp}.linear_fc2.bias", f"{hf_mlp}.c_proj.bias", hidden),
     ]  # fmt: skip
-
-
-def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
-    """Why megatron-core cannot compute this GPT-2; None when it can.
-
-    `reorder_and_upcast_attn` changes only the rounding of transformers' eager attention.
-    """
-    del spec
-    scaled = dropouts = None
-    if settings["scale_attn_by_inverse_layer_idx"]:
-        scaled = "the Megatron model does not scale attention by the inverse layer number"
-    if common.dropout(settings, "embd_pdrop") != common.dropout(settings, "resid_pdrop"):
-        dropouts = "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
-    return common.first_reason(scaled, dropouts, common.unsupported_activation(settings))
-
-
-GPT2 = Family(
-    "gpt2",
-    # n_ctx means n_positions.
-    keys_of("gpt2", n_ctx=None, task_specific_params=Key(MAP, nullable=True)),
-    model,
-    unsupported,
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    strict_heads=True,
-    freezes_padding=False,
-    rotary=False,
-    gated_mlp=False,
-    mlp_bias=True,
-    qkv_bias=True,
-    attention_output_bias=True,
-    layer_norm=True,
-)

@@ -4,24 +4,25 @@ Attention and MLP both read the layer's input (`use_parallel_residual`). Query, 
 are stored as one matrix, head after head, which is Megatron's own order.
 """
 
-from toolkit.models.config_keys import keys_of
 from toolkit.models.families import common
-from toolkit.models.families.base import NORMS, Family, MegatronModel, Settings
+from toolkit.models.families.base import NORMS, MegatronModel
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, whole
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "gpt_neox.layers.{layer}"
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+def gpt_neox(config: Config, spec: ModelSpec) -> MegatronModel:
     """GPT-NeoX as a megatron-core GPTModel, with a layer of ours for the parallel residual."""
     outer = common.outer_tensors(spec, "gpt_neox.embed_in", "gpt_neox.final_layer_norm")
     return MegatronModel(
-        common.transformer(spec, settings),
-        common.gpt(spec, settings),
+        common.transformer(config, spec),
+        common.gpt(config, spec),
         (*outer, *_layer_tensors(spec)),
-        parallel_residual=settings["use_parallel_residual"],
+        parallel_residual=config["use_parallel_residual"],
+        unsupported=common.bias_reason(spec) or common.activation_reason(config),
     )
 
 
@@ -51,31 +52,3 @@ def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
         by_columns(f"{mlp}.linear_fc2.weight", f"{down}.weight", hidden, inner),
         whole(f"{mlp}.linear_fc2.bias", f"{down}.bias", hidden),
     ]  # fmt: skip
-
-
-def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
-    """Why megatron-core cannot compute this GPT-NeoX; None when it can."""
-    theta = None
-    if settings["rope_theta"] not in (None, settings["rotary_emb_base"]):
-        theta = (
-            "transformers' gpt_neox reads rotary_emb_base, not rope_theta; remove the latter"
-        )
-    return common.first_reason(
-        theta,
-        common.unsupported_biases(spec),
-        common.unsupported_activation(settings),
-    )
-
-
-GPT_NEOX = Family(
-    "gpt_neox",
-    keys_of("gpt_neox", rotary_pct=0.25, rotary_emb_base=10000),
-    model,
-    unsupported,
-    strict_heads=True,
-    freezes_padding=False,
-    gated_mlp=False,
-    mlp_bias=True,
-    fused_qkv=True,
-    layer_norm=True,
-)

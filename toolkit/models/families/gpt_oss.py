@@ -5,14 +5,9 @@ experts compute (up + 1) · gate · sigmoid(1.702 · gate), gate and up clamped.
 the experts of a layer in one tensor, [in, out], gate and up projection in alternating columns.
 """
 
-from dataclasses import replace
-
-from toolkit.models.config_keys import SIZE, Key, keys_of
-from toolkit.models.families import common, llama
-from toolkit.models.families.base import Family, MegatronModel, Settings
-from toolkit.models.families.llama_like import even_layers
-from toolkit.models.families.mixtures import mixture, unsupported_normalised_router
-from toolkit.models.families.shape import counted, moe_layers
+from toolkit.models.families import llama
+from toolkit.models.families.base import MegatronModel
+from toolkit.models.families.mixtures import mixture, refusing, router_reason
 from toolkit.models.families.tensors import (
     TensorMap,
     by_columns,
@@ -20,13 +15,8 @@ from toolkit.models.families.tensors import (
     gated_alternating,
     whole,
 )
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
-
-_YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "truncate": False, "original_max_position_embeddings": 4096,
-}  # fmt: skip
-"""What turns positions where the config does not say it."""
 
 
 def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
@@ -46,7 +36,7 @@ def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
     ]
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+def gpt_oss(config: Config, spec: ModelSpec) -> MegatronModel:
     """gpt-oss as a megatron-core GPTModel."""
     sinks = by_rows(
         f"{llama.LAYER}.self_attention.core_attention.softmax_offset",
@@ -56,42 +46,14 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     fields = {
         "softmax_type": "learnable",
         "activation_func": "quick_gelu",
-        "activation_func_clamp_value": settings["swiglu_limit"],
+        "activation_func_clamp_value": config["swiglu_limit"],
         "glu_linear_offset": 1.0,
         "moe_router_pre_softmax": False,
     }
-    attention = [*llama.attention_tensors(spec, settings), sinks]
-    experts = expert_tensors(spec)
-    return mixture(spec, settings, moe_layers(settings), experts, fields, attention)
-
-
-def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
-    """Why megatron-core cannot compute this gpt_oss; None when it can."""
-    alpha = None
-    if settings["swiglu_alpha"] != 1.702:
-        alpha = "swiglu_alpha: that of the Megatron model's experts is 1.702"
-    return common.first_reason(
-        alpha, unsupported_normalised_router(spec), common.unsupported_biases(spec)
+    layers, attention = frozenset(range(spec.layers)), [*llama.attention_tensors(spec), sinks]
+    alpha = "swiglu_alpha: that of the Megatron model's experts is 1.702"
+    return refusing(
+        mixture(config, spec, layers, expert_tensors(spec), fields, attention),
+        alpha if config["swiglu_alpha"] != 1.702 else None,
+        router_reason(spec),
     )
-
-
-GPT_OSS = Family(
-    "gpt_oss",
-    keys_of(
-        "gpt_oss",
-        sliding_window=Key(SIZE, 128),
-        # In published configs; transformers reads them nowhere.
-        initial_context_length=None,
-        experts_per_token=None,
-    ),
-    model,
-    unsupported,
-    aliases={"num_experts": "num_local_experts"},
-    attention=lambda _: "eager",  # sdpa has no sinks
-    shape=lambda settings: replace(counted(settings), scores="sinks"),
-    stacked_experts=True,
-    mlp_bias=True,
-    theta=150_000.0,
-    rope=_YARN,
-    sliding=even_layers,
-)

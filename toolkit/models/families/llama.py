@@ -1,14 +1,15 @@
 """Llama: pre-norm decoder with RMSNorm, rotary positions, grouped queries and a gated MLP.
 
 Its layers and tensor names are the common ones of today. The dense families that differ from it
-in keys and traits alone are rows of `llama_like.py`; mixtures build on this file, too.
+in keys and traits alone are rows here; mixtures build on this file, too.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from toolkit.models.families import common
-from toolkit.models.families.base import MegatronModel, Norms, Settings
+from toolkit.models.families.base import NORMS, Family, MegatronModel, Norms
 from toolkit.models.families.tensors import (
     TensorMap,
     by_columns,
@@ -16,6 +17,7 @@ from toolkit.models.families.tensors import (
     gated,
     whole,
 )
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 LAYER = "decoder.layers.{layer}"
@@ -23,30 +25,34 @@ HF_LAYER = "model.layers.{layer}"
 GATE_UP_DOWN = ("gate", "up", "down")
 
 
-def attention_tensors(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
+def attention_tensors(
+    spec: ModelSpec, norms: Mapping[str, str] = NORMS, *, norms_over_width: bool = False
+) -> list[TensorMap]:
     """A layer's norms, and projections and (where the family has them) biases and head norms of
     attention."""
     return [
-        *layer_norms(spec, settings), *_projections(spec), *_query_key_norms(spec, settings),
-    ]  # fmt: skip
-
-
-def layer_norms(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
-    """The norms of a layer."""
-    return [
-        whole(f"{LAYER}.{ours}.weight", f"{HF_LAYER}.{theirs}.weight", spec.hidden)
-        for ours, theirs in settings.family.norms.items()
+        *layer_norms(spec, norms),
+        *_projections(spec),
+        *_query_key_norms(spec, norms_over_width),
     ]
 
 
-def _query_key_norms(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
+def layer_norms(spec: ModelSpec, norms: Mapping[str, str] = NORMS) -> list[TensorMap]:
+    """The norms of a layer: megatron-core's names inside it, each with the checkpoint's."""
+    return [
+        whole(f"{LAYER}.{ours}.weight", f"{HF_LAYER}.{theirs}.weight", spec.hidden)
+        for ours, theirs in norms.items()
+    ]
+
+
+def _query_key_norms(spec: ModelSpec, over_width: bool) -> list[TensorMap]:
     """The norms of queries and keys, over each head or over all heads together."""
     heads = {"q": spec.heads, "k": spec.kv_heads} if spec.query_key_norm else {}
     return [
         whole(
             f"{LAYER}.self_attention.{part}_layernorm.weight",
             f"{HF_LAYER}.self_attn.{part}_norm.weight",
-            spec.head_dim * (number if settings.family.norms_over_width else 1),
+            spec.head_dim * (number if over_width else 1),
         )
         for part, number in heads.items()
     ]
@@ -112,31 +118,49 @@ def outer_tensors(spec: ModelSpec) -> list[TensorMap]:
     return common.outer_tensors(spec, "model.embed_tokens", "model.norm")
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """Llama, or a dense family with its layers, as a megatron-core GPTModel."""
-    family = settings.family
+def model(
+    config: Config,
+    spec: ModelSpec,
+    *,
+    norms: Mapping[str, str] = NORMS,
+    norms_over_width: bool = False,
+    fused_gate_up: bool = False,
+    interleaved: bool = False,
+    gemma: bool = False,
+) -> MegatronModel:
+    """Llama, or a dense family with its layers, as a megatron-core GPTModel.
+
+    `gemma`: norms of weight 1 + w, and scaled embeddings.
+    """
+    fields = common.transformer(config, spec) | _scores(config)
+    if interleaved:
+        fields["rotary_interleaved"] = True
+    if gemma:
+        fields["layernorm_zero_centered_gamma"] = True
     return MegatronModel(
-        common.transformer(spec, settings) | _scores(settings),
-        common.gpt(spec, settings),
+        fields,
+        common.gpt(config, spec),
         (
             *outer_tensors(spec),
-            *attention_tensors(spec, settings),
-            *mlp_tensors(spec, fused=family.fused_gate_up),
+            *attention_tensors(spec, norms, norms_over_width=norms_over_width),
+            *mlp_tensors(spec, fused=fused_gate_up),
         ),
-        norms=_placement(family.norms),
-        norms_over_width=family.norms_over_width,
-        score_cap=settings["attn_logit_softcapping"],
-        logit_cap=settings["final_logit_softcapping"],
-        embedding_scale=settings["embedding_multiplier"] or 1.0,
-        residual_scale=settings["residual_multiplier"] or 1.0,
-        logits_divisor=settings["logits_scaling"] or 1.0,
+        norms=_placement(norms),
+        norms_over_width=norms_over_width,
+        score_cap=config["attn_logit_softcapping"],
+        logit_cap=config["final_logit_softcapping"],
+        embedding_scale=spec.hidden**0.5 if gemma else config["embedding_multiplier"] or 1.0,
+        residual_scale=config["residual_multiplier"] or 1.0,
+        logits_divisor=config["logits_scaling"] or 1.0,
+        padding_token=common.padding_token(config, spec),
+        unsupported=unsupported(config, spec),
     )
 
 
-def _scores(settings: Settings) -> dict[str, Any]:
+def _scores(config: Config) -> dict[str, Any]:
     """TransformerConfig fields of the factor of attention scores, if it is not 1/√head_dim."""
-    scale = settings["attention_multiplier"]
-    if (size := settings["query_pre_attn_scalar"]) is not None:
+    scale = config["attention_multiplier"]
+    if (size := config["query_pre_attn_scalar"]) is not None:
         scale = size**-0.5
     return {} if scale is None else {"softmax_scale": scale}
 
@@ -148,8 +172,35 @@ def _placement(norms: Mapping[str, str]) -> Norms:
     return "both" if after else "before"
 
 
-def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
+def unsupported(config: Config, spec: ModelSpec) -> str | None:
     """Why megatron-core cannot compute this model; None when it can."""
-    return common.first_reason(
-        common.unsupported_biases(spec), common.unsupported_activation(settings)
-    )
+    if config["resid_pdrop"]:
+        return "resid_pdrop: megatron-core's dropout of the residual also drops embeddings"
+    return common.bias_reason(spec) or common.activation_reason(config)
+
+
+_OLMO_NORMS = {
+    "self_attn_bda.norm": "post_attention_layernorm",
+    "mlp_bda.norm": "post_feedforward_layernorm",
+}
+_GLM4_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "self_attn_bda.norm": "post_self_attn_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp_bda.norm": "post_mlp_layernorm",
+}
+_GEMMA_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "self_attn_bda.norm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "mlp_bda.norm": "post_feedforward_layernorm",
+}
+_GEMMA = partial(model, norms=_GEMMA_NORMS, gemma=True)
+_OLMO = partial(model, norms=_OLMO_NORMS, norms_over_width=True)
+LLAMA_LIKE: Mapping[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3"), model),
+    "phi3": partial(model, fused_gate_up=True),
+    "glm4": partial(model, norms=_GLM4_NORMS, fused_gate_up=True, interleaved=True),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
+}

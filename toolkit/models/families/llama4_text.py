@@ -8,62 +8,28 @@ multiplies what goes into the expert, not what comes out.
 
 from dataclasses import replace
 
-from toolkit.models.config_keys import CHUNKED_TYPES, FLAG, SWITCHES, Key, keys_of
-from toolkit.models.families import common, llama
-from toolkit.models.families.base import (
-    ChunkedLayers,
-    Family,
-    MegatronModel,
-    Settings,
-)
-from toolkit.models.families.mixtures import mixture, shared_expert_tensors
-from toolkit.models.families.shape import counted, sizes
+from toolkit.models.families import llama
+from toolkit.models.families.base import ChunkedLayers, MegatronModel
+from toolkit.models.families.mixtures import mixture, refusing, shared_expert_tensors
 from toolkit.models.families.tensors import TensorMap, by_columns, gated, whole
+from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 
-def layers_with_experts(settings: Settings) -> frozenset[int]:
-    """The listed ones; without a list, the last of every `interleave_moe_layer_step`."""
-    stated, step = settings["moe_layers"], settings["interleave_moe_layer_step"]
-    last = range(step - 1, settings["num_hidden_layers"], step)
-    return frozenset(last if stated is None else stated)
-
-
-def chunked_layers(settings: Settings) -> ChunkedLayers:
+def _chunked_layers(config: Config) -> ChunkedLayers:
     """What the layers do with queries and keys."""
-    layers = frozenset(range(settings["num_hidden_layers"]))
-    unturned = frozenset(common.layers_without_rotary(settings))
-    types = settings["layer_types"]
-    chunked = layers - unturned
-    if types is not None:
-        chunked = frozenset(i for i in layers if types[i] == "chunked_attention")
+    numbered = [*enumerate(zip(config["layer_types"], config["no_rope_layers"], strict=True))]
+    turned = frozenset(layer for layer, (_, turns) in numbered if turns)
     return ChunkedLayers(
-        size=settings["attention_chunk_size"],
-        chunked=chunked,
-        normed=layers - unturned if settings["use_qk_norm"] else frozenset(),
-        tempered=unturned if settings["attn_temperature_tuning"] else frozenset(),
-        floor=settings["floor_scale"],
-        growth=settings["attn_scale"],
+        size=config["attention_chunk_size"],
+        chunked=frozenset(i for i, (kind, _) in numbered if kind == "chunked_attention"),
+        normed=turned if config["use_qk_norm"] else frozenset(),
+        tempered=frozenset(range(len(numbered))) - turned
+        if config["attn_temperature_tuning"]
+        else frozenset(),
+        floor=config["floor_scale"],
+        growth=config["attn_scale"],
     )
-
-
-def shape(settings: Settings) -> ModelSpec:
-    """The shape: experts and the shared one have another size than dense layers' MLPs."""
-    experts, chunks = layers_with_experts(settings), chunked_layers(settings)
-    inner = settings["intermediate_size"] if experts else 0
-    spec = replace(
-        sizes(settings),
-        intermediate=settings["intermediate_size_mlp"],
-        moe_layers=len(experts),
-        expert_intermediate=inner,
-        shared_intermediate=inner,
-        sliding_window=chunks.size if chunks.chunked else None,
-        sliding_layers=len(chunks.chunked),
-        chunked=True,
-        every_expert=True,
-        query_key_norm=settings["use_qk_norm"],
-    )
-    return counted(settings, spec)
 
 
 FEED_FORWARD = f"{llama.HF_LAYER}.feed_forward"
@@ -85,10 +51,10 @@ def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
     ]
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+def llama4_text(config: Config, spec: ModelSpec) -> MegatronModel:
     """Llama 4's text model as a megatron-core GPTModel."""
     spec = replace(spec, query_key_norm=False)  # which have no weights, and come later
-    layers = layers_with_experts(settings)
+    layers = frozenset(config["moe_layers"])
     fields = {
         "moe_layer_freq": [int(layer in layers) for layer in range(spec.layers)],
         "moe_router_score_function": "sigmoid",
@@ -97,36 +63,14 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
         "moe_apply_probs_on_input": True,
         "moe_shared_expert_intermediate_size": spec.shared_intermediate,
     }
-    experts = expert_tensors(spec)
-    plain = mixture(spec, settings, layers, experts, fields, mlp=FEED_FORWARD)
-    return replace(plain, chunked_layers=chunked_layers(settings))
-
-
-def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
-    """Why megatron-core cannot compute this llama4_text; None when it can."""
-    router = None
-    if spec.moe_layers and spec.experts_per_token > 1:
-        router = (
-            f"num_experts_per_tok ({spec.experts_per_token}): megatron-core multiplies what "
-            "goes into an expert by its score only with one expert per token, which published "
-            "models have"
-        )
-    return common.first_reason(router, llama.unsupported(spec, settings))
-
-
-LLAMA4_TEXT = Family(
-    "llama4_text",
-    keys_of(
-        "llama4_text",
-        no_rope_layers=Key(SWITCHES, nullable=True, empty_is_default=True),
-        layer_types=Key(CHUNKED_TYPES, nullable=True),
-        for_llm_compressor=Key(FLAG),  # in published configs; transformers reads it nowhere
-    ),
-    model,
-    unsupported,
-    aliases={"num_experts": "num_local_experts"},
-    theta=500_000.0,
-    interleaved=True,
-    shape=shape,
-    stacked_experts=True,
-)
+    plain = mixture(config, spec, layers, expert_tensors(spec), fields, mlp=FEED_FORWARD)
+    plain = replace(
+        plain,
+        transformer={**plain.transformer, "rotary_interleaved": True},
+        chunked_layers=_chunked_layers(config),
+    )
+    reason = (
+        f"num_experts_per_tok ({spec.experts_per_token}): megatron-core multiplies what goes "
+        "into an expert by its score only with one expert per token, as published models do"
+    )
+    return refusing(plain, reason if spec.experts_per_token > 1 else None)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel, ModelName, Pair
-from toolkit.models.config_keys import is_attention_dropout
 from toolkit.models.families import attention
+from toolkit.models.model import is_attention_dropout
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 

@@ -5,9 +5,8 @@ from math import gcd, lcm
 
 from toolkit.errors import Problem
 from toolkit.layout import Exchange, Layout, Pair
-from toolkit.models.config_keys import is_attention_dropout
-from toolkit.models.families import settings_of
 from toolkit.models.families.common import frequencies_limit
+from toolkit.models.model import is_attention_dropout, read
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import Rule, broken, degree
@@ -65,7 +64,7 @@ def is_used(exchange: str) -> bool:
 
 def _no_parts(job: PlanRequest) -> str:
     """Of transformers' model, what needs more than attention to see whole rows."""
-    settings = settings_of(job.config)
+    settings = read(job.config).config
     if job.spec.family not in SPLIT_IS_KEPT:
         return f"model type {job.spec.family}, which no test has trained with rows in parts"
     kinds = set(settings["layer_types"] or ()) - _ATTENTION

@@ -13,8 +13,9 @@ from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
 from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
-from toolkit.models.families import model_spec, settings_of
-from toolkit.models.families.common import rope_of, rope_type_of
+from toolkit.models.families import model_spec
+from toolkit.models.families.common import rope_type_of
+from toolkit.models.model import read
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, context, kernels, legality
@@ -27,7 +28,7 @@ def exceeded_positions(config: Mapping[str, object], length: int) -> int | None:
     spec = model_spec(config)
     if spec.learned_positions or length <= spec.max_positions:
         return None
-    unscaled = rope_type_of(rope_of(settings_of(config))) == "default"
+    unscaled = rope_type_of(read(config).config) == "default"
     return spec.max_positions if unscaled else None
 
 

@@ -1,0 +1,285 @@
+"""Mistakes in a config, as transformers' own classes find them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.configs import ROPES, config_of
+from tests.work import calls
+from toolkit.errors import Problem
+from toolkit.models.families import FAMILIES, model_spec
+from toolkit.models.judge import known_keys
+from toolkit.models.model import check_config, published
+
+
+def small(model_type: str, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 48, "intermediate_size": 56, "vocab_size": 96}
+    counts = {"num_hidden_layers": 3, "num_attention_heads": 4}
+    return {"model_type": model_type, **sizes, **counts, **more}
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 96}
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no model_type": ({}, "model_type", ""),
+    "unknown model_type": ({"model_type": "lama"}, "model_type", "`llama`"),
+    "odd model_type": ({"model_type": ["llama"]}, "model_type", ""),
+    "typo": (small("llama", hiden_size=3), "hiden_size", "`hidden_size`"),
+    "megatron name": (
+        small("llama", num_query_groups=2),
+        "num_query_groups",
+        "`num_key_value_heads`",
+    ),
+    "foreign name in gpt2": (GPT2 | {"d_model": 2}, "d_model", "`n_embd`"),
+    "kv heads of gpt2": (GPT2 | {"num_key_value_heads": 2}, "num_key_value_heads", ""),
+    "number in quotes": (small("llama", head_dim="12"), "head_dim", ""),
+    "float for a size": (small("llama", head_dim=12.0), "head_dim", ""),
+    "int for a float": (small("llama", rms_norm_eps=1), "rms_norm_eps", ""),
+    "bool for a size": (small("llama", head_dim=True), "head_dim", ""),
+    "zero": (small("llama") | {"vocab_size": 0}, "vocab_size", ""),
+    "negative": (small("llama") | {"hidden_size": -8}, "hidden_size", ""),
+    "huge": (small("llama") | {"hidden_size": 10**5000}, "hidden_size", ""),
+    "null": (small("llama") | {"hidden_size": None}, "hidden_size", ""),
+    "nan": (small("llama", rms_norm_eps=float("nan")), "rms_norm_eps", ""),
+    "yes": (small("llama", tie_word_embeddings="yes"), "tie_word_embeddings", ""),
+    "activation": (small("llama", hidden_act="swiglu"), "hidden_act", ""),
+    "heads": (small("llama") | {"num_attention_heads": 5}, "num_attention_heads", "use 4"),
+    "gpt2 heads": (GPT2 | {"n_head": 7}, "n_head", "use 6"),
+    "kv heads": (small("llama", num_key_value_heads=3), "num_key_value_heads", "use 2"),
+    "more kv heads": (small("llama", num_key_value_heads=8), "num_key_value_heads", "use 4"),
+    "odd head size": (small("qwen3", head_dim=5, num_key_value_heads=4), "head_dim", ""),
+    "rotary share": (small("gpt_neox", rotary_pct=0.3), "rotary_pct", ""),
+    "token beyond vocab": (small("llama", pad_token_id=96), "pad_token_id", ""),
+    "padding token that is not stated": (
+        small("smollm3", num_key_value_heads=2),
+        "model_type",
+        "",
+    ),
+    "layers without rotary": (
+        small("smollm3", num_key_value_heads=2, pad_token_id=None, no_rope_layers=[1, 0]),
+        "model_type",
+        "",
+    ),
+    "scaling that phi3 does not have": (
+        small("phi3", pad_token_id=None, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "rope_scaling",
+        "",
+    ),
+    "experts": (
+        small("mixtral", num_key_value_heads=2, num_experts_per_tok=9),
+        "model_type",
+        "",
+    ),
+    "experts under another family's name": (
+        small("glm4_moe", num_key_value_heads=2, num_experts=8),
+        "num_experts",
+        "",
+    ),
+    "uneven groups": (
+        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=3),
+        "model_type",
+        "",
+    ),
+    "groups of one": (
+        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=8),
+        "model_type",
+        "",
+    ),
+    "groups to choose": (
+        small(
+            "glm4_moe",
+            num_key_value_heads=2,
+            head_dim=16,
+            n_routed_experts=8,
+            n_group=2,
+            topk_group=3,
+        ),
+        "model_type",
+        "",
+    ),
+    "groups of latent attention": (
+        small("deepseek_v3", num_key_value_heads=2),
+        "model_type",
+        "",
+    ),
+    "odd turned share of latent heads": (
+        small("deepseek_v3", num_key_value_heads=4, qk_rope_head_dim=7),
+        "model_type",
+        "",
+    ),
+    "head size that latent attention does not read": (
+        small("deepseek_v3", num_key_value_heads=4, head_dim=32),
+        "model_type",
+        "",
+    ),
+    "dense layer": (
+        small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[3]),
+        "mlp_only_layers",
+        "",
+    ),
+    "layer types": (
+        small("qwen2", num_key_value_heads=2, layer_types=["full_attention"]),
+        "num_hidden_layers",
+        "",
+    ),
+    "sliding layers, no window": (
+        small("qwen2", num_key_value_heads=2, layer_types=["sliding_attention"] * 3),
+        "model_type",
+        "",
+    ),
+    "window on, no size": (
+        small("qwen3", num_key_value_heads=4, use_sliding_window=True, sliding_window=None),
+        "sliding_window",
+        "",
+    ),
+    "number as key": (small("llama") | {5: 1}, "5", ""),
+    "two names": (
+        small("mixtral", num_key_value_heads=2, num_experts=4, num_local_experts=4),
+        "num_experts",
+        "remove num_experts",
+    ),
+    "n_ctx": (GPT2 | {"n_ctx": 77}, "n_ctx", ""),
+    "encoder": (GPT2 | {"is_encoder_decoder": True}, "is_encoder_decoder", ""),
+    "cross attention": (GPT2 | {"add_cross_attention": True}, "add_cross_attention", ""),
+    "rope twice": (
+        small("llama", rope_scaling={"factor": 2.0}, rope_parameters={"rope_theta": 1.0}),
+        "rope_parameters",
+        "",
+    ),
+    "rope disagrees": (
+        small("llama", rope_theta=5.0, rope_parameters={"rope_theta": 6.0}),
+        "rope_theta",
+        "",
+    ),
+    "rope typo": (
+        small("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "factr": 1.0}),
+        "rope_scaling",
+        "",
+    ),
+    "rope type": (small("llama", rope_scaling={"rope_type": "llama4"}), "rope_scaling", ""),
+    "rope type not stated": (small("llama", rope_scaling={"factor": 2.0}), "rope_scaling", ""),
+    "longrope with factors of other heads": (
+        small(
+            "llama",
+            rope_scaling={
+                "rope_type": "longrope",
+                **ROPES["longrope"],
+                "long_factor": [1.0] * 6,
+            },
+        ),
+        "model_type",
+        "",
+    ),
+    "share of a head that llama turns whole": (
+        small("llama", rope_parameters={"partial_rotary_factor": 0.5}),
+        "rope_parameters",
+        "",
+    ),
+    "too many layers": (small("llama", num_hidden_layers=10**9), "num_hidden_layers", ""),
+    "too many positions under the family's own name": (
+        GPT2 | {"n_positions": 2 * 10**9},
+        "n_positions",
+        "",
+    ),
+    "rope incomplete": (
+        small("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        "rope_scaling",
+        "",
+    ),
+}
+"""A config, the key that the problem names, and words of its fix."""
+TAKEN: dict[str, dict[str, Any]] = {
+    "llama3 without a band": small(
+        "llama",
+        rope_scaling={"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 4.0},
+        max_position_embeddings=64,
+    ),
+    "experts of the groups": small(
+        "glm4_moe",
+        num_key_value_heads=2,
+        head_dim=16,
+        n_routed_experts=16,
+        n_group=4,
+        num_experts_per_tok=8,
+    ),
+    "rope of all layers": small(
+        "olmo3", pad_token_id=None, rope_parameters={"rope_theta": 5.0}
+    ),
+    "rope of some layers": small(
+        "olmo3",
+        pad_token_id=None,
+        rope_parameters={"sliding_attention": {"rope_type": "yarn", "factor": 2.0}},
+    ),
+}
+"""Configs that transformers computes, whatever was meant."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_problem_with_key_found_allowed_and_fix(name: str) -> None:
+    config, key, fix = MISTAKES[name]
+    (problem,) = check_config(config)
+    assert problem.key == key
+    assert problem.found and problem.allowed and fix in problem.fix
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_config_that_transformers_computes_is_taken(name: str) -> None:
+    assert check_config(TAKEN[name]) == []
+    assert model_spec(TAKEN[name]).total > 0
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    config = small("llama", hiden_size=1, head_dim="x", num_key_value_heads=3)
+    keys = {problem.key for problem in check_config(config)}
+    assert keys == {"hiden_size", "head_dim", "num_key_value_heads"}
+
+
+def test_keys_that_tools_add_to_a_published_config_are_left_out() -> None:
+    """Of unsloth, peft, vLLM and older releases of transformers."""
+    added = {
+        "unsloth_fixed": True, "_attn_implementation_autoset": True, "auto_map": {},
+        "attn_implementation": "flash_attention_2", "tokenizer_class": "x", "is_decoder": False,
+        "pruned_heads": {}, "torchscript": False, "max_length": 20, "unsloth_version": "1",
+    }  # fmt: skip
+    for case in ("llama", "gpt2", "mixtral"):
+        assert check_config(published(config_of(case) | added)) == []
+
+
+HOSTILE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(10**300, 10**310),
+    st.just(-(10**5000)), st.floats(), st.text(max_size=5), st.just("x" * 10**6),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=4),
+    st.dictionaries(st.one_of(st.text(max_size=8), st.integers()), st.integers(), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
+    data: st.DataObject,
+) -> None:
+    model_type = data.draw(st.sampled_from(sorted(FAMILIES)))
+    names = st.sampled_from(sorted(known_keys(model_type)))
+    config = data.draw(
+        st.dictionaries(st.one_of(names, st.text(max_size=4)), HOSTILE, max_size=6)
+    )
+    rope = {"rope_type": data.draw(HOSTILE), data.draw(st.text(max_size=5)): data.draw(HOSTILE)}
+    if data.draw(st.booleans()):
+        config["rope_scaling"] = rope
+    config.setdefault("model_type", model_type)
+    config.setdefault("num_hidden_layers", 2)
+    problems = check_config(config)
+    assert all(len(str(problem)) < 1200 for problem in problems)
+    if not problems:
+        assert model_spec(config).flops_per_token(7, causal=True) > 0
+
+
+def test_thousands_of_unknown_keys() -> None:
+    unknown = {f"hidden_{index}_size": 1 for index in range(9000)}
+    found: list[Problem] = []
+    calls(lambda: found.extend(check_config(small("llama", **unknown))), 2_000_000)
+    assert len(found) == 9000
+    assert found[0].fix == "did you mean `hidden_size`?"
