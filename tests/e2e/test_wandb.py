@@ -43,7 +43,7 @@ def run_without_server(project: Project) -> Iterator[Command]:
 def test_it_is_not_installed(project: Project, ddp_run: Path, tmp_path: Path):
     (tmp_path / "wandb.py").write_text("raise ImportError('not here')\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = project.launch("wandb-missing", ONE_RANK, env=env)
+    ended = project.launch("wandb-missing", ONE_RANK, env=env, cold=True)
     assert "pip install wandb" in ended.err
     assert_trained_without_wandb(ended, project.folder / "wandb-missing", ddp_run)
 

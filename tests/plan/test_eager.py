@@ -3,7 +3,7 @@
 import pytest
 
 from tests.forked import run_ranks
-from tests.plan.eager_worker import DTYPES, HEADS, LENGTH, kept_bytes
+from tests.plan.eager_worker import DTYPES, GROUPS, HEADS, LENGTH, kept_bytes
 from tests.plan.making import RECIPES, TINY, recipe
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
@@ -15,7 +15,7 @@ from toolkit.plan.workloads import workload_of
 
 def test_what_scores_keep() -> None:
     for (family, model, precision), kept in run_ranks(kept_bytes, 1)[0].items():
-        spec = model_spec(TINY | {"model_type": family})
+        spec = model_spec(TINY | {"model_type": family, "num_key_value_heads": GROUPS})
         workload = Workload(
             spec, LENGTH, precision, "fsdp", model=model, attention="eager",
             fused_elementwise=False,

@@ -80,7 +80,7 @@ class Trackers:
     ) -> None:
         """Start a thread for each; call this behind MetricsLog.resume."""
         self._posters = [
-            TrackerThread(run, name, settings, run_name, events)
+            TrackerThread(run, name, settings, redact(run_name), events)
             for name, settings in wanted(logging)
         ]
 
@@ -387,7 +387,8 @@ def _wandb(
         "wandb",
         posted,
         settings["project"],
-        **{key: settings[key] for key in ("entity", "mode", "tags")},
+        **{key: settings[key] for key in ("entity", "mode")},
+        tags=[redact(tag) for tag in settings["tags"]],
         name=run_name,
         id=posted.run_id,
         resume="allow" if settings["mode"] == "online" else None,
