@@ -38,10 +38,6 @@ class Launcher:
     """Whether `dmt launch` supervises the whole run: it writes the run directory first, and
     restarts a failed run. Otherwise machines or a scheduler start it from `Job.recipe`, and
     restart failures; with `never`, the ranks run on machines that a scheduler chooses."""
-    waits: bool = False
-    """Whether `dmt launch` waits for the end of a run that it does not supervise."""
-    several_machines: bool = False
-    """Whether it can start processes on other machines, too."""
     elastic: bool = False
     """Whether it continues on the remaining machines, and takes in new ones
     (`launch.elastic`)."""

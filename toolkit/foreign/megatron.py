@@ -27,7 +27,6 @@ from toolkit.models.families import common, megatron_model, model_spec, unsuppor
 _GPT2_TOKENIZER = ("GPT2BPETokenizer", "openai-community/gpt2", 50257)
 """pretrain_gpt.py's own tokenizer: its type, name and tokens."""
 _READABLE = ("HuggingFaceTokenizer", "Llama2Tokenizer", "Llama3Tokenizer", "MistralTokenizer")
-_TO_STATE = ("data.", "logging.", "cluster.")
 NAME_IT = "name the model, which is then taken instead: dmt init MODEL --from FILE"
 _DATA = {
     "--data-path": "data.train",

@@ -53,7 +53,6 @@ LOCAL = Launcher(
     "local",
     "toolkit.launchers.local:LocalStarter",
     oversees="one machine",
-    several_machines=True,
     elastic=True,
 )
 SLURM = Launcher(
@@ -61,7 +60,6 @@ SLURM = Launcher(
     "toolkit.launchers.slurm:SlurmStarter",
     section=SlurmSection,
     oversees="never",
-    several_machines=True,
     elastic=True,
     renders=True,
     example=("launch.slurm.time_limit=24:00:00",),

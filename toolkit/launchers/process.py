@@ -1,6 +1,5 @@
 """Processes that do not outlive their launcher, and signals that are delivered once."""
 
-import ctypes
 import math
 import os
 import signal
@@ -24,11 +23,7 @@ STACKS_S = 0.5
 POLL_S = 0.05
 STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
-_PR_SET_CHILD_SUBREAPER = 36
 _INTERRUPTS_TO_KILL = 3
-
-_libc = ctypes.CDLL(None, use_errno=True)
-# Loaded here: nothing may be imported between fork and exec.
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None]:
@@ -47,11 +42,6 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
             os._exit(1)
 
     return between_fork_and_exec
-
-
-def adopt_orphans() -> None:
-    """Let grandchildren whose parent died become children of this process."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def wake_if_stopped(pid: int) -> bool:

@@ -63,7 +63,6 @@ KUBERNETES = Launcher(
     "toolkit.extras.launchers.kubernetes_job:KubernetesStarter",
     section=KubernetesSection,
     oversees="never",
-    several_machines=True,
     same_files=False,
     renders=True,
     example=(

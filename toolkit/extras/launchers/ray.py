@@ -16,8 +16,6 @@ RAY = Launcher(
     "toolkit.extras.launchers.ray_start:RayStarter",
     section=RaySection,
     oversees="never",
-    waits=True,
-    several_machines=True,
     elastic=True,
     packages={"ray[train]": "ray"},
     programs=(Program("ray", "pip install 'ray[train]'"),),
