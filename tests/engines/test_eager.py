@@ -9,10 +9,8 @@ from tests.engines.cases import LAYERS, assert_curves, megatron
 from tests.engines.eager_worker import train_eagerly
 from tests.engines.parity_worker import Case, each_case, plain_loop, reference_model
 from tests.forked import call_ranks
-from tests.models.configs import config_of
 
 STEPS = 5
-CHUNKED = config_of("llama4_text", vocab_size=101)
 
 
 def eager(case: Case) -> Case:
@@ -25,9 +23,8 @@ def eager(case: Case) -> Case:
     [
         pytest.param(Case("fsdp", 2, 2, family=LAYERS), marks=pytest.mark.quick),
         pytest.param(megatron(tensor=2), marks=pytest.mark.quick),
-        megatron(tensor=2, family=CHUNKED),
     ],
-    ids=["fsdp", "megatron", "chunks"],
+    ids=["fsdp", "megatron"],
 )
 def test_layouts(case: Case) -> None:
     model, optimizer = reference_model(replace(case, engine="ddp", parallel={}))

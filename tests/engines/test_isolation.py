@@ -16,7 +16,6 @@ from tests.engines.isolation_worker import (
 )
 from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import call_ranks, run_ranks
-from tests.models.configs import config_of
 from tests.models.small import FAMILIES
 from toolkit.engines.distributed import join, leave
 from toolkit.models.families import attention, unsupported
@@ -27,8 +26,6 @@ SOME_WINDOWED = {
     "model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True,
     "max_window_layers": 1, "num_hidden_layers": 2,
 }  # fmt: skip
-CHUNKED = config_of("llama4_text", num_hidden_layers=2, floor_scale=LENGTH + 1)
-"""Without `floor_scale`, by which queries grow with their place in the row."""
 PLAIN = {"num_key_value_heads": 4, "intermediate_size": 256}
 """What gpt2 and gpt_neox have instead of grouped heads and a gated MLP."""
 CASES = [
@@ -37,7 +34,6 @@ CASES = [
     megatron(tensor=2),
     megatron(context=2),
     megatron(context=2, recompute="full", family=WINDOWED),
-    megatron(context=2, family=CHUNKED),
     megatron(tensor=2, family=WINDOWED),
     megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
     megatron(expert=2, family=MIXTRAL),

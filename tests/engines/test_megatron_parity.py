@@ -65,7 +65,6 @@ LATENT = config_of(
         "mscale": 1.0, "mscale_all_dim": 0.7,
     },
 )  # fmt: skip
-LLAMA4 = config_of("llama4_text", num_hidden_layers=2)
 GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
 BIASED = [
     megatron(tensor=2, family=GPT_OSS),
@@ -91,15 +90,11 @@ TWO = [
     megatron(tensor=2, recompute="full", family=GEMMA3),
     megatron(tensor=2, family=config_of("deepseek_v3", num_hidden_layers=2)),
     megatron(expert=2, family=GPT_OSS),
-    megatron(tensor=2, recompute="selective", family=LLAMA4),
-    megatron(expert=2, family=LLAMA4),
-    megatron(pipeline=2, family=LLAMA4),
     *(
         megatron(context=2, recompute=recompute, family=family)
         for recompute, family in (
             ("none", GEMMA2),
             ("full", GEMMA3),
-            ("selective", LLAMA4),
             ("none", LONG),
             ("full", LATENT),
         )
@@ -115,7 +110,6 @@ FOUR = [
 ]
 SELDOM = [
     megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
-    megatron(tensor=2, pipeline=2, family=LLAMA4),
     megatron(expert=2, pipeline=2, family=MIXTRAL),
     zero(2, **QWEN3),
 ]

@@ -34,11 +34,6 @@ GROUPED = SMALL | {
     "moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
-LLAMA4 = SMALL | {
-    "num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 80,
-    "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.5,
-}  # fmt: skip
-
 LATENT = {
     "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12,
@@ -88,14 +83,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "attention_bias": True,
         "partial_rotary_factor": 1.0,
-    },
-    "llama4_text": LLAMA4 | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2},
-    "llama4_text all experts": LLAMA4
-    | {
-        "no_rope_layers": [],
-        "moe_layers": [0, 1, 2, 3],
-        "use_qk_norm": False,
-        "layer_types": ["chunked_attention", "full_attention"] * 2,
     },
     "qwen2_moe": SHARED,
     "qwen2_moe partly dense": SHARED

@@ -58,15 +58,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": None, "layer_types": ["full_attention", "sliding_attention"] * 2,
          "num_key_value_heads": 2},
     ),
-    "llama4_text yarn": ("llama4_text", {"no_rope_layers": [1, 0, 0, 1]} | scaled("yarn")),
-    "llama4_text scout": (
-        "llama4_text",
-        {
-            "rope_scaling": LLAMA3
-            | {"high_freq_factor": 1.0, "original_max_position_embeddings": 8},
-            "attn_temperature_tuning": False, "num_key_value_heads": 1, "moe_layers": [1],
-        },
-    ),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
     "qwen3 mixed layers": (
         "qwen3",

@@ -17,7 +17,6 @@ from toolkit.models.families.gpt2 import gpt2
 from toolkit.models.families.gpt_neox import gpt_neox
 from toolkit.models.families.gpt_oss import gpt_oss
 from toolkit.models.families.llama import LLAMA_LIKE
-from toolkit.models.families.llama4_text import llama4_text
 from toolkit.models.families.mixtures import mixtral, qwen
 from toolkit.models.model import Attention, Model, read, text_of
 from toolkit.models.spec import ModelSpec
@@ -30,7 +29,6 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
-    "llama4_text": llama4_text,
     "mixtral": mixtral,
     "qwen2_moe": qwen,
     "qwen3_moe": qwen,

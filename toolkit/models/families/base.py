@@ -16,23 +16,6 @@ Norms = Literal["before", "after", "both"]
 
 
 @dataclass(frozen=True)
-class ChunkedLayers:
-    """Attention that differs between layers, as in llama4_text. Layers are counted from 0."""
-
-    size: int
-    """Tokens of a chunk."""
-    chunked: frozenset[int]
-    """Layers whose queries see only their own chunk."""
-    normed: frozenset[int]
-    """Layers that divide rotated queries and keys by their root mean square."""
-    tempered: frozenset[int]
-    """Layers that multiply the query at position p of a row by 1 + growth · log(1 + ⌊(p + 1) /
-    floor⌋) (arXiv:2501.19399)."""
-    floor: int
-    growth: float
-
-
-@dataclass(frozen=True)
 class MegatronModel:
     """A model in megatron-core's terms, independent of layout and precision."""
 
@@ -59,8 +42,6 @@ class MegatronModel:
     """The same of logits."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
-    chunked_layers: ChunkedLayers | None = None
-    """None: all layers treat queries and keys in the same way, except for windows."""
     embedding_scale: float = 1.0
     """Factor of the token embeddings before the first layer; not of a tied output
     projection."""

@@ -20,11 +20,10 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, rms_norm, scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from toolkit.models.context import Context
 from toolkit.models.documents import Scores, attend, band
-from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
 
 
@@ -64,26 +63,17 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
-        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or the
-        `MicroBatch.ends` of documents that are attended to alone, or `chunk_ends`; None if a
-        row is one document."""
-        if attention_mask is not None and attention_mask.dtype == torch.int32:
-            assert not (self.dropout and self.training), "refused at check"
-            chunked = attention_mask.ndim == 2
-            ends = attention_mask[int(self.limited)] if chunked else attention_mask
-            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            if self.context is None:
-                found = attend(q, k, v, ends, ends, self._scores())
-            else:
-                found = self.context.attend(q, k, v, ends, self._scores())
-            return found.transpose(0, 1).flatten(2)
+        [sequence, batch, heads · size]. `attention_mask`: the `MicroBatch.ends` of documents
+        that are attended to alone, or `document_masks`; None if a row is one document."""
+        if attention_mask is not None and attention_mask.ndim == 1:
+            return self._by_ends(query, key, value, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length = q.shape[2]
-        mask: Tensor | None
+        length, window = q.shape[2], self.window
+        mask: Tensor | None = None
         if attention_mask is not None:
-            mask = attention_mask[int(self.limited)]
-        else:
-            mask = self._mask(length, q.device)
+            mask = attention_mask[int(window is not None)]
+        elif window is not None and window + 1 < length:
+            mask = band(length, window, q.device)
         if mask is not None or (q.is_cuda and q.dtype == torch.float32):
             # CUDA's fused kernels take grouped heads neither with a mask nor in fp32.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -91,20 +81,18 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             context = self._attend(q, k, v, mask)
         return context.permute(2, 0, 1, 3).flatten(2)
 
+    def _by_ends(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+        assert not (self.dropout and self.training), "refused at check"
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        if self.context is None:
+            output = attend(q, k, v, ends, ends, self._scores())
+        else:
+            output = self.context.attend(q, k, v, ends, self._scores())
+        return output.transpose(0, 1).flatten(2)
+
     def _scores(self) -> Scores:
         """How the kernels of documents compute what `_attend` does."""
         return Scores(scale=self.scale, window=self.window)
-
-    @property
-    def limited(self) -> bool:
-        """Whether a query sees only a part of the past."""
-        return self.window is not None
-
-    def _mask(self, length: int, device: torch.device) -> Tensor | None:
-        """bool [queries, keys] of a row that is one document; None: all the past."""
-        if self.window is None or self.window + 1 >= length:
-            return None
-        return band(length, self.window, device)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
@@ -204,90 +192,19 @@ class SinkAttention(EagerAttention):
         return sharded
 
 
-class ChunkedAttention(CausalAttention):
-    """Attention within the query's own chunk, with normalised queries and keys, or with queries
-    scaled by their position: each as `ChunkedLayers` defines."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        *arguments: Any,
-        layers: ChunkedLayers,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, layer_number, *arguments, **options)
-        layer = layer_number - 1  # megatron-core counts from 1
-        self.layers = layers
-        self.chunked, self.normed, self.tempered = (
-            layer in which for which in (layers.chunked, layers.normed, layers.tempered)
-        )
-
-    def forward(self, query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """See `CausalAttention.forward`."""
-        if self.normed:
-            eps = self.config.layernorm_epsilon
-            query, key = (rms_norm(x, x.shape[-1:], eps=eps) for x in (query, key))
-        if self.tempered:
-            ranks = 1 if self.context is None else self.context.degree
-            place = torch.arange(1.0, ranks * len(query) + 1, device=query.device)
-            if self.context is not None:
-                place = self.context.own(place[None])[0]
-            steps = torch.floor(place / self.layers.floor)
-            factor = torch.log1p(steps) * self.layers.growth + 1.0
-            query = (query * factor[:, None, None, None]).to(query.dtype)
-        return super().forward(query, key, *arguments, **options)
-
-    @property
-    def limited(self) -> bool:
-        """See `CausalAttention.limited`."""
-        return self.chunked
-
-    def _mask(self, length: int, device: torch.device) -> Tensor | None:
-        if not self.chunked or self.layers.size >= length:
-            return None
-        places = torch.arange(length, device=device)
-        return band(length, length, device) & _same_chunk(places, self.layers.size)
-
-
-class EagerChunkedAttention(ChunkedAttention, EagerAttention):
-    """The same by plain products."""
-
-
-def _same_chunk(positions: Tensor, size: int) -> Tensor:
-    """[…, sequence] → bool […, queries, keys]."""
-    chunk = positions // size
-    return chunk[..., :, None] == chunk[..., None, :]
-
-
-def chunk_ends(ends: Tensor, positions: Tensor, size: int) -> Tensor:
-    """int32 [2, n]: the `MicroBatch.ends` of documents, and those of their chunks of `size`
-    positions. `positions`, [batch, sequence], count from 0 in each document."""
-    tokens = positions.numel()
-    most = len(ends) + tokens // size  # known to the host, which does not wait for the count
-    begins = (positions % size == 0).flatten()
-    chunks = torch.nonzero_static(begins, size=most, fill_value=tokens)[:, 0]
-    return torch.stack([pad(ends, (0, most - len(ends)), value=tokens), chunks.int()])
-
-
-def document_masks(
-    segments: Tensor, positions: Tensor, config: TransformerConfig, chunk: int | None
-) -> Tensor:
+def document_masks(segments: Tensor, config: TransformerConfig) -> Tensor:
     """The masks of a micro batch whose documents are isolated, in the compute precision: [1 or
     2, batch, 1, sequence, sequence], 0 where a query sees a key, otherwise -inf.
 
     The first is for layers with full causal attention inside a document, the second for layers
-    with a window, or with chunks of `chunk` tokens, counted by the positions in it. All layers
-    share them: a boolean mask, or one created in each layer, would be kept for the backward
-    pass once per layer.
+    with a window. All layers share them: a boolean mask, or one created in each layer, would be
+    kept for the backward pass once per layer.
     """
     length = segments.shape[1]
     same = segments[:, :, None] == segments[:, None, :]
     sees = [same & band(length, length, segments.device)]
     if config.window_size is not None:
         sees.append(same & band(length, config.window_size[0], segments.device))
-    if chunk is not None:
-        sees.append(sees[0] & _same_chunk(positions, chunk))
     hidden = ~torch.stack(sees)[:, :, None]
     scores = torch.zeros(hidden.shape, dtype=config.params_dtype, device=segments.device)
     return scores.masked_fill_(hidden, float("-inf"))

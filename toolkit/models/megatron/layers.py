@@ -42,9 +42,7 @@ from toolkit.models.megatron import versions
 from toolkit.models.megatron.attention import (
     CappedAttention,
     CausalAttention,
-    ChunkedAttention,
     EagerAttention,
-    EagerChunkedAttention,
     SinkAttention,
 )
 from toolkit.models.megatron.experts import GroupedExperts, GroupedLayer
@@ -119,9 +117,6 @@ def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
     core: Any = EagerAttention if model.eager else CausalAttention
     if model.score_cap is not None:
         core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
-    if model.chunked_layers is not None:
-        chunked = EagerChunkedAttention if model.eager else ChunkedAttention
-        core = ModuleSpec(module=chunked, params={"layers": model.chunked_layers})
     if config.softmax_type == "learnable":
         core = SinkAttention
     if config.multi_latent_attention:

@@ -25,7 +25,7 @@ from toolkit.models.context import Context
 from toolkit.models.families import MegatronModel
 from toolkit.models.log_probs import in_chunks
 from toolkit.models.megatron import cpu, versions
-from toolkit.models.megatron.attention import CausalAttention, chunk_ends, document_masks
+from toolkit.models.megatron.attention import CausalAttention, document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
@@ -66,8 +66,6 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
     vocabulary: int
     """Tokens without padding."""
     loss_kernel: LossKernel
-    attention_chunk: int | None
-    """Tokens that chunked layers see at most; None without such layers."""
     context: Context | None
     """The ranks that compute the other positions of the same rows; None: there are none."""
 
@@ -174,10 +172,8 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         if ends is None and self.context is not None:
             rows, length = positions.shape
             ends = torch.arange(rows + 1, dtype=torch.int32, device=positions.device) * length
-        if ends is not None and self.attention_chunk is not None:
-            return chunk_ends(ends, positions, self.attention_chunk)
         if ends is None and segments is not None:
-            return document_masks(segments, positions, self.config, self.attention_chunk)
+            return document_masks(segments, self.config)
         return ends
 
     def _padding(self, real: Tensor | None) -> Tensor | None:
@@ -322,8 +318,6 @@ def build_chunks(
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
                 part.context = context
-        chunks_of = model.chunked_layers
-        chunk.attention_chunk = None if chunks_of is None else chunks_of.size
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:
