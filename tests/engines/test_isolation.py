@@ -26,8 +26,6 @@ SOME_WINDOWED = {
     "model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True,
     "max_window_layers": 1, "num_hidden_layers": 2,
 }  # fmt: skip
-PLAIN = {"num_key_value_heads": 4, "intermediate_size": 256}
-"""What gpt2 and gpt_neox have instead of grouped heads and a gated MLP."""
 CASES = [
     Case("ddp", 2),
     Case("deepspeed", 2, stage=3),
@@ -52,7 +50,7 @@ CASES = [
 
 def _of_family(model_type: str) -> list[Case]:
     """The family on transformers, and on megatron-core where that can compute it."""
-    config = PLAIN | {"model_type": model_type, **FAMILIES[model_type]}
+    config = {"model_type": model_type, **FAMILIES[model_type]}
     config["vocab_size"] = VOCABULARY
     if model_type in ("gemma2", "gpt_oss", "mistral"):
         config["sliding_window"] = 3

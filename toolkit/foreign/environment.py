@@ -9,6 +9,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import Recipe
+from toolkit.text.terminal import tell
 
 Starting = Literal["launch", "worker"]
 """`dmt launch` starts its own workers; launch/train.py was started by another launcher."""
@@ -37,11 +38,14 @@ _ACCELERATE = (
 def preflight(
     recipe: Recipe, starting: Starting, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse variables with which the run would hang or compute something else.
+    """Refuse variables with which the run would hang or compute something else, and name those
+    of Accelerate's launcher that the recipe overrules.
 
     `environ` is os.environ unless given; `check_world` judges WORLD_SIZE. Raises PlanError.
     """
     environ = os.environ if environ is None else environ
+    if starting == "worker" and (overruled := [*_overruled(recipe, environ)]):
+        tell(f"dmt: {', '.join(overruled)}: the recipe takes precedence")
     found = [*_processes(recipe, starting, environ), *_numbers(recipe, starting, environ)]
     if found:
         raise PlanError(
@@ -88,6 +92,21 @@ def _numbers(
             usual = deterministic.VARIABLES[variable][0]
             fix = f"unset {variable}, or set it to {usual}"
             yield variable, "training.deterministic is true", fix
+
+
+def _overruled(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
+    """Settings of Accelerate's launcher that disagree with the recipe's."""
+    engine, precision = recipe.parallel.engine, recipe.training.precision
+    for name, (kind, _) in SWITCHES.items():
+        is_on = environ.get(name, "").lower() in ("1", "true", "yes", "on")
+        if is_on and engine not in ("auto", ENGINES.get(kind)):
+            yield f"{name}={environ[name]} (parallel.engine is {engine})"
+    name = "ACCELERATE_MIXED_PRECISION"
+    if environ.get(name, "no") not in ("no", precision):
+        yield f"{name}={environ[name]} (training.precision is {precision})"
+    name = "ACCELERATE_DYNAMO_BACKEND"
+    if environ.get(name, "no").lower() != "no":
+        yield f"{name}={environ[name]} (kernels.compile decides)"
 
 
 def accelerate_settings(environ: Mapping[str, str]) -> list[str]:
