@@ -107,7 +107,11 @@ def known_keys(model_type: str) -> frozenset[str]:
         return frozenset()
     config = CONFIG_MAPPING[model_type]
     names = {field.name for field in fields(config)}.union(*config.attribute_map.items())
-    return frozenset((*_PUBLISHED, *names, *_read_keys(config), *config().to_dict()))
+    try:
+        defaults = config().to_dict()
+    except Exception:  # noqa: BLE001 - some classes refuse their own defaults
+        defaults = {}
+    return frozenset((*_PUBLISHED, *names, *_read_keys(config), *defaults))
 
 
 def base_keys() -> frozenset[str]:

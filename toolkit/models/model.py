@@ -93,8 +93,12 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
 
 
 def read(config: Mapping[str, object]) -> Model:
-    """The model of a config. Raises PlanError for one that transformers does not load."""
+    """The model of a config. Keys that transformers does not read are passed over: those of a
+    recipe were refused by `check_config`. Raises PlanError for a config that transformers does
+    not load."""
     problems, model = _examined(text_of(config))
+    if model is None and len(known := published(config)) < len(config):
+        problems, model = _examined(text_of(known))
     if model is None:
         first = problems[0]
         raise PlanError(f"{first.key}: {first.found}; allowed: {first.allowed}", fix=first.fix)
