@@ -200,9 +200,11 @@ def test_a_killed_replica_comes_back(own_project: Project, lighthouse: str) -> N
             rank.kill()
         end_both(commands)
     exchanges = [one["replicas"] for one in events(runs[0], "outer") if "replicas" in one]
-    assert 1 in exchanges and exchanges[-1] == 2
-    (missed,) = [one for one in events(runs[1], "warning") if one.get("source") == "outer"]
-    assert "are not trained" in missed["message"]
+    assert exchanges[-1] == 2
+    # Back within the lighthouse's 5 s, it has missed nothing.
+    missed = [one for one in events(runs[1], "warning") if one.get("source") == "outer"]
+    assert all("are not trained" in one["message"] for one in missed)
+    assert missed or 1 not in exchanges
     first, second = (weights(run, 120) for run in runs)
     assert all(torch.equal(values, second[name]) for name, values in first.items())
     losses = [loss for loss, _ in curve(runs[0]).values()]
