@@ -262,11 +262,7 @@ def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[
         yield Problem(KEY, found, allowed, did_you_mean(idle[0], every, f"write {kinds[0]}"))
     family = str(config["model_type"])
     of_experts = any(map(is_of_expert, chosen.values()))
-    if of_experts and family in _TAKEN_TRANSPOSED:
-        allowed = "projections outside of experts: PEFT takes the inputs of these for outputs"
-        found = f"{section.targets}, experts of {family} among them"
-        yield Problem(KEY, found, allowed, f"set {KEY} to attention")
-    elif of_experts and mapped(config).transformer["num_moe_experts"] == 1:
+    if of_experts and mapped(config).transformer["num_moe_experts"] == 1:
         allowed = "projections outside of experts, of which each layer of this model has one"
         yield Problem(KEY, f"{section.targets}", allowed, f"set {KEY} to attention")
     elif of_experts and section.dropout:
@@ -368,8 +364,6 @@ def _stacked(module: str) -> str:
     return f"{match[1]}.{re.sub('^(gate|up)_proj$', 'gate_up_proj', match[3])}"
 
 
-_TAKEN_TRANSPOSED = ("llama4_text",)
-"""Whose experts are [in, out] without the attribute by which PEFT knows this."""
 _RENAMED = frozenset(("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
 _KEPT_NAMES = ("gpt_oss", "llama4_text", "qwen2_moe")
 """In most mixtures PEFT takes the names of _RENAMED for experts', as transformers 4 had them
