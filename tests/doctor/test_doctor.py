@@ -44,7 +44,6 @@ def test_a_bare_machine_names_everything_with_its_fix(tmp_path: Path) -> None:
         "C++ compiler": "apt-get install g++",
         "numactl": "apt-get install numactl",
         "lock of cpu_adam": f"rm {tmp_path / 'extensions' / 'cpu_adam' / 'lock'}",
-        "pdsh": "apt-get install pdsh",
         "sbatch": "apt-get install slurm-client",
     }
     nothing = run(dmt("doctor"), tmp_path, broken)
