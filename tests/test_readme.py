@@ -46,7 +46,7 @@ def test_first_two_commands_are_demo_and_tests() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 90
 
 
 SHORTER = {"launch": ["--dry-run"], "rehearse": ["--layouts", "ddp", "--steps", "1"]}
