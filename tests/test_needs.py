@@ -7,7 +7,7 @@ from tests import needs
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without pdsh and Slurm, and a user of it."""
+    """A machine without Slurm, and a user of it."""
     monkeypatch.setattr(needs, "SEARCH_PATH", "/nonexistent")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.delenv("DMT_TEST_NEEDS", raising=False)
@@ -15,17 +15,17 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_test_is_skipped_with_the_packages_named() -> None:
     with pytest.raises(
-        pytest.skip.Exception, match=r"^needs: apt-get install pdsh munge, root$"
+        pytest.skip.Exception, match=r"^needs: apt-get install slurmd munge, root$"
     ):
-        needs.require("pdsh", needs.ROOT, "munge")
+        needs.require("slurmd", needs.ROOT, "munge")
 
 
 def test_ci_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMT_TEST_NEEDS", "all")
-    with pytest.raises(pytest.fail.Exception, match="apt-get install pdsh"):
-        needs.require("pdsh")
+    with pytest.raises(pytest.fail.Exception, match="apt-get install slurmd"):
+        needs.require("slurmd")
 
 
 def test_nothing_is_skipped_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "which", lambda name, path: f"{path}/{name}")
-    needs.require("pdsh", "munge")
+    needs.require("slurmd", "munge")

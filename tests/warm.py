@@ -28,6 +28,7 @@ from unittest.mock import patch
 import fsspec
 import psutil
 
+from tests.e2e import hooks
 from tests.forked import PRELOADED, SERVER, take_environment
 from tests.processes import ROOT, wait_until
 
@@ -219,6 +220,8 @@ def _python(
         with suppress(Exception):  # what the command says about it, too
             __import__(name)
             sys.modules[name].subprocess = SUBPROCESS
+    if hook := env.get(hooks.HOOK):
+        getattr(hooks, hook)()
     program = next(word for word in argv if not word.startswith("-"))
     for name in THEIR_LAUNCHERS.get(Path(program).name, ()):
         theirs = SimpleNamespace(**vars(subprocess) | {"Popen": popen})

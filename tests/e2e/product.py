@@ -22,7 +22,10 @@ from tests.processes import ROOT, wait_until
 from tests.warm import REGISTER, THEIR_LAUNCHERS, WarmPython, registered
 
 _MARK = "DMT_TEST_COMMAND"
-_WARM_VARIABLES = re.compile("DMT_FAILPOINTS|PYTHONPATH|WANDB_RUN_ID|CFLAGS|AWS_.*|FSSPEC_.*")
+_WARM_VARIABLES = re.compile(
+    r"DMT_FAILPOINTS|DMT_TEST_\w+|PYTHONPATH|CFLAGS|CXX|(WANDB|AWS|FSSPEC|HF)_\w+|"
+    r"\w+_(PASS|PASSWORD|PAT|KEY)"
+)
 """What a warm process may find in its environment: what it reads, or tests/warm.py for it."""
 _MOMENT_S = 30.0
 """How long a service may take to notice that its parent is gone."""

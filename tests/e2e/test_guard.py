@@ -6,35 +6,19 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.faulty_worker import FLIPPED
-from tests.e2e.product import (
-    Ended,
-    checkpoints,
-    curve,
-    events,
-    records,
-    run,
-    settings,
-    steps_logged,
-    tool,
-)
+from tests.e2e.hooks import FLIPPED, hooked
+from tests.e2e.product import checkpoints, curve, events, records, run, steps_logged
 
 pytestmark = pytest.mark.slow
 
-FAULTY_WORKER = Path(__file__).with_name("faulty_worker.py")
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
 
-
-def with_fault(project: Project, fault: str, run_dir: str, **changes: object) -> Ended:
-    """Two ranks of ddp under torchrun, one of them with a fault."""
-    changes = {key.replace("__", "."): value for key, value in changes.items()}
-    argv = tool(*TORCHRUN, FAULTY_WORKER, project.recipe, "--run-dir", run_dir)
-    return run([*argv, *settings(changes)], project.folder, {"DMT_TEST_FAULT": fault})
+def faulty(fault: str) -> dict[str, str]:
+    """The environment of a run, one rank of which has this fault."""
+    return hooked("faulty_engine", DMT_TEST_FAULT=fault)
 
 
 def test_a_nan_batch_on_one_rank_is_skipped_once(project: Project, ddp_run: Path):
-    ended = with_fault(project, "nan@1,5", "nan")
-    assert ended.code == 0, ended.err
+    ended = project.launch("nan", env=faulty("nan@1,5"))
     run_dir = project.folder / "nan"
     (skip,) = events(run_dir, "skip")
     assert (skip["step"], skip["why"], skip["loss"]) == (5, "the loss is not finite", "NaN")
@@ -48,11 +32,9 @@ def test_a_nan_batch_on_one_rank_is_skipped_once(project: Project, ddp_run: Path
 
 
 def test_a_flipped_bit_is_found_and_not_saved(project: Project):
-    ended = with_fault(
-        project, "flip@1,6", "flip", guard__replica_check_every_steps=4,
-        checkpoint__every_steps=1, checkpoint__keep=10,
-    )  # fmt: skip
-    assert ended.code != 0
+    saving = {"checkpoint.every_steps": 1, "checkpoint.keep": 10}
+    changes = {"guard.replica_check_every_steps": 4, **saving}
+    ended = project.launch("flip", changes, env=faulty("flip@1,6"), code=4)
     (message,) = [line for line in ended.err.splitlines() if line.startswith("error:")]
     assert "step 8: rank 0 (" in message
     assert "), rank 1 (" in message

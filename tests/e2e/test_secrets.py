@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import WANDB, Project
+from tests.e2e.hooks import hooked
 from tests.e2e.product import Ended, events, run, settings, tool
 from tests.processes import ROOT
 
@@ -22,16 +23,6 @@ SECRETS = {
     "SURVEYMONKEY_API_KEY": f"{CANARY}survey",
 }
 ENDINGS = [SECRETS[name] for name in list(SECRETS)[-4:]]
-FAILING_STEP = """
-import os
-if "RANK" in os.environ:
-    import torch
-
-    def step(*_, **__):
-        raise RuntimeError("cannot log in with " + os.environ["MY_PASSWORD"])
-
-    torch.optim.AdamW.step = step
-"""
 
 
 def assert_no_canary(folder: Path, ended: Ended) -> None:
@@ -61,9 +52,8 @@ def test_a_run_with_secrets_around_it(project: Project):
     assert_no_canary(run_dir, ended)
 
 
-def test_an_exception_that_holds_a_secret(project: Project, tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(FAILING_STEP)
-    env = {**SECRETS, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+def test_an_exception_that_holds_a_secret(project: Project):
+    env = hooked("failing_step", **SECRETS)
     ended = project.launch("failing", WANDB, env=env, code=4)
     assert "error: RuntimeError: cannot log in with ***" in ended.err
     run_dir = project.folder / "failing"

@@ -5,73 +5,20 @@ import re
 import pytest
 
 from tests.e2e.conftest import Project
+from tests.e2e.hooks import hooked
 from tests.e2e.product import curve, dmt, events, records, run
-from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
-SLOW_DATA = """
-import os
-if os.environ.get("RANK") == "1" and os.environ.get("SLOWED"):
-    import time
-    from toolkit.train.prefetch import Prefetch
-    build = Prefetch.__init__
-    at_6 = extra_s = 0.0
-
-    def slowed(self, build_batches, step):
-        def batches(at):
-            global at_6, extra_s
-            if at == 6:
-                at_6 = time.monotonic()
-            if at == 16:
-                extra_s = max(0.5, time.monotonic() - at_6)
-            time.sleep(extra_s)
-            return build_batches(at)
-        build(self, batches, step)
-
-    Prefetch.__init__ = slowed
-"""
-"""Rank 1 waits as long as ten steps took, at least 0.5 s: longer than other load makes it."""
-SLOW_RANK = """
-import os
-if "RANK" in os.environ and os.environ.get("SLOWED"):
-    import time
-    from toolkit.train import balance, loop
-    train, product = loop.train, balance.product
-    row_s = 0.01 * (1 + int(os.environ["RANK"]))
-
-    def slowed(*given, **named):
-        from transformers.models.llama.modeling_llama import LlamaModel
-        forward = LlamaModel.forward
-
-        def by_row(self, input_ids, *more, **named):
-            time.sleep(row_s * len(input_ids))
-            return forward(self, input_ids, *more, **named)
-
-        LlamaModel.forward = by_row
-        return train(*given, **named)
-
-    def slow_product(*factors):
-        time.sleep(2 * row_s)
-        product(*factors)
-
-    loop.train, balance.product = slowed, slow_product
-"""
-"""Rank 1 sleeps twice as long for a row as rank 0, and for a product."""
-STEPS = {"training.steps": 40, "logging.every_steps": 1, "evaluation.every_steps": "null"}
+STEPS = {"training.steps": 26, "logging.every_steps": 1, "evaluation.every_steps": "null"}
 
 
 @pytest.fixture(scope="module")
-def page(project: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(project: Project) -> str:
     """A page of last week's run, and of today's, which is slowed."""
-    hook = tmp_path_factory.mktemp("hook")
-    (hook / "sitecustomize.py").write_text(SLOW_DATA)
-    env = {"PYTHONPATH": f"{hook}:{ROOT}"}
-    for name, changes, more in (
-        ("last-week", {}, {}),
-        ("today", {"optimizer.learning_rate": 0.002}, {"SLOWED": "1"}),
-    ):
-        project.launch(name, STEPS | changes, env=env | more)
+    project.launch("last-week", STEPS)
+    changed = STEPS | {"optimizer.learning_rate": 0.002}
+    project.launch("today", changed, env=hooked("slow_data"))
     run(dmt("report", "last-week", "today", "--html", "both.html"), project.folder, code=0)
     return (project.folder / "both.html").read_text(encoding="utf-8")
 
@@ -104,12 +51,8 @@ def test_what_differs_from_last_weeks_run(page: str) -> None:
     assert "slower (median tokens/s)" in differences
 
 
-def test_samples_move_to_the_faster_rank(
-    project: Project, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_samples_move_to_the_faster_rank(project: Project) -> None:
     """At a checkpoint of a run that is not restarted for it; and a restart continues so."""
-    hook = tmp_path_factory.mktemp("hook")
-    (hook / "sitecustomize.py").write_text(SLOW_RANK)
     batch = {
         "training.global_batch_size": 12,
         "training.micro_batch_size": 3,
@@ -118,10 +61,9 @@ def test_samples_move_to_the_faster_rank(
         "logging.samples": "true",
     }
     project.launch("even", batch)
-    slowed = {"PYTHONPATH": f"{hook}:{ROOT}", "SLOWED": "1"}
     for steps in (12, 20):
         moving = {"parallel.balance": "auto", "training.steps": steps}
-        project.launch("moved", batch | moving, env=slowed)
+        project.launch("moved", batch | moving, env=hooked("slow_rank"))
     run_dir = project.folder / "moved"
     (event,) = events(run_dir, "balance")
     fast, slow = event["shares"]

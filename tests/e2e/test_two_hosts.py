@@ -1,6 +1,6 @@
 """Training across two hosts, and what happens when one of them is cut off.
 
-The one command, as root (Debian: apt-get install pdsh openssh-server iproute2):
+The one command, as root (Debian: apt-get install iproute2):
 
     python -m pytest tests/e2e/test_two_hosts.py
 """
@@ -23,8 +23,8 @@ LONG = {**TWO, "training.steps": 100_000, "launch.hang_timeout_s": HANG_S}
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts() as made:
         yield made
 
 

@@ -47,6 +47,14 @@ def test_seen_by_both_workers(project: Project, tmp_path: Path):
     assert (end["exit_code"], end["rank"]) == (2, 0)
 
 
+def test_layers_that_no_compiler_can_compile(project: Project):
+    changes, env = {"kernels.compile": "layers"}, {"CXX": "/no/such/compiler"}
+    ended = project.launch("no-compiler", changes, env=env, code=3)
+    message = "kernels.compile: there is no C++ compiler ('/no/such/compiler'"
+    assert_one_message(ended, message, "CXX", code=3)
+    assert not (project.folder / "no-compiler").exists()
+
+
 def test_a_run_for_gpus_without_one(project: Project):
     ended = project.launch("no-gpu", {"cluster.gpu": "h100-80gb"}, code=3)
     assert_one_message(ended, "torch finds no GPU", "--set cluster.gpu=cpu", code=3)

@@ -1,16 +1,15 @@
-"""Hosts on this machine: network namespaces on a switch, with sshd in the first two."""
+"""Hosts on this machine: network namespaces on a switch."""
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import rmtree, which
+from shutil import rmtree
 
 import psutil
 
 from tests.needs import NAMESPACES, ROOT, SEARCH_PATH
-from tests.processes import wait_until
 
 HOSTS = (f"dmt{os.getpid()}-a", f"dmt{os.getpid()}-b")
 """Of this test run alone."""
@@ -21,7 +20,7 @@ ADDRESS = {host: f"10.77.0.{number}" for number, host in enumerate(ALL_HOSTS, 1)
 SWITCH = f"dmt{os.getpid()}-switch"
 WIRE = "dmt0"
 """The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
-NEEDS = ("iproute2", "openssh-client", "openssh-server", "pdsh", ROOT, NAMESPACES)
+NEEDS = ("iproute2", ROOT, NAMESPACES)
 
 
 def _env() -> dict[str, str]:
@@ -34,18 +33,14 @@ def _run(*command: str | Path) -> None:
 
 
 class TwoHosts:
-    """The two `HOSTS`, and the third one, which has no sshd."""
+    """The two `HOSTS`, and the third one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.env = {
-            "GLOO_SOCKET_IFNAME": WIRE,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMP_NUM_THREADS": "1",  # both hosts have the same cores
-            "PATH": SEARCH_PATH,
-        }
-        """What a user has in the environment on each."""
+    env: Mapping[str, str] = {
+        "GLOO_SOCKET_IFNAME": WIRE,
+        "OMP_NUM_THREADS": "1",  # both hosts have the same cores
+        "PATH": SEARCH_PATH,
+    }
+    """What a user has in the environment on each."""
 
     def on(self, host: str, command: list[str]) -> list[str]:
         """The command that runs `command` on a host, which has a name of its own, too."""
@@ -72,25 +67,22 @@ class TwoHosts:
         return found
 
     def kill_all(self, host: str) -> None:
-        """Kill everything on a host but sshd's listener."""
+        """Kill everything on a host."""
         for process in self.processes(host):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+def two_hosts() -> Iterator[TwoHosts]:
     """Make them; leave no namespace, file or process behind."""
-    hosts = TwoHosts(folder)
-    _keys(folder)
+    hosts = TwoHosts()
     try:
         for host in (SWITCH, *ALL_HOSTS):
             _run("ip", "netns", "add", host)
         _wires()
         for host in ALL_HOSTS:
-            _names(folder, host)
-        for host in HOSTS:
-            _ssh_daemon(hosts, host)
+            _names(host)
         yield hosts
     finally:
         for host in (*ALL_HOSTS, SWITCH):
@@ -112,38 +104,9 @@ def _wires() -> None:
         _run(*inside, "link", "set", "lo", "up")
 
 
-def _names(folder: Path, host: str) -> None:
+def _names(host: str) -> None:
     """`ip netns exec` puts the files of /etc/netns/HOST over those of /etc."""
     own = Path("/etc/netns") / host
     own.mkdir(parents=True, exist_ok=True)
     lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in ALL_HOSTS)]
     (own / "hosts").write_text("\n".join(lines) + "\n")
-    (own / "ssh").mkdir(exist_ok=True)
-    (own / "ssh" / "ssh_config").write_text(
-        f"IdentityFile {folder}/user_key\nStrictHostKeyChecking no\n"
-        f"UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-    )
-
-
-def _keys(folder: Path) -> None:
-    for name in ("host_key", "user_key"):
-        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name)
-    (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
-    (folder / "sshd_config").write_text(
-        f"HostKey {folder}/host_key\n"
-        f"AuthorizedKeysFile {folder}/authorized_keys\n"
-        "Port 22\nStrictModes no\nPermitRootLogin yes\nPidFile none\nUsePAM no\n"
-    )
-
-
-def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
-    Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = which("sshd", path=SEARCH_PATH)
-    assert sshd is not None
-    _run(*hosts.on(host, [sshd, "-f", str(hosts.folder / "sshd_config")]))
-    check = hosts.on(host, ["ssh", host, "true"])
-
-    def answers() -> bool:
-        return subprocess.run(check, env=_env(), capture_output=True).returncode == 0
-
-    wait_until(answers, f"ssh to {host}")

@@ -1,0 +1,115 @@
+"""Faults and delays of ranks in real runs: DMT_TEST_HOOK names a function of this file.
+
+tests/warm.py calls it in every process that has the variable, before its program begins.
+"""
+
+import math
+import os
+import time
+from typing import Any
+
+HOOK = "DMT_TEST_HOOK"
+FLIPPED = "model.layers.1.mlp.up_proj.weight"
+
+
+def hooked(name: str, **more: str) -> dict[str, str]:
+    """The environment of a command whose processes have the hook."""
+    return {HOOK: name, **more}
+
+
+def faulty_engine() -> None:
+    """DMT_TEST_FAULT=nan@RANK,STEP spoils what one layer of that rank computes in that step;
+    flip@RANK,STEP flips one bit of one weight of that rank after it."""
+    from toolkit.train import stages
+
+    build = stages.build_engine
+
+    def build_engine(name: str, setup: Any) -> Any:
+        engine: Any = build(name, setup)
+        fault, place = os.environ["DMT_TEST_FAULT"].split("@")
+        rank, at_step = map(int, place.split(","))
+        if rank == setup.ranks.rank:
+            _spoil(engine, fault, at_step)
+        return engine
+
+    stages.build_engine = build_engine
+
+
+def _spoil(engine: Any, fault: str, at_step: int) -> None:
+    import torch
+
+    train_step, step = engine.train_step, 0
+
+    def nan(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output * math.nan if fault == "nan" and step == at_step else output
+
+    def spoiled(*arguments: Any) -> Any:
+        nonlocal step
+        step += 1
+        result = train_step(*arguments)
+        if fault == "flip" and step == at_step:
+            weight = dict(engine.model.named_parameters())[FLIPPED]
+            weight.data.view(torch.int32)[3, 5] ^= 1 << 20
+        return result
+
+    engine.model.model.norm.register_forward_hook(nan)
+    engine.train_step = spoiled
+
+
+def slow_data() -> None:
+    """From step 16 on, rank 1 waits for each batch as long as ten steps took, at least 0.5 s:
+    longer than other load makes it."""
+    if os.environ.get("RANK") != "1":
+        return
+    from toolkit.train.prefetch import Prefetch
+
+    build = Prefetch.__init__
+    at_6 = extra_s = 0.0
+
+    def slowed(self: Any, build_batches: Any, step: int) -> None:
+        def batches(at: int) -> Any:
+            nonlocal at_6, extra_s
+            if at == 6:
+                at_6 = time.monotonic()
+            if at == 16:
+                extra_s = max(0.5, time.monotonic() - at_6)
+            time.sleep(extra_s)
+            return build_batches(at)
+
+        build(self, batches, step)
+
+    Prefetch.__init__ = slowed  # type: ignore[method-assign]
+
+
+def slow_rank() -> None:
+    """Rank 1 sleeps twice as long for a row as rank 0, and for a product."""
+    if "RANK" not in os.environ:
+        return
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    from toolkit.train import balance
+
+    row_s = 0.01 * (1 + int(os.environ["RANK"]))
+    forward, product = LlamaModel.forward, balance.product
+
+    def by_row(self: Any, input_ids: Any, *more: Any, **named: Any) -> Any:
+        time.sleep(row_s * len(input_ids))
+        return forward(self, input_ids, *more, **named)
+
+    def slow_product(*factors: Any) -> None:
+        time.sleep(2 * row_s)
+        product(*factors)
+
+    LlamaModel.forward, balance.product = by_row, slow_product
+
+
+def failing_step() -> None:
+    """A step raises an error whose text holds a secret."""
+    if "RANK" not in os.environ:
+        return
+    import torch
+
+    def step(*_: object, **__: object) -> None:
+        raise RuntimeError("cannot log in with " + os.environ["MY_PASSWORD"])
+
+    torch.optim.AdamW.step = step  # type: ignore[method-assign,assignment]
