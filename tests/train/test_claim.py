@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,18 @@ from toolkit.run.claim import claim
 from toolkit.run.directory import RunDirectory
 
 try:
-    claim(RunDirectory(Path(sys.argv[1])), patience_s=float(sys.argv[2]))
+    claim(RunDirectory(Path(sys.argv[1])))
 except DirectoryInUse as error:
     sys.exit(str(error))
 print("claimed", flush=True)
-if sys.argv[3] == "forking" and os.fork() == 0:
+if sys.argv[2] == "forking" and os.fork() == 0:
     other = os.open(os.devnull, os.O_RDONLY)  # has the number of the lock
     if (grandchild := os.fork()) == 0:
         os.fstat(other)
         os._exit(0)
     assert os.waitpid(grandchild, 0)[1] == 0
     print(os.getpid(), flush=True)
-if sys.argv[3] != "leaving":
+if sys.argv[2] != "leaving":
     time.sleep(60)
 """
 Claimant = Callable[..., "subprocess.Popen[str]"]
@@ -51,8 +50,8 @@ def claimant(tmp_path: Path) -> Iterator[Claimant]:
     """Starts processes that claim `tmp_path`."""
     processes = []
 
-    def start(does: str = "staying", patience_s: float = 0.0) -> "subprocess.Popen[str]":
-        argv = [sys.executable, "-c", _CLAIM, str(tmp_path), str(patience_s), does]
+    def start(does: str = "staying") -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-c", _CLAIM, str(tmp_path), does]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(argv, cwd=ROOT, text=True, **pipes))
         return processes[-1]
@@ -101,16 +100,6 @@ def test_a_killed_run_leaves_no_lock(tmp_path, claimant, does):
     finally:
         if child is not None:
             os.kill(child, 9)
-
-
-def test_a_restarted_run_waits_for_the_end_of_the_one_before(claimant):
-    first = claimant()
-    wait_until_claimed(first)
-    second = claimant("leaving", patience_s=20.0)
-    time.sleep(1.0)
-    assert second.poll() is None
-    first.kill()
-    wait_until_claimed(second)
 
 
 def test_looking_neither_writes_nor_blocks(tmp_path):

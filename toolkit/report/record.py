@@ -18,8 +18,8 @@ from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import MAPPING, PLAN, checked, parse_recipe, valid_event
-from toolkit.system.untrusted import parse_json, read_bytes
+from toolkit.run.recorded import parse_mapping, parse_recipe, valid_event
+from toolkit.system.untrusted import read_bytes
 from toolkit.text.units import duration
 
 MOST_RANKS = 64
@@ -162,11 +162,9 @@ def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
         )
     record.recipe = _mapping(run.recipe, parse_yaml, record.missing)
     if run.stated_in.exists():
-        record.stated_in = _mapping(run.stated_in, _any_json, record.missing)
-    record.plan = _mapping(
-        run.plan, lambda text: checked(PLAN, parse_json(text)), record.missing
-    )
-    record.environment = _mapping(run.environment, _any_json, record.missing)
+        record.stated_in = _mapping(run.stated_in, parse_mapping, record.missing)
+    record.plan = _mapping(run.plan, parse_mapping, record.missing)
+    record.environment = _mapping(run.environment, parse_mapping, record.missing)
     record.missing += _unlogged(record)
     return record
 
@@ -205,10 +203,6 @@ def _mapping(
     except (OSError, ValueError) as error:
         missing.append(f"{path.name}: {_why(error)}")
         return {}
-
-
-def _any_json(text: str) -> dict[str, Any]:
-    return checked(MAPPING, parse_json(text))
 
 
 @lru_cache(maxsize=64)

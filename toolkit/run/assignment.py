@@ -36,10 +36,10 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.comparison import Prediction
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import PLAN, checked
+from toolkit.run.recorded import parse_mapping
 from toolkit.system.atomic import write_atomically
 from toolkit.system.compilers import missing_for_torch_compile
-from toolkit.system.untrusted import read_json
+from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
 
@@ -214,7 +214,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
     """
     run = RunDirectory(path.absolute())
     try:
-        fields = dict(checked(PLAN, read_json(run.plan)))
+        fields = parse_mapping(read_bytes(run.plan))
         stored = fields.pop("predicted", None)
         fields.pop("predicted_parts", None)
         prediction = None if stored is None else Prediction(**stored)

@@ -20,60 +20,48 @@ from toolkit.run.directory import RunDirectory, not_writable
 from toolkit.system.untrusted import read_json
 from toolkit.text.terminal import tell
 
-PATIENCE_S = 5.0
-"""How long a restarted run waits for the end of the rank 0 before it."""
 _RETRY_S = 0.1
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 """Errors of file systems that do not support locks."""
 
 
-def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
+def claim(run: RunDirectory) -> None:
     """Lock the run directory until this process ends, however it ends.
 
-    Raises DirectoryInUse when another process still holds it after `patience_s` seconds.
-    If the file system does not support locks, a warning is printed on standard error. Raises
-    RecipeError when the lock file cannot be written.
+    Raises DirectoryInUse when another process holds it, RecipeError when the lock file cannot
+    be written. If the file system does not support locks, a warning is printed.
     """
-    descriptor = _lock(run, patience_s)
-    # Stays open. A forked child that outlives this process must not hold the lock; its own
-    # children run this hook, too, when the number may be another file's.
-    held = [descriptor]
+    # A forked child that outlives this process must not hold the lock; its own children run
+    # this hook, too, when the number may be another file's.
+    held = [_lock(run)]
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
-    _name_holder(descriptor)
 
 
 @contextmanager
 def claimed(run: RunDirectory) -> Iterator[None]:
-    """Lock the run directory for a while. Raises as `claim` does, without waiting."""
-    descriptor = _lock(run, patience_s=0)
+    """Lock the run directory for a while. Raises as `claim` does."""
+    descriptor = _lock(run)
     try:
-        _name_holder(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(run: RunDirectory, patience_s: float) -> int:
-    """The descriptor that holds the lock."""
+def _lock(run: RunDirectory) -> int:
+    """The descriptor that holds the lock; the file names this process."""
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise not_writable(run.lock, error) from error
-    deadline = time.monotonic() + patience_s
-    while not _locked(descriptor, fcntl.LOCK_EX, warn=True):
-        if time.monotonic() >= deadline:
-            os.close(descriptor)
-            raise _in_use(run)
-        time.sleep(_RETRY_S)
-    return descriptor
-
-
-def _name_holder(descriptor: int) -> None:
+    if not _locked(descriptor, fcntl.LOCK_EX, warn=True):
+        os.close(descriptor)
+        raise _in_use(run)
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     with suppress(OSError):  # On a full disk the lock is still valid.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{json.dumps(holder)}\n".encode(), 0)
+    return descriptor
 
 
 def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
@@ -85,9 +73,9 @@ def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
         return
     except OSError as error:
         raise not_writable(run.lock, error) from error
+    deadline = time.monotonic() + patience_s
     try:
         # Shared: two checks do not conflict with each other.
-        deadline = time.monotonic() + patience_s
         while not _locked(descriptor, fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
                 raise _in_use(run)

@@ -2,24 +2,30 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from toolkit.hardware.cluster import Basis
 from toolkit.text.units import seconds, size
+
+
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+"""A quantity that was predicted or measured."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Memory and time of one step on the fullest and the busiest rank."""
 
-    step_time_s: float
-    memory_gib: float
+    step_time_s: Amount
+    memory_gib: Amount
     """Peak of what the framework's allocator hands out (torch.cuda.max_memory_allocated)."""
     basis: Basis
     """The basis of the step time."""
-    reserved_gib: float | None = None
+    reserved_gib: Amount | None = None
     """Peak of what the allocator takes from the device; None in a plan of an older release."""
-    outside_gib: float | None = None
+    outside_gib: Amount | None = None
     """Memory of the device outside of the allocator: CUDA's context and NCCL's buffers."""
 
 
@@ -27,17 +33,17 @@ class Prediction:
 class RunMeasurement:
     """What a run took since it started."""
 
-    step_time_s: float
+    step_time_s: Amount
     """Median of its steps, without the first one where there are more."""
     steps: int
     """How many that are."""
-    memory_gib: float | None
+    memory_gib: Amount | None
     """Peak of the allocator on the fullest device; None on CPU, where it is not measured."""
-    process_gib: float | None
+    process_gib: Amount | None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
-    reserved_gib: float | None = None
+    reserved_gib: Amount | None = None
     """Peak of what the allocator took from the fullest device."""
-    outside_gib: float | None = None
+    outside_gib: Amount | None = None
     """Memory of that device outside of the allocator, other processes' included."""
     retries: int | None = None
     """How often the allocator released its cache because the device was full: each costs time,
@@ -74,44 +80,43 @@ def summary_numbers(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rows of (quantity, text) for people."""
-    predicted, measured = event["predicted"], event["measured"]
-    ratios = event["measured_over_predicted"]
-    yield "step time", _step(predicted, measured, ratios["step_time"])
-    if measured["memory_gib"] is not None:
-        text = f"{size(measured['memory_gib'])} measured, "
-        text += f"{size(predicted['memory_gib'])} predicted{_off(ratios['memory'])}"
-        yield "peak memory", text
+    """Rows of (quantity, text) for people; none of an event that does not have both sides."""
+    try:
+        predicted = TypeAdapter(Prediction).validate_python(event.get("predicted"))
+        measured = TypeAdapter(RunMeasurement).validate_python(event.get("measured"))
+    except ValidationError:
+        return
+    yield "step time", _step(predicted, measured)
+    promised = size(predicted.memory_gib)
+    if measured.memory_gib is not None:
+        off = _off(measured.memory_gib, predicted.memory_gib)
+        yield "peak memory", f"{size(measured.memory_gib)} measured, {promised} predicted{off}"
         yield from _beyond(predicted, measured)
-    elif measured["process_gib"] is not None:
-        text = f"{size(measured['process_gib'])} measured with all libraries, "
-        text += f"{size(predicted['memory_gib'])} predicted for the training alone"
-        yield "peak memory", text
+    elif measured.process_gib is not None:
+        text = f"{size(measured.process_gib)} measured with all libraries, "
+        yield "peak memory", f"{text}{promised} predicted for the training alone"
 
 
-def _beyond(
-    predicted: Mapping[str, Any], measured: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
+def _beyond(predicted: Prediction, measured: RunMeasurement) -> Iterator[tuple[str, str]]:
     """What the allocator holds beyond that, and what is outside of it, which runs out first."""
     for key, name in (("reserved_gib", "reserved"), ("outside_gib", "CUDA and NCCL")):
-        if measured.get(key) is not None:
-            promised = predicted.get(key)
+        found, promised = getattr(measured, key), getattr(predicted, key)
+        if found is not None:
             more = "" if promised is None else f", {size(promised)} predicted"
-            yield name, f"{size(measured[key])} measured{more}"
-    if retries := measured.get("retries"):
+            yield name, f"{size(found)} measured{more}"
+    if retries := measured.retries:
         yield "allocator", f"the device was full {retries} times: its cache was released"
 
 
-def _step(
-    predicted: Mapping[str, Any], measured: Mapping[str, Any], ratio: float | None
-) -> str:
-    found, promised = seconds(measured["step_time_s"]), predicted["step_time_s"]
-    text = f"{found} measured, {seconds(promised)} predicted"
-    if predicted["basis"] == "nominal":
+def _step(predicted: Prediction, measured: RunMeasurement) -> str:
+    found, promised = measured.step_time_s, predicted.step_time_s
+    text = f"{seconds(found)} measured, {seconds(promised)} predicted"
+    if predicted.basis == "nominal":
         return f"{text} for a nominal CPU, not for this one (see `dmt doctor --calibrate`)"
     source = {"calibrated": "measured speeds", "data sheet": "data sheets"}
-    return f"{text} from {source[predicted['basis']]}{_off(ratio)}"
+    return f"{text} from {source[predicted.basis]}{_off(found, promised)}"
 
 
-def _off(ratio: float | None) -> str:
+def _off(measured: float, predicted: float) -> str:
+    ratio = _ratio(measured, predicted)
     return "" if ratio is None else f" ({ratio - 1:+.0%})"

@@ -37,8 +37,8 @@ from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.recipe.schema import Recipe
-from toolkit.run.recorded import MAPPING, checked
-from toolkit.system.untrusted import read_json
+from toolkit.run.recorded import parse_mapping
+from toolkit.system.untrusted import read_bytes
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.marks import Marks
 
@@ -274,6 +274,6 @@ class RunReference:
 
 def _noted(note: Path) -> str | None:
     try:
-        return str(checked(MAPPING, read_json(note))["weights"])
+        return str(parse_mapping(read_bytes(note))["weights"])
     except (OSError, ValueError, KeyError):
         return None

@@ -28,7 +28,7 @@ from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.report.record import Logs
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import METRICS, valid, valid_event
+from toolkit.run.recorded import valid_event
 
 Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
 """`stopped`: by its caller's decision; `interrupted`: it saved and ended because the caller is
@@ -252,9 +252,14 @@ class _Follower:
         """Whether there is anything new."""
         now = self.followed
         before = len(now.metrics), len(now.events)
-        now.metrics = self._logs.lines(self._run.metrics, [], lambda line: valid(METRICS, line))
+        now.metrics = self._logs.lines(self._run.metrics, [], _stepped)
         now.events = self._logs.lines(self._run.events, [], valid_event)
         return (len(now.metrics), len(now.events)) != before
+
+
+def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None for a damaged one."""
+    return line if isinstance(line.get("step"), int) else None
 
 
 @contextmanager
