@@ -32,7 +32,7 @@ from toolkit.checkpoint.shards import (
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block, ends
-from toolkit.models.safetensors_stream import write_file
+from toolkit.models.safetensors import write_file
 
 ROWS, COLUMNS = 9, 5
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)

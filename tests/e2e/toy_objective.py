@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
-from toolkit.objectives.base import LossTerms
+from toolkit.objectives.base import LossTerms, Objective
 
 
-class Toy:
+class Toy(Objective):
     """Counts sequences in place of tokens, and logs how many tokens one has."""
 
-    reads: tuple[str, ...] = ()
     metrics = ("tokens_per_sequence",)
 
     def count(self, batch: MicroBatch) -> Tensor:

@@ -156,24 +156,26 @@ ROUNDING: Mapping[str, str] = {
     "gemma4_unified_text": "micro batches differ by 3e-05 from one, fp32 by 9e-04 from fp64",
 }
 """Where rounding alone grows beyond 1e-5 in three steps of the plain loop: by how much."""
-MARK = "| model_type | difference | otherwise why |\n|---|---|---|\n"
+HEAD = "| model_type | why not |\n|---|---|\n"
+
+
+def reason(row: Row) -> str:
+    """Why the losses of a type are not equal."""
+    why = row.why
+    if not why:
+        why = "differs by " + ", ".join(f"{d:.0e} in {x}" for x, d in row.differences.items())
+        if row.model_type in ROUNDING:
+            why += f"; in the plain loop, {ROUNDING[row.model_type]}"
+    return why.replace("|", "/")
 
 
 def write_page(rows: list[Row]) -> None:
-    """Replace the table of docs/models.md."""
-    lines = [f"{sum(row.agrees for row in rows)} of {len(rows)} agree.\n\n", MARK]
-    for row in rows:
-        largest = f"{max(row.differences.values()):.0e}" if row.agrees else ""
-        why = row.why
-        if not row.agrees and not why:
-            why = "differs by " + ", ".join(
-                f"{d:.0e} in {x}" for x, d in row.differences.items()
-            )
-            if row.model_type in ROUNDING:
-                why += f"; in the plain loop, {ROUNDING[row.model_type]}"
-        lines.append(f"| `{row.model_type}` | {largest} | {why.replace('|', '/')} |\n")
-    prose, _, _ = PAGE.read_text(encoding="utf-8").partition("## The table\n")
-    PAGE.write_text(f"{prose}## The table\n\n{''.join(lines)}", encoding="utf-8")
+    """Replace the lists of docs/models.md."""
+    agree = [f"`{row.model_type}`" for row in rows if row.agrees]
+    others = [f"| `{row.model_type}` | {reason(row)} |\n" for row in rows if not row.agrees]
+    listed = f"{len(agree)} of {len(rows)} types agree: {', '.join(agree)}.\n"
+    prose = re.split(r"\n\d+ of \d+ types agree", PAGE.read_text("utf-8"))[0]
+    PAGE.write_text(f"{prose}\n{listed}\n{HEAD}{''.join(others)}", encoding="utf-8")
 
 
 def main(types: list[str]) -> int:

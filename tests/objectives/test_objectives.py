@@ -11,12 +11,11 @@ from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError
-from toolkit.objectives import OBJECTIVES, data_kinds, rows_per_sample
+from toolkit.objectives import OBJECTIVES
 from toolkit.objectives.base import Objective, check_batch
 from toolkit.objectives.dpo import REFERENCE, Dpo
 from toolkit.objectives.orpo import Orpo
-from toolkit.objectives.pretrain import Pretrain
-from toolkit.objectives.sft import Sft
+from toolkit.objectives.pretrain import Pretrain, Sft
 
 PAIRS, LENGTH = 5, 6
 
@@ -200,7 +199,8 @@ def test_sft_is_the_loss_of_pretrain() -> None:
 
 
 def test_which_data_they_train_on() -> None:
-    assert [(name, data_kinds(name), rows_per_sample(name)) for name in OBJECTIVES.names] == [
+    found = [(name, kind.data_kinds, kind.rows_per_sample) for name, kind in OBJECTIVES.items()]
+    assert found == [
         ("pretrain", ("text", "hf", "megatron"), 1),
         ("sft", ("chat",), 1),
         ("dpo", ("preference",), 2),

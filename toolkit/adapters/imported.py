@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.adapters.lora import Lora
 from toolkit.errors import DataError
 from toolkit.models.families.tensors import Block
-from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.models.safetensors import SafetensorsFolder
 from toolkit.system.untrusted import read_json
 
 if TYPE_CHECKING:

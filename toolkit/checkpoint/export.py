@@ -18,7 +18,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import overlaps
 from toolkit.models.new_folder import appearing
-from toolkit.models.safetensors_stream import (
+from toolkit.models.safetensors import (
     TensorToWrite,
     write_model,
 )

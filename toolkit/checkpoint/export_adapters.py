@@ -19,7 +19,7 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights, pieces
 from toolkit.checkpoint.shards import whole_block
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.safetensors_stream import TensorToWrite, write_file
+from toolkit.models.safetensors import TensorToWrite, write_file
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.recipe.schema import AdapterSection, ModelSection
 

@@ -32,7 +32,7 @@ from toolkit.checkpoint.shards import (
 from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
-from toolkit.models.safetensors_stream import TensorToWrite, write_file
+from toolkit.models.safetensors import TensorToWrite, write_file
 from toolkit.system.failpoints import failpoint
 
 

@@ -40,7 +40,7 @@ from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, Re
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import model_config
 from toolkit.models.model import check_config, read
-from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from toolkit.models.safetensors import INDEX, SINGLE, SafetensorsFolder
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
     AdapterSection,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.data.files import fingerprint_of
 from toolkit.errors import DataError
-from toolkit.models.hub import answers
-from toolkit.models.remote_code import asks_to_run_code, runs_code
+from toolkit.models.hub import answers, asks_to_run_code, runs_code
 from toolkit.system.untrusted import read_json
 
 if TYPE_CHECKING:

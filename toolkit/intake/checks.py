@@ -19,7 +19,7 @@ from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.families.common import frequencies_limit, rope_type_of
 from toolkit.models.model import NOT_INITIALISED, check_config, read
 from toolkit.models.routers import balance_problems
-from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
+from toolkit.objectives import OBJECTIVES
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
@@ -374,7 +374,7 @@ def _objective_settings(recipe: Recipe) -> Iterator[Problem]:
 def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     """Packed text has no pairs, and conversations have tokens that are not to be trained."""
     objective, sources = recipe.training.objective, dict(recipe.data.named_sources)
-    kinds, blended = data_kinds(objective), blended_kinds(objective)
+    kinds, blended = OBJECTIVES[objective].data_kinds, OBJECTIVES[objective].blended_kinds
     if pairs := _mixed_pairs(recipe.data):
         yield pairs
         return
@@ -385,7 +385,7 @@ def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     if not kinds or not wrong:
         return
     key, kind = next(iter(wrong.items()))
-    others = [name for name in OBJECTIVES.names if kind in data_kinds(name)]
+    others = [name for name in OBJECTIVES.names if kind in OBJECTIVES[name].data_kinds]
     fix = f"set training.objective to {' or '.join(others)}, or use other data"
     found = f"{kind} with `objective: {objective}`"
     yield Problem(f"{key}.kind", found, ", ".join(kinds), fix)

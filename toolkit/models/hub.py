@@ -1,4 +1,7 @@
-"""The config of a recipe's model: stated, in a folder, or on the Hugging Face hub."""
+"""The config of a recipe's model: stated, in a folder, or on the Hugging Face hub.
+
+No code of a repository is run: transformers would do it only with `trust_remote_code`.
+"""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +11,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any, TypeVar
 
-from toolkit.errors import PlanError
+from toolkit.errors import DataError, PlanError
 from toolkit.models.model import published, read
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.untrusted import read_json
@@ -161,3 +164,17 @@ def _in_time(question: Callable[[], Answer], limit_s: float) -> Answer:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def asks_to_run_code(error: BaseException) -> bool:
+    """Whether transformers refuses because it would have to run code from a repository."""
+    return "trust_remote_code" in str(error)
+
+
+def runs_code(what: str) -> DataError:
+    """The error for `what`: "the tokenizer `x/y`"."""
+    return DataError(
+        f"{what} needs Python code from its own repository, and DMT does not run code that "
+        "comes with a model, a tokenizer or a checkpoint",
+        fix="use one that transformers itself implements (no `auto_map` in its config)",
+    )

@@ -33,9 +33,9 @@ from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.families.common import rope_type_of
 from toolkit.models.frozen import is_frozen
+from toolkit.models.hub import asks_to_run_code, runs_code
 from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.model import is_dropout, read
-from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.saved_names import saved_tensors
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (

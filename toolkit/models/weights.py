@@ -31,7 +31,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from toolkit.errors import DataError, PlanError
 from toolkit.models.families.tensors import Block, overlaps
-from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.models.safetensors import SafetensorsFolder
 
 BLOCK = 1 << 18
 """Elements drawn from one random stream. Fixed: changing it would change the weights."""

@@ -1,13 +1,14 @@
-"""The objective protocol: computes the loss from the log-probabilities of the labels.
+"""The base of all objectives: computes the loss from the log-probabilities of the labels.
 
 The loss of a step is the sum of `loss` over all micro batches of all ranks, divided by the
 sum of `count`, the global count: neither the number of ranks nor the split into micro batches
 changes it. Engines compute the log-probabilities and know nothing else about the objective.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from toolkit.errors import DataError
 
@@ -27,33 +28,34 @@ class LossTerms:
     """Scalars under the names of `Objective.metrics`, summed like the loss."""
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """An objective. Created with the settings of the recipe's section of its name, if there is
-    one, as keyword arguments; stateless.
+    one, as keyword arguments; stateless."""
 
-    A class may also have `data_kinds`, the values of `data.train.kind` that it trains on (any
-    without it), `blended_kinds`, those that a list of sources may also have (none without it),
-    and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
-    """
-
-    reads: tuple[str, ...]
+    reads: tuple[str, ...] = ()
     """Its inputs in addition to token ids and labels: optional fields of `MicroBatch`, or names
     in its `extra`."""
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
     """Names of the metrics logged in addition to the loss, each also divided by the global
     count."""
+    data_kinds: tuple[str, ...] = ()
+    """Values of `data.train.kind` that it trains on; empty: any."""
+    blended_kinds: tuple[str, ...] = ()
+    """Those that a list of sources may also have."""
+    rows_per_sample = 1
+    """Rows of a micro batch that make one sample: 2 where it is a pair."""
 
+    @abstractmethod
     def count(self, batch: "MicroBatch") -> "Tensor":
         """This micro batch's part of the global count (tokens, pairs): a scalar, ≥ 0."""
-        ...
 
+    @abstractmethod
     def loss(self, log_probs: "Tensor", batch: "MicroBatch") -> LossTerms:
         """Summed loss and metrics of a micro batch.
 
         `log_probs` is fp32 [micro_batch, sequence]: log p(label), 0 where the label is
         `IGNORE_INDEX`. Log-probabilities and batch are on one device.
         """
-        ...
 
 
 def check_batch(objective: Objective, batch: "MicroBatch") -> None:

@@ -29,7 +29,7 @@ REFERENCE = "reference_log_probs"
 class Dpo(preference.PairObjective):
     """Mean loss over the pairs of the global batch; a reward is β times the log ratio."""
 
-    reads: tuple[str, ...] = (REFERENCE,)
+    reads = (REFERENCE,)
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ _LARGEST_LOG_PROB = -(2.0**-24)
 class Orpo(preference.PairObjective):
     """Mean loss over the pairs of the global batch; a reward is β times the mean log p."""
 
-    reads: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = (
+    metrics = (
         *preference.PairObjective.metrics,
         "nll_loss",
         "log_odds_ratio",

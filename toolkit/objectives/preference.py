@@ -7,15 +7,16 @@ are means over the pairs of the global batch.
 from typing import TYPE_CHECKING
 
 from toolkit.batch import MicroBatch
+from toolkit.objectives.base import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PairObjective:
+class PairObjective(Objective):
     """Counts pairs. A pair without a trained token is padding and is not counted."""
 
-    data_kinds: tuple[str, ...] = ("preference",)
+    data_kinds = ("preference",)
     rows_per_sample = 2
     metrics: tuple[str, ...] = (
         "rewards/chosen",

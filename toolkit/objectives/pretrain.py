@@ -1,23 +1,21 @@
-"""Objective `pretrain`: the mean cross entropy of the labels."""
+"""Objectives `pretrain` and `sft`: the mean cross entropy of the labels."""
 
 from typing import TYPE_CHECKING
 
 from toolkit.batch import MicroBatch
-from toolkit.objectives.base import LossTerms
+from toolkit.objectives.base import LossTerms, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Pretrain:
+class Pretrain(Objective):
     """Mean cross entropy (nats) over the unmasked tokens of the global batch.
 
     With `loss_weights` it is the weighted mean: the sum of weight times cross entropy over the
     sum of the weights, both over the unmasked tokens.
     """
 
-    reads: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ()
     data_kinds: tuple[str, ...] = ("text", "hf", "megatron")
 
     def count(self, batch: MicroBatch) -> "Tensor":
@@ -32,3 +30,11 @@ class Pretrain:
             log_probs = log_probs * batch.loss_weights
         # In fp64 the sum does not depend on how tokens are divided into micro batches.
         return LossTerms(-log_probs.double().sum())
+
+
+class Sft(Pretrain):
+    """Supervised fine-tuning: the same on the trained tokens of conversations, which chat data
+    chooses. Of documents in the same list, all are trained."""
+
+    data_kinds = ("chat",)
+    blended_kinds = Pretrain.data_kinds

@@ -29,7 +29,7 @@ from toolkit.layout import (
     FusedKernels,
     LossKernel,
 )
-from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
+from toolkit.objectives import OBJECTIVES, Objective
 from toolkit.optimizers.base import OPTIMIZERS, OptimizerKind
 from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.section import (
@@ -446,7 +446,7 @@ class TrainingSection(Section):
     @property
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
-        return rows_per_sample(self.objective)
+        return OBJECTIVES[self.objective].rows_per_sample
 
     @property
     def batches(self) -> BatchSizes:
@@ -961,8 +961,8 @@ class KernelsSection(Section):
     heads."""
     fp8: Fp8Scaling | None = None
     """Matrix products of the decoder layers in 8-bit floats, on transformers' dense models
-    (docs/fp8.md). `rowwise`: one power-of-two scale for each row of an operand; `tensorwise`:
-    one per operand, which depends on micro batch and layout; null: none."""
+    (docs/optimizers.md). `rowwise`: one power-of-two scale for each row of an operand;
+    `tensorwise`: one per operand, which depends on micro batch and layout; null: none."""
 
 
 class Recipe(Section):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, relu
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.objectives import data_kinds
+from toolkit.objectives import OBJECTIVES
 from toolkit.recipe.schema import BalanceSection, DpoSection, OrpoSection, Recipe
 
 DEFINED = ("pretrain", "sft", "dpo", "orpo")
@@ -22,7 +22,7 @@ def rehearsed_objective(recipe: Recipe) -> str:
     chosen, kind = recipe.training.objective, recipe.data.kind
     if chosen in DEFINED:
         return chosen
-    return next(name for name in DEFINED if kind in data_kinds(name))
+    return next(name for name in DEFINED if kind in OBJECTIVES[name].data_kinds)
 
 
 def mean_loss(

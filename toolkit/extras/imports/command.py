@@ -32,7 +32,7 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
-from toolkit.models.safetensors_stream import LARGEST_FILE_BYTES, in_files
+from toolkit.models.safetensors import LARGEST_FILE_BYTES, in_files
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
