@@ -201,10 +201,3 @@ def test_each_part_in_another_layout(case: Case, reference: Reference) -> None:
     for steps, layout in zip((4, 8, 12, 16, STEPS), LAYOUTS.values(), strict=True):
         case.launch("parts", plain | layout | {"training.steps": steps})
     assert_equal(case.folder / "parts", reference)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_engine(case: Case, reference: Reference, name: str) -> None:
-    case.launch(name, TWO | LAYOUTS[name])
-    assert_equal(case.folder / name, reference)

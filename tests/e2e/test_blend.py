@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import curve, dmt, events, run, settings
-from tests.processes import ROOT
+from tests.e2e.product import curve, events
 
 SOURCES = [
     {"kind": "text", "label": "low", "files": ["data/0*.txt"], "weight": 0.7},
@@ -31,26 +30,6 @@ STAGE = [{"from_step": 4, "weights": {"low": 0.1, "high": 0.9}}]
 
 def evaluation(run_dir: Path) -> Mapping[str, float]:
     return events(run_dir, "evaluation")[-1]
-
-
-def test_the_tiny_recipe(tmp_path: Path) -> None:
-    """On one process, with a stage behind its second step."""
-    weights = {"json": 0, "email": 0, "xml": 1}
-    changes = {
-        "training.steps": 4,
-        "data.stages": [{"from_step": 2, "weights": weights}],
-        "data.cache": tmp_path / "cache",
-        "cluster.gpus_per_node": 1,
-        "parallel.engine": "ddp",
-        "evaluation.batches": 1,
-        "schedule.warmup_steps": 1,
-        "checkpoint.export": "false",
-    }
-    argv = dmt("launch", ROOT / "recipes/tiny/llama-blend.yaml", "--run-dir", "run")
-    run([*argv, *settings(changes)], tmp_path, code=0)
-    assert len(curve(tmp_path / "run")) >= 1
-    found = evaluation(tmp_path / "run")
-    assert {one for one in found if "/" in one} == {f"validation/{n}" for n in weights}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.product import curve, dmt, run, settings
 from tests.processes import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 RECIPE = ROOT / "recipes/tiny/llama-bytes.yaml"
 SETTINGS = {
@@ -29,7 +29,6 @@ def trained(folder: Path, name: str, **changes: object) -> Path:
     return folder / name
 
 
-@pytest.mark.soak
 def test_as_good_as_bf16(tmp_path: Path) -> None:
     """The mean loss of steps 11 to 20 is within 2% of bf16's, and the export is in bf16.
 

@@ -89,9 +89,7 @@ def write(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("packing", "isolated"), [("none", False), ("none", True), ("greedy", True)]
-)
+@pytest.mark.parametrize(("packing", "isolated"), [("none", False), ("greedy", True)])
 def test_losses_equal_a_plain_loop(own_project: Project, packing: str, isolated: bool) -> None:
     """Every step sees all samples of both sources, so their order does not matter."""
     write(own_project.folder)

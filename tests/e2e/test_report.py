@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import dmt, records, run, started, steps_logged
+from tests.e2e.product import dmt, events, records, run, started, steps_logged
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,17 @@ def test_a_finished_run(ddp_run: Path) -> None:
     assert (spent["loading"], spent["replayed"], spent["skipped"]) == (0, 0, 0)
 
 
+def test_a_finished_run_is_compared_with_its_prediction(ddp_run: Path) -> None:
+    (event,) = events(ddp_run, "prediction")
+    plan = json.loads((ddp_run / "plan.json").read_text())
+    assert event["predicted"] == plan["predicted"]
+    assert event["predicted"]["basis"] == "nominal"
+    measured = event["measured"]
+    assert measured["steps"] == 19 and event["step"] == 20
+    assert 0 < measured["step_time_s"] < 60
+    assert 0.1 < measured["process_gib"] < 16
+
+
 def test_a_run_that_goes_on_and_is_stopped(project: Project) -> None:
     run_dir = project.folder / "reported-live"
     command = project.command(run_dir.name, {**ONE_RANK, "training.steps": 1_000_000})
@@ -48,6 +59,8 @@ def test_a_run_that_goes_on_and_is_stopped(project: Project) -> None:
         assert live["steps"] >= 7 and live["time_s"]["productive"] > 0
         running.process.send_signal(signal.SIGTERM)
         running.end()
+    (event,) = events(run_dir, "prediction")
+    assert event["measured"]["steps"] == event["step"] - 1
     stopped = report(run_dir)
     assert stopped["ending"] == {"state": "stopped", "exit_code": 75, "why": "SIGTERM"}
     assert stopped["total_s"] > live["time_s"]["productive"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import WANDB, Project
+from tests.e2e.conftest import Project
 from tests.e2e.product import (
     checkpoints,
     curve,
@@ -21,16 +21,12 @@ from toolkit.train.marks import Marks
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = {"training.steps": 100_000}
-
 
 @pytest.fixture(scope="module")
 def extended_run(project: Project) -> Path:
     """Ten steps, then the same command for twenty."""
     for steps in (10, 20):
-        ended = project.launch("extended", {**WANDB, "training.steps": steps})
-        assert "W&B is off:" not in ended.err
-    assert ended.err.count("wandb sync") == 1, "one command for both starts"
+        ended = project.launch("extended", {"training.steps": steps})
     assert "continuing from step 10 of 20, extended/checkpoints/step-00000010" in ended.err
     return project.folder / "extended"
 
@@ -53,15 +49,6 @@ def test_the_resume_is_recorded_and_old_checkpoints_stay(extended_run):
     assert (resume["step"], resume["dropped_metrics_lines"]) == (10, 0)
     assert checkpoints(extended_run) == [10, 20]
     assert len((extended_run / "command.txt").read_text().splitlines()) == 2
-
-
-def test_wandb_keeps_its_run(extended_run):
-    """wandb#8428, #335: a resumed run must not appear as two."""
-    parts = list(extended_run.glob("wandb/offline-run-*"))
-    assert len(parts) == 2
-    (run_id,) = {part.name.rpartition("-")[2] for part in parts}
-    state = json.loads((extended_run / "wandb.json").read_text())
-    assert (state["run_id"], state["posted_step"]) == (run_id, 20)
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(project: Project, extended_run):
@@ -104,7 +91,7 @@ def test_a_finished_run_writes_an_export_that_is_not_whole(ddp_run, tmp_path, lo
 @pytest.mark.usefixtures("extended_run")
 @pytest.mark.parametrize("change", [{"training.seed": 8}, {"model.config.hidden_size": 64}])
 def test_another_recipe_is_refused(project: Project, change):
-    ended = project.launch("extended", {**WANDB, "training.steps": 20, **change}, code=2)
+    ended = project.launch("extended", {"training.steps": 20, **change}, code=2)
     (key,) = change
     assert f"{key}\n      found    {change[key]}" in ended.err
     assert "--run-dir OTHER" in ended.err

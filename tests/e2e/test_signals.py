@@ -31,10 +31,6 @@ def ctrl_c(command: Command) -> None:
     command.interrupt()
 
 
-def terminate_launcher(command: Command) -> None:
-    os.kill(command.process.pid, signal.SIGTERM)
-
-
 def hang_up_launcher(command: Command) -> None:
     """What closing a terminal or an ssh connection does."""
     os.kill(command.process.pid, signal.SIGHUP)
@@ -44,19 +40,10 @@ def quit_rank_1(command: Command) -> None:
     command.ranks()[1].send_signal(signal.SIGQUIT)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "stop"),
-    [
-        ("local", ctrl_c),
-        ("local", hang_up_launcher),
-        ("local", quit_rank_1),
-    ],
-)
-def test_a_signal_while_training(
-    project: Project, launcher: str, stop: Callable[[Command], None]
-):
-    run_dir = project.folder / f"{launcher}-{stop.__name__}"
-    argv = project.command(run_dir.name, ENDLESS, "--launcher", launcher)
+@pytest.mark.parametrize("stop", [ctrl_c, hang_up_launcher, quit_rank_1])
+def test_a_signal_while_training(project: Project, stop: Callable[[Command], None]):
+    run_dir = project.folder / f"signal-{stop.__name__}"
+    argv = project.command(run_dir.name, ENDLESS)
     with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
         stop(command)
@@ -87,21 +74,11 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     assert warning["message"] == "standard error: No space left on device"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "stop"),
-    [
-        ("local", ctrl_c),
-        pytest.param("local", terminate_launcher, marks=pytest.mark.soak),
-    ],
-)
-def test_a_signal_before_the_first_step(
-    project: Project, launcher: str, stop: Callable[[Command], None]
-):
-    run_dir = project.folder / f"early-{launcher}-{stop.__name__}"
-    argv = project.command(run_dir.name, ENDLESS, "--launcher", launcher)
-    with started(argv, project.folder, cold=True) as command:
+def test_ctrl_c_before_the_first_step(project: Project):
+    run_dir = project.folder / "early"
+    with started(project.command("early", ENDLESS), project.folder, cold=True) as command:
         command.wait_for(lambda: len(command.ranks()) == 2, "both workers")
-        stop(command)
+        command.interrupt()
         ended = command.end(code=75)
     assert "Traceback" not in ended.err
     assert checkpoints(run_dir) == []

@@ -1,8 +1,6 @@
 """Deaths, hangs and signals in real runs: they go on by themselves to the same end."""
 
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from tests.e2e.conftest import ZERO_2, Project
 from tests.e2e.product import (
     Command,
     Ended,
-    assert_saved_and_stopped,
     curve,
     events,
     settings,
@@ -27,7 +24,6 @@ from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = {"training.steps": 100_000}
 OFTEN = {"checkpoint.every_steps": 4}
 LIMIT_S = 10.0
 """After which a rank hangs; a busy machine must take a step in less."""
@@ -93,19 +89,6 @@ def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
     assert 0 < second["seconds"] < HANG_S
 
 
-def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project):
-    # Each start crashes in its third step, behind no new checkpoint.
-    env = {"DMT_FAILPOINTS": "step=exit@rank0,hit3"}
-    name = "alive-crash"
-    with started(
-        project.command(name, OFTEN, "--max-restarts", "2"), project.folder, env
-    ) as run:
-        ended = run.end(code=4)
-    assert len(events(project.folder / name, "restart")) == 2
-    assert "error: 2 restarts in a row without a new checkpoint behind step 0" in ended.err
-    assert "the last time rank 0 failed with exit code 1" in ended.err
-
-
 @contextmanager
 def stopped_rank(project: Project, name: str, rank: int) -> Iterator[tuple[Command, Path]]:
     """A run, one rank of which is stopped in its sixth step."""
@@ -148,27 +131,6 @@ def test_torchruns_own_restart(project: Project, ddp_run: Path):
     assert restart["attempt"] == 1
 
 
-def signal_and_end(
-    project: Project, name: str, number: signal.Signals, target: int | None
-) -> None:
-    """A signal to one rank, or to the launcher: saved everywhere at the same step."""
-    run_dir = project.folder / name
-    argv = project.command(name, ENDLESS, "--max-restarts", "3")
-    with started(argv, project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        if target is None:
-            os.kill(command.process.pid, number)
-        else:
-            command.ranks()[target].send_signal(number)
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)
-    assert not events(run_dir, "restart")
-
-
-def test_a_signal_stops_and_does_not_restart(project: Project):
-    signal_and_end(project, "alive-signal", signal.SIGUSR1, 1)
-
-
 @pytest.mark.parametrize(("place", "rank"), [("export", 0), ("leaving", 1)])
 def test_a_hang_after_the_last_step_is_found(project: Project, place: str, rank: int):
     changes = {"training.steps": 2, "launch.hang_timeout_s": LIMIT_S}
@@ -198,23 +160,6 @@ def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, la
     assert where and "failpoint" in where.get(1, "failpoint"), "or it could say nothing"
 
 
-def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project):
-    run_dir = project.folder / "alive-grace"
-    changes = {**ENDLESS, "launch.grace_s": 2.0}
-    argv = project.command(run_dir.name, changes, "--max-restarts", "3")
-    env = {"DMT_FAILPOINTS": "step=hang@rank1,hit5"}
-    with started(argv, project.folder, env) as command:
-        # What is sent from here on is asked about in the fifth step, which does not end.
-        command.wait_for(lambda: steps_logged(run_dir) >= 4, "the fourth step")
-        command.process.terminate()
-        sent = time.monotonic()
-        ended = command.end(code=4)
-    assert time.monotonic() - sent > 2
-    assert "error: not saved and gone within launch.grace_s (2 s): killed" in ended.err
-    assert not events(run_dir, "restart")
-    assert "failpoint" in (run_dir / "logs" / "rank-1.log").read_text(), "its stacks"
-
-
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> dict[str, Path]:
     """A run of each layout that nothing happens to."""
@@ -232,24 +177,3 @@ def test_soak_kills(project: Project, undisturbed: Mapping[str, Path], layout: s
         name = f"soak-alive-{layout}-{trial}"
         ended = kill_a_rank(project, name, OFTEN | LAYOUTS[layout], chance)
         assert_finished(ended, project.folder / name, undisturbed[layout])
-
-
-@pytest.mark.soak
-def test_soak_stops(project: Project, ddp_run: Path):
-    """SIGSTOP of a rank, 10 times."""
-    for trial in range(10):
-        rank = trial % 2
-        with stopped_rank(project, f"soak-stop-{trial}", rank) as (command, run_dir):
-            ended = command.end()
-        assert_finished(ended, run_dir, ddp_run)
-        assert_hang_was_found(ended, run_dir, rank)
-
-
-@pytest.mark.soak
-def test_soak_signals(project: Project):
-    """SIGTERM and SIGUSR1 to a rank or the launcher, 20 times."""
-    chance = random.Random(1)
-    for trial in range(20):
-        number = (signal.SIGTERM, signal.SIGUSR1)[trial % 2]
-        target = chance.choice([None, 0, 1])
-        signal_and_end(project, f"soak-signal-{trial}", number, target)

@@ -15,21 +15,20 @@ def test_two_launches_at_once(project: Project, ddp_run: Path) -> None:
     """Both find the directory free: it becomes somebody's when the first worker is up."""
     argv = project.command("two-runs", {"training.steps": 100_000})
     run_dir = project.folder / "two-runs"
-    with started(argv, project.folder) as first:
-        with started(argv, project.folder) as second:
-            both = first.process, second.process
-            wait_until(
-                lambda: any(one.poll() is not None for one in both),
-                "a refusal",
-            )
-            goes_on, refused = first, second
-            if second.process.poll() is None:
-                goes_on, refused = second, first
-            told = refused.end()
-            goes_on.wait_for(lambda: steps_logged(run_dir) >= 20, "twenty steps")
-            third = project.launch(run_dir.name, {"training.steps": 100_000}, code=2)
-            goes_on.interrupt()
-            ended = goes_on.end()
+    with started(argv, project.folder) as first, started(argv, project.folder) as second:
+        both = first.process, second.process
+        wait_until(
+            lambda: any(one.poll() is not None for one in both),
+            "a refusal",
+        )
+        goes_on, refused = first, second
+        if second.process.poll() is None:
+            goes_on, refused = second, first
+        told = refused.end()
+        goes_on.wait_for(lambda: steps_logged(run_dir) >= 20, "twenty steps")
+        third = project.launch(run_dir.name, {"training.steps": 100_000}, code=2)
+        goes_on.interrupt()
+        ended = goes_on.end()
     for refusal, prefix in ((told, "error"), (third, "dmt")):
         assert refusal.code == 2, refusal.err
         assert "Traceback" not in refusal.err
