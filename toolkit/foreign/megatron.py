@@ -22,7 +22,7 @@ from toolkit.foreign.carry import (
     shown,
 )
 from toolkit.foreign.tables import tool
-from toolkit.models.families import common, megatron_model, model_spec, unsupported
+from toolkit.models.families import arguments, megatron_model, model_spec, unsupported
 
 _GPT2_TOKENIZER = ("GPT2BPETokenizer", "openai-community/gpt2", 50257)
 """pretrain_gpt.py's own tokenizer: its type, name and tokens."""
@@ -275,7 +275,7 @@ def _differences(
     """What the config's model has otherwise: a problem where the arguments state it, else a
     default that is left."""
     spec = model_spec(config)
-    made = {**common.transformer_sizes(spec), **common.gpt_sizes(spec)}
+    made = {**arguments.transformer_sizes(spec), **arguments.gpt_sizes(spec)}
     if unsupported(config) is None:
         model = megatron_model(config)
         made = {**model.transformer, **model.gpt}

@@ -16,7 +16,7 @@ from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
-from toolkit.models.families.common import frequencies_limit, rope_type_of
+from toolkit.models.families.arguments import frequencies_limit, rope_type_of
 from toolkit.models.model import NOT_INITIALISED, check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES

@@ -31,7 +31,7 @@ from toolkit.layout import (
 from toolkit.models import cuda_kernels, documents, liger
 from toolkit.models.context import Context
 from toolkit.models.families import model_spec
-from toolkit.models.families.common import rope_type_of
+from toolkit.models.families.arguments import rope_type_of
 from toolkit.models.frozen import is_frozen
 from toolkit.models.hub import asks_to_run_code, runs_code
 from toolkit.models.log_probs import in_chunks, label_log_probs

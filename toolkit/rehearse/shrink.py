@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any
 
 from toolkit.models.families import model_spec
-from toolkit.models.families.common import rope_of
+from toolkit.models.families.arguments import rope_of
 from toolkit.models.frozen import matching, names_of
 from toolkit.models.model import Config, is_dropout, read
 

@@ -9,7 +9,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from toolkit.hardware.cluster import Basis
 from toolkit.text.units import seconds, size
 
-
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 """A quantity that was predicted or measured."""
 

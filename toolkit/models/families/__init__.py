@@ -1,8 +1,8 @@
 """Model families: a config and a shape in megatron-core's terms.
 
-A family is a function; one with llama's layers is a row of `llama.py`. Every other causal
-language model of transformers trains on transformers' own model. A `config` here is a dict for
-which `check_config` found no problem.
+A family is a function; a dense one is a row of `dense.py`. Every other causal language model of
+transformers trains on transformers' own model. A `config` here is a dict for which
+`check_config` found no problem.
 """
 
 import json
@@ -12,22 +12,17 @@ from functools import lru_cache
 
 from toolkit.errors import PlanError
 from toolkit.models.families.base import Family, MegatronModel
-from toolkit.models.families.deepseek import deepseek_v3, glm4_moe
-from toolkit.models.families.gpt2 import gpt2
-from toolkit.models.families.gpt_neox import gpt_neox
-from toolkit.models.families.gpt_oss import gpt_oss
-from toolkit.models.families.llama import LLAMA_LIKE
-from toolkit.models.families.mixtures import mixtral, qwen
+from toolkit.models.families.deepseek import deepseek_v3
+from toolkit.models.families.dense import DENSE
+from toolkit.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen
 from toolkit.models.model import Attention, Model, read, text_of
 from toolkit.models.spec import ModelSpec
 from toolkit.registry import load
 
 FAMILIES: Mapping[str, Family] = {
-    **LLAMA_LIKE,
+    **DENSE,
     "deepseek_v3": deepseek_v3,
     "glm4_moe": glm4_moe,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
     "mixtral": mixtral,
     "qwen2_moe": qwen,

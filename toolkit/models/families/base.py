@@ -97,9 +97,5 @@ class Instance:
     """Its expert in the whole layer; None for one outside the experts."""
 
 
-NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""A layer's norms in most families: megatron-core's names inside it, each with the
-checkpoint's."""
-
 Family = Callable[[Config, ModelSpec], MegatronModel]
 """The megatron-core model of a `model_type`."""

@@ -5,7 +5,7 @@ from math import gcd, lcm
 
 from toolkit.errors import Problem
 from toolkit.layout import Exchange, Layout, Pair
-from toolkit.models.families.common import frequencies_limit
+from toolkit.models.families.arguments import frequencies_limit
 from toolkit.models.model import is_attention_dropout, read
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest

@@ -14,7 +14,7 @@ from toolkit.errors import Problem
 from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import model_spec
-from toolkit.models.families.common import rope_type_of
+from toolkit.models.families.arguments import rope_type_of
 from toolkit.models.model import read
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.request import PlanRequest

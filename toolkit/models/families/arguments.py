@@ -1,9 +1,8 @@
-"""Common parts of the families' translation of a config to megatron-core's terms."""
+"""The arguments of megatron-core's classes that follow from a config and a shape."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.models.families.tensors import Heads, TensorMap, by_rows, whole
 from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
@@ -115,29 +114,6 @@ def padding_token(config: Config, spec: ModelSpec) -> int | None:
     return None if token is None else token % spec.vocab
 
 
-def heads_of(spec: ModelSpec) -> Heads:
-    """The attention heads of a layer."""
-    return Heads(spec.heads, spec.kv_heads, spec.head_dim)
-
-
-def outer_tensors(
-    spec: ModelSpec, embedding: str, norm: str, positions: str = ""
-) -> list[TensorMap]:
-    """Embeddings, final norm and, where it is not tied, the output projection."""
-    hidden, vocab = spec.hidden, spec.vocab
-    words = "embedding.word_embeddings.weight"
-    tensors = [by_rows(words, f"{embedding}.weight", vocab, hidden, padded=True)]
-    if positions:
-        name = "embedding.position_embeddings.weight"
-        tensors.append(whole(name, f"{positions}.weight", spec.max_positions, hidden))
-    for part in ("weight", "bias") if spec.layer_norm else ("weight",):
-        tensors.append(whole(f"decoder.final_layernorm.{part}", f"{norm}.{part}", hidden))
-    if not spec.tied_embeddings:
-        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
-        tensors.append(head)
-    return tensors
-
-
 # --- rotary positions -------------------------------------------------------------------
 
 
@@ -205,18 +181,18 @@ def _rotary(config: Config, rope: Mapping[str, Any]) -> dict[str, Any]:
 # --- what megatron-core cannot compute ----------------------------------------------------
 
 
-def bias_reason(spec: ModelSpec) -> str | None:
-    """Why megatron-core cannot have biases in exactly these layers; None if it can."""
-    if spec.attention_output_bias == spec.mlp_bias and (spec.qkv_bias or not spec.mlp_bias):
-        return None
-    return (
-        "megatron-core gives the attention's output projection a bias only together with the "
-        "MLP, and the MLP only together with query, key and value"
-    )
-
-
-def activation_reason(config: Config) -> str | None:
-    """Why the Megatron model cannot compute the config's activation; None when it can."""
-    if (name := activation(config)) in HF_ACTIVATIONS:
-        return None
-    return f"the activation {name} has no counterpart in the Megatron model"
+def reasons(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """Why megatron-core cannot compute the config of any family exactly."""
+    if config["scale_attn_by_inverse_layer_idx"]:
+        yield "the Megatron model does not scale attention by the inverse layer number"
+    if spec.learned_positions and config["embd_pdrop"] != config["resid_pdrop"]:
+        yield "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
+    if not spec.learned_positions and config["resid_pdrop"]:
+        yield "resid_pdrop: megatron-core's dropout of the residual also drops embeddings"
+    if spec.attention_output_bias != spec.mlp_bias or (spec.mlp_bias and not spec.qkv_bias):
+        yield (
+            "megatron-core gives the attention's output projection a bias only together with "
+            "the MLP, and the MLP only together with query, key and value"
+        )
+    if (name := activation(config)) not in HF_ACTIVATIONS:
+        yield f"the activation {name} has no counterpart in the Megatron model"
