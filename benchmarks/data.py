@@ -22,28 +22,27 @@ import json
 import multiprocessing
 import os
 import platform
-import select
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
+from pairs import Run
 
 DOCUMENT_CHARACTERS = 3000
 BATCH_CHARACTERS = 2**20
 VOCABULARY = 16_000
 TURN_S = 0.5
 WORKER = (sys.executable, __file__, "--worker")
-ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+os.environ["HF_HUB_OFFLINE"] = "1"
 WAYS = ("bare", "jsonl", "documents")
 
 
@@ -100,7 +99,7 @@ def dmt(folder: Path, name: str) -> Callable[[], object]:
     from toolkit.data.tokenizers import load_tokenizer
     from toolkit.recipe.schema import HfSource
 
-    cache = Path(tempfile.mkdtemp(dir=folder))
+    cache = Path(mkdtemp(dir=folder))
     source = HfSource(kind="hf", path="corpus.jsonl")
     tokenizer = load_tokenizer(name, base=folder)
     return lambda: prepare(source, tokenizer, base=folder, cache=cache)
@@ -132,7 +131,7 @@ def documents(folder: Path, name: str) -> Callable[[], object]:
     pool.map(len, ["started"] * 100, chunksize=1)
 
     def run() -> None:
-        prefix = Path(tempfile.mkdtemp(dir=folder)) / "tokens"
+        prefix = Path(mkdtemp(dir=folder)) / "tokens"
         with (folder / "corpus.jsonl").open() as file, IndexedWriter(prefix, np.uint16) as out:
             for ids in pool.imap(_encode_line, file, 32):
                 out.append([*ids, end])
@@ -142,63 +141,39 @@ def documents(folder: Path, name: str) -> Callable[[], object]:
     return run
 
 
-def measure(way: str, folder: Path, name: str) -> dict[str, float]:
-    """Worker: processor time of one way, where it has no processes besides this one."""
+def measure(way: str, folder: Path, name: str, out: Path) -> None:
+    """Worker: write the processor time of one way, where no other process has a part in it."""
     run = {"bare": bare, "jsonl": dmt, "documents": documents}[way](folder, name)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    out.with_suffix(".ready").touch()
     started = time.process_time()
     run()
-    return {} if way == "documents" else {"processor_s": time.process_time() - started}
-
-
-class Run:
-    """A way that is ready to start and waits for its turn, with all its processes."""
-
-    def __init__(self, way: str, folder: Path, name: str) -> None:
-        self.seconds = 0.0
-        """In which it ran."""
-        self.found: dict[str, float] | None = None
-        """What it says at its end."""
-        self._process = subprocess.Popen(
-            [*WORKER, way, str(folder), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=ENVIRONMENT,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None and self._process.stdin is not None
-        self._stdout = self._process.stdout
-        if self._stdout.readline() != "ready\n":
-            sys.exit(f"{way} failed")
-        self._signal(signal.SIGSTOP)
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-
-    def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
-
-    def take_turn(self) -> None:
-        """Run for a turn, or until it is done."""
-        self._signal(signal.SIGCONT)
-        started = time.perf_counter()
-        done, _, _ = select.select([self._stdout], [], [], TURN_S)
-        self.seconds += time.perf_counter() - started
-        if not done:
-            self._signal(signal.SIGSTOP)
-            return
-        self.found = {"seconds": self.seconds} | json.loads(self._stdout.read())
-        self._process.wait()
+    alone = {} if way == "documents" else {"processor_s": time.process_time() - started}
+    out.write_text(json.dumps(alone))
 
 
 def take_turns(folder: Path, name: str) -> dict[str, dict[str, float]]:
     """One round: all ways, of which one at a time runs."""
-    runs = {way: Run(way, folder, name) for way in WAYS}
-    while waiting := [run for run in runs.values() if run.found is None]:
-        for run in waiting:
-            run.take_turn()
-    return {way: run.found for way, run in runs.items() if run.found is not None}
+    with TemporaryDirectory(dir=folder) as place, ExitStack() as ends:
+        outs = {way: Path(place, f"{way}.json") for way in WAYS}
+        runs = {
+            way: ends.enter_context(
+                Run(
+                    [*WORKER, way, str(folder), name, str(out)],
+                    out.with_suffix(".ready").exists,
+                    out.exists,
+                )
+            )
+            for way, out in outs.items()
+        }
+        running = [*runs.values()]
+        while running:
+            running = [run for run in running if not run.turn(TURN_S)]
+        for run in runs.values():
+            run.end()
+        return {
+            way: {"seconds": runs[way].ran_s} | json.loads(out.read_text())
+            for way, out in outs.items()
+        }
 
 
 def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
@@ -228,7 +203,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with TemporaryDirectory() as name:
         folder = Path(name)
         make_corpus(folder, options.megabytes)
         result = {
@@ -247,6 +222,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(measure(sys.argv[2], Path(sys.argv[3]), sys.argv[4])))
+        measure(sys.argv[2], Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))
     else:
         main()

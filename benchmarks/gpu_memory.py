@@ -134,7 +134,7 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
     from dataclasses import replace
 
     from toolkit.layout import Layout
-    from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
+    from toolkit.rehearse.gpu.dress import DressRehearsal
     from toolkit.rehearse.gpu.peak import Peak
 
     layout, planned = Layout(**found["layout"]), assignment(case)
@@ -146,8 +146,7 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
             print(name(case), rank, peak.get("error", "killed"), file=sys.stderr)
             continue
         held = Peak(peak["nbytes"], peak["holders"])
-        one = RehearsedRank(rehearsal, int(rank), held)
-        capacity = rehearsal.estimate.setup.cluster.gpu.memory_gib
+        one = rehearsal.compared(int(rank), held)
         rows.append(
             {
                 "case": name(case),
@@ -155,7 +154,7 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
                 "rehearsed_gib": one.peak.nbytes / 2**30,
                 "planned_gib": one.planned.allocated / 2**30,
                 "error": one.planned.allocated / one.peak.nbytes - 1,
-                "called_fitting": one.planned.total / 2**30 <= capacity,
+                "called_fitting": one.planned.total / 2**30 <= one.capacity_gib,
                 "fits": one.fits,
             }
         )

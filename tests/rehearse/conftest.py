@@ -11,7 +11,6 @@ from tests.processes import ROOT
 from tests.rehearse.bugs import BUG
 from tests.warm import REGISTER, SUBPROCESS, registered
 from toolkit.intake.load import load_recipe
-from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.layouts import select
 from toolkit.rehearse.rehearsal import LayoutResult, Options, prepare, run
 
@@ -32,9 +31,7 @@ def warm_ranks(
 
 
 @pytest.fixture
-def rehearse(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Rehearse:
+def rehearse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
     """Rehearse layouts of a recipe, perhaps with a bug; outcomes by name."""
     request.getfixturevalue("warm_ranks")
 
@@ -51,9 +48,8 @@ def rehearse(
             chosen = replace(chosen, worker="tests.rehearse.bugs")
         rehearsal = prepare(load_recipe(recipe, overrides), chosen)
         chosen_layouts = select(rehearsal.layouts, names)
-        reference, *found = run(rehearsal, chosen_layouts, chosen, tmp_path)
-        assert isinstance(reference, Record)
-        assert len(reference.loss) == len(reference.grad_norm) == chosen.steps
-        return {item.candidate.name: item for item in found if isinstance(item, LayoutResult)}
+        found = run(rehearsal, chosen_layouts, chosen)
+        assert len(found.reference.loss) == len(found.reference.grad_norm) == chosen.steps
+        return {item.candidate.name: item for item in found.layouts}
 
     return outcomes

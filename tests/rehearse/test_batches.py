@@ -22,14 +22,6 @@ def test_masks_are_uneven() -> None:
         assert len({int(part.sum()) for part in kept.split(rows)}) >= 4
 
 
-def test_a_step_is_a_function_of_seed_and_number() -> None:
-    first, again, other = (global_batch(TRAINING, 101, step)[0] for step in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    seeded = TRAINING.model_copy(update={"seed": 1})
-    assert not torch.equal(first, global_batch(seeded, 101, 0)[0])
-
-
 @pytest.mark.parametrize("layout", [Layout(dp=2, micro_batch=2), Layout(micro_batch=2),
                                     Layout(dp=4, micro_batch=1)])  # fmt: skip
 def test_shares_of_all_ranks_are_the_batch(layout: Layout) -> None:

@@ -13,7 +13,6 @@ from toolkit.rehearse.comparison import (
     Record,
     compare,
     read_record,
-    relative_difference,
     tolerance,
     write_step,
 )
@@ -34,12 +33,10 @@ def moved(quantity: str, step: int, factor: float) -> Record:
     ("factor", "verdict"),
     [
         (1.0, "exact"),
-        (1 + EXACT / 2, "exact"),
         (1 + 2 * EXACT, "within"),
         (1 + 0.9 * TOLERANCE.loss, "within"),
         (1 - 1.1 * TOLERANCE.loss, "diverged"),
         (math.nan, "diverged"),
-        (math.inf, "diverged"),
     ],
 )
 @pytest.mark.parametrize("quantity", ["loss", "grad_norm"])
@@ -60,12 +57,6 @@ def test_offload_has_its_own_tolerance() -> None:
     assert tolerance(Layout(zero_stage=3)) == TOLERANCE
     assert tolerance(Layout(zero_stage=2, offload_optimizer="cpu")) == OFFLOAD_TOLERANCE
     assert tolerance(Layout(zero_stage=3, offload_parameters="cpu")) == OFFLOAD_TOLERANCE
-
-
-def test_difference_from_nothing_is_infinite() -> None:
-    assert relative_difference(0.0, 0.0) == 0.0
-    assert relative_difference(1e-30, 0.0) == math.inf
-    assert relative_difference(1.0, math.nan) == math.inf
 
 
 def test_record_keeps_every_digit(tmp_path: Path) -> None:

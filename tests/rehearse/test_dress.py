@@ -1,14 +1,8 @@
 """`dmt rehearse --gpu`: memory against what arithmetic says."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,28 +41,22 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a command printed, and its exit code."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> Done:
+def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
     settings = [word for one in overrides for word in ("--set", one)]
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         code = main([*arguments, *settings])
-    return Done(code, out.getvalue(), err.getvalue())
+    return code, out.getvalue(), err.getvalue()
 
 
-def rehearsed(*parallel: str, ranks: str = "", recipe: str = LLAMA) -> dict[str, Any]:
-    chosen = ["--ranks", ranks] if ranks else []
-    overrides = [*ON_GPUS, *(f"parallel.{one}" for one in parallel)]
-    done = dmt("rehearse", recipe, "--gpu", "--json", *chosen, overrides=overrides)
-    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+def rehearsed(*arguments: str, overrides: list[str] = ON_GPUS) -> dict[str, Any]:
+    code, out, err = dmt("rehearse", *arguments, "--gpu", "--json", overrides=overrides)
+    assert code == EXIT_DONE, err[-3000:]
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def in_parallel(*parallel: str) -> list[str]:
+    return [*ON_GPUS, *(f"parallel.{one}" for one in parallel)]
 
 
 def parameters() -> dict[str, int]:
@@ -89,7 +77,9 @@ def blocks(sizes: list[float]) -> float:
 @pytest.mark.slow
 def test_a_rank_of_fsdp() -> None:
     """States are 4, 4 and 8 bytes of each shard."""
-    found = rehearsed("engine=fsdp", "zero.stage=3", "replicate=1")
+    found = rehearsed(
+        LLAMA, overrides=in_parallel("engine=fsdp", "zero.stage=3", "replicate=1")
+    )
     (rank,) = found["ranks"]
     shards = [4 * size / GPUS for size in parameters().values()]
     held = {kind: 1024 * sum(places.values()) for kind, places in rank["held_gib"].items()}
@@ -108,7 +98,8 @@ def test_a_rank_of_fsdp() -> None:
 
 @pytest.mark.slow
 def test_each_pipeline_stage_once() -> None:
-    found = rehearsed("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
+    layout = in_parallel("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
+    found = rehearsed(LLAMA, overrides=layout)
     assert [(one["rank"], one["stage"]) for one in found["ranks"]] == [(0, 0), (2, 1)]
     first, _ = found["ranks"]
     half = LAYERS // 2 * sum(size for name, size in parameters().items() if " 0" in name)
@@ -124,12 +115,12 @@ def test_each_pipeline_stage_once() -> None:
 @pytest.mark.slow
 def test_pairs_on_another_cluster_than_the_recipes() -> None:
     """What an objective reads besides tokens is there."""
-    arguments = "--gpu", "--json", "--cluster", "2x4xa100-80gb", "--ranks", "7"
     chosen = ["training.precision=bf16", "parallel.engine=fsdp", "parallel.zero.stage=3"]
-    recipe = "recipes/tiny/llama-dpo.yaml"
-    done = dmt("rehearse", recipe, *arguments, overrides=[*chosen, *ON_GPUS[3:]])
-    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = rehearsed(
+        "recipes/tiny/llama-dpo.yaml",
+        *("--cluster", "2x4xa100-80gb", "--ranks", "7"),
+        overrides=[*chosen, *ON_GPUS[3:]],
+    )
     assert found["layout"]["dp"] * found["layout"]["tp"] == 8
     (rank,) = found["ranks"]
     assert rank["rank"] == 7 and rank["fits"]
@@ -141,10 +132,11 @@ def test_a_plan_that_is_too_large_is_found() -> None:
     large += ["training.global_batch_size=64", "training.sequence_length=8192"]
     large += ["kernels.loss=whole", "kernels.compile=none", "parallel.zero.stage=3"]
     recipe = "recipes/llama/llama-3.2-1b-pretrain.yaml"
-    done = dmt("rehearse", recipe, "--gpu", "--cluster", "1x8xh100-80gb", overrides=large)
-    assert done.returncode == EXIT_FAILED, done.stderr[-2000:]
+    where = "--cluster", "1x8xh100-80gb"
+    code, out, err = dmt("rehearse", recipe, "--gpu", *where, overrides=large)
+    assert code == EXIT_FAILED, err[-2000:]
     for text in ("model.layers.*.mlp", "does not fit", "rank 0 at its fullest"):
-        assert text in done.stdout
+        assert text in out
 
 
 @pytest.mark.parametrize(
@@ -163,31 +155,10 @@ def test_a_plan_that_is_too_large_is_found() -> None:
 def test_what_cannot_be_rehearsed(
     arguments: list[str], overrides: list[str], said: str
 ) -> None:
-    done = dmt("rehearse", LLAMA, *arguments, overrides=overrides)
-    assert done.returncode == EXIT_USER_ERROR
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_the_planner_knows_what_small_layouts_hold(tmp_path: Path) -> None:
-    """Four of the layouts of `benchmarks/gpu_memory.py`."""
-    script = "benchmarks/gpu_memory.py"
-    chosen = r"1b-pretrain 1 1 (ddp|deepspeed zero.stage=[13]|megatron tensor=2 seq.*)$"
-    done = subprocess.run(
-        [sys.executable, script, "--out", str(tmp_path / "found.json"), "--only", chosen],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    errors = [float(found) for found in re.findall(r"^ *([+-][\d.]+)%", done.stdout, re.M)]
-    assert len(errors) == 4
-    assert sum(map(abs, errors)) / len(errors) < 5
-    assert max(map(abs, errors)) < 10
-    assert "called fitting: none" in done.stdout
+    code, _, err = dmt("rehearse", LLAMA, *arguments, overrides=overrides)
+    assert code == EXIT_USER_ERROR
+    assert said in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.cuda_build
@@ -206,5 +177,5 @@ def test_a_cuda_build_of_torch_rehearses_without_a_gpu(parallel: list[str]) -> N
 
     if torch.version.cuda is None or torch.cuda.is_available():
         unmet("a torch that is built with CUDA, on a machine without GPU")
-    (rank,) = rehearsed(*parallel, ranks="1")["ranks"]
+    (rank,) = rehearsed(LLAMA, "--ranks", "1", overrides=in_parallel(*parallel))["ranks"]
     assert rank["peak_gib"] > 0

@@ -126,7 +126,7 @@ def step(name: str, bug: str, result: Path) -> None:
         return make(*numbers, **options)
 
     rank.Account, rank.build_engine, torch.tensor = lambda _: watch, built, made
-    for owner in (torch.cuda, torch.accelerator, device._Stream, device._Event):
+    for owner in (torch.cuda, torch.accelerator, device.Idle):
         owner.synchronize = watch.wait
     with suppress(RuntimeError if bug else ()):
         rank.rehearse(assignment, world - 1, device.pretend())

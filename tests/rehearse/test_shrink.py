@@ -9,19 +9,16 @@ from hypothesis import strategies as st
 
 from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
+from toolkit.layout import Layout
 from toolkit.models.families import FAMILIES, model_spec
 from toolkit.models.model import check_config
 from toolkit.models.spec import ModelSpec
 from toolkit.rehearse.rehearsal import Options, prepare
 from toolkit.rehearse.shrink import (
     SMALL_PARAMETERS,
-    Degree,
-    Degrees,
     alike,
     shrink_config,
-    shrink_sequence,
     shrink_window,
-    without_noise,
 )
 
 LLAMA: dict[str, Any] = {
@@ -40,28 +37,20 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "mlp_only_layers": [0, 47],
 }
-ANY_LAYOUT = Degrees()
+ANY_LAYOUT = Layout()
 RECIPES = sorted({path.parent: path for path in ROOT.glob("recipes/*/*.yaml")}.values())
 """One of each folder."""
 
 
-def shrunk(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> dict[str, Any]:
+def shrunk(config: dict[str, Any], layout: Layout = ANY_LAYOUT) -> dict[str, Any]:
     """The small config, known to be valid."""
-    small = shrink_config(config, degrees)
+    small = shrink_config(config, layout)
     assert check_config(small) == []
     return small
 
 
-def spec(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> ModelSpec:
-    return model_spec(shrunk(config, degrees))
-
-
-@given(st.integers(1, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 200))
-def test_alike_keeps_the_remainder(original: int, unit: int, least: int) -> None:
-    small = alike(original, unit, least=least)
-    assert 1 <= small <= original
-    assert small % unit == original % unit
-    assert small < max(least, unit) + unit
+def spec(config: dict[str, Any], layout: Layout = ANY_LAYOUT) -> ModelSpec:
+    return model_spec(shrunk(config, layout))
 
 
 @given(st.integers(8, 10**6), st.sampled_from([(8, 2), (3, 3), (6, 2), (16, 2)]))
@@ -69,7 +58,8 @@ def test_alike_keeps_what_the_full_degree_divides(
     original: int, degrees: tuple[int, int]
 ) -> None:
     full, rehearsed = degrees
-    small = alike(original, 2, Degree(full, rehearsed))
+    small = alike(original, 2, full, rehearsed)
+    assert 1 <= small <= original
     assert (small % rehearsed == 0) == (original % full == 0)
 
 
@@ -97,21 +87,21 @@ def test_every_recipe_shrinks(path: Path) -> None:
 
 def test_layers_that_do_not_divide_stay_so() -> None:
     """126 layers on 16 stages: uneven, although 2 stages would divide 126 and 6."""
-    stages = Degree(16, 2)
-    assert spec(LLAMA | {"num_hidden_layers": 126}, Degrees(stages=stages)).layers % 2 == 1
-    assert spec(LLAMA | {"num_hidden_layers": 80}, Degrees(stages=stages)).layers == 4
+    stages = Layout(pp=16)
+    assert spec(LLAMA | {"num_hidden_layers": 126}, stages).layers % 2 == 1
+    assert spec(LLAMA | {"num_hidden_layers": 80}, stages).layers == 4
     assert spec(LLAMA | {"num_hidden_layers": 30}).layers == 6
 
 
 def test_vocabulary_that_does_not_divide_stays_so() -> None:
     assert spec(LLAMA | {"vocab_size": 50257}).vocab % 2 == 1
     assert spec(LLAMA | {"vocab_size": 50260}).vocab % 2 == 0
-    tensor = Degrees(tensor=Degree(8, 2))
+    tensor = Layout(tp=8)
     assert spec(LLAMA | {"vocab_size": 50260}, tensor).vocab % 2 == 1
 
 
 def test_more_ranks_than_groups_stay_so() -> None:
-    found = spec(LLAMA, Degrees(tensor=Degree(16, 2)))
+    found = spec(LLAMA, Layout(tp=16))
     assert (found.heads, found.kv_heads) == (4, 1)
 
 
@@ -139,13 +129,6 @@ def test_layers_without_rotary_stay_so() -> None:
     found = shrunk({"model_type": "smollm3", "no_rope_layers": turned})
     assert (found["num_hidden_layers"], found["no_rope_layers"]) == (4, [1, 0, 1, 0])
     assert found["pad_token_id"] == found["vocab_size"] - 1, "its default is no token any more"
-
-
-def test_the_users_spelling_is_kept() -> None:
-    found = shrunk({"model_type": "gpt2", "n_embd": 768, "num_hidden_layers": 12})
-    assert "n_layer" not in found
-    assert found["num_hidden_layers"] == 4
-    assert found["n_embd"] == 16
 
 
 def test_experts() -> None:
@@ -178,18 +161,6 @@ def test_special_tokens_move_into_the_vocabulary() -> None:
     found = shrunk(LLAMA | tokens)
     assert (found["bos_token_id"], found["eos_token_id"]) == (127, [127, 5])
     assert found["pad_token_id"] is None
-
-
-def test_sequence_keeps_what_tensor_parallel_divides() -> None:
-    assert shrink_sequence(8192) == 32
-    assert shrink_sequence(127) == 33
-    assert shrink_sequence(16) == 16
-    assert shrink_sequence(8196, Degrees(tensor=Degree(8, 2))) == 33
-
-
-def test_dropout_is_off() -> None:
-    config = {"model_type": "gpt2", "attn_pdrop": 0.1, "resid_pdrop": 0.0}
-    assert without_noise(config) == config | {"attn_pdrop": 0.0}
 
 
 def test_every_family_has_a_small_form() -> None:

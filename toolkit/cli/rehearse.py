@@ -1,8 +1,8 @@
 """`dmt rehearse`: checks on this machine that a recipe trains identically in every layout."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -10,32 +10,28 @@ from rich.text import Text
 from toolkit.cli.bars import count_progress
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
-from toolkit.cli.output import Line, output
+from toolkit.cli.output import Line, Table, output
 from toolkit.cli.rehearse_gpu import dress_rehearsal
 from toolkit.errors import EXIT_FAILED, Problem, RecipeError, RunFailed
 from toolkit.intake.load import load_recipe
+from toolkit.models.families import model_spec
 from toolkit.plan.ledger import summary
-from toolkit.rehearse.comparison import Record
-from toolkit.rehearse.layouts import select
-from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal, rehearse_recipe
-from toolkit.rehearse.table import machine_output, reasons, shrunk, table
+from toolkit.recipe.schema import Recipe
+from toolkit.rehearse.layouts import RehearsedLayout, select
+from toolkit.rehearse.rehearsal import (
+    LayoutResult,
+    Options,
+    Rehearsal,
+    RehearsalResult,
+    prepare,
+    run,
+)
+from toolkit.rehearse.shrink import without_noise
+from toolkit.run import jsonl
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 
-OnGpus = Annotated[
-    bool,
-    typer.Option(
-        "--gpu",
-        help="Instead, run the recipe's own layout at its true size on GPUs that are not "
-        "there: memory of its ranks.",
-    ),
-]
-RanksOfGpus = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
-    ),
-]
+_COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
 
 
 def rehearse(
@@ -54,8 +50,20 @@ def rehearse(
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
     ] = 300,
-    gpu: OnGpus = False,
-    ranks: RanksOfGpus = None,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Instead, run the recipe's own layout at its true size on GPUs that are not "
+            "there: memory of its ranks.",
+        ),
+    ] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
+        ),
+    ] = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,24 +82,21 @@ def rehearse(
     if gpu:
         dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
+    options = Options(steps, processes, time_limit)
+    rehearsal = prepare(load_recipe(recipe, overrides), options)
     patterns = [part.strip() for names in layouts for part in names.split(",")]
-    with ExitStack() as stack:
-        result = rehearse_recipe(
-            load_recipe(recipe, overrides),
-            patterns,
-            steps=steps,
-            processes=processes,
-            time_limit_s=time_limit,
-            report=_Progress(Console(stderr=as_json), patterns, stack),
-        )
-    reference, outcomes = result.reference, result.layouts
-    kept = summary(ledger_of(result.rehearsal.original, result.rehearsal.plan))
-    data = machine_output(reference, outcomes)
-    output(as_json, data, _lines(reference, outcomes, kept), wrap=False)
-    for outcome in outcomes:
-        if outcome.failure is not None:
-            tell(f"--- the end of {outcome.candidate.name} ---\n{outcome.failure.log}")
-    verdicts = {outcome.verdict for outcome in outcomes}
+    chosen = select(rehearsal.layouts, patterns)
+    console = Console(stderr=as_json)
+    console.print(_shrunk(rehearsal), soft_wrap=True)
+    if note := rehearsal.layouts[0].note:
+        console.print(f"the recipe's own layout: {note}", soft_wrap=True)
+    result = _run(rehearsal, chosen, options)
+    data = jsonl.plain(_machine_output(result))
+    output(as_json, data, _lines(result, data), wrap=False)
+    for one in result.layouts:
+        if one.failure is not None:
+            tell(f"--- the end of {one.candidate.name} ---\n{one.failure.log}")
+    verdicts = {one.verdict for one in result.layouts}
     if verdicts == {"skipped"}:
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
@@ -111,36 +116,102 @@ def _check_options(
             raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
 
 
-def _lines(
-    reference: Record, outcomes: Sequence[LayoutResult], kept: Sequence[str]
-) -> Iterator[Line]:
-    yield table(reference, outcomes)
-    if below := reasons(outcomes):
-        yield below
+def _shrunk(rehearsal: Rehearsal) -> str:
+    """One line: what was made smaller, from → to."""
+    both = zip(*map(_sizes, (rehearsal.original, rehearsal.recipe)), strict=True)
+    changes = [f"{name} {was} → {now}" for (name, was), (_, now) in both if was != now]
+    return ", ".join([f"rehearsed in {rehearsal.recipe.training.precision}", *changes])
+
+
+def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What a rehearsal may change."""
+    config, training = recipe.model.config, recipe.training
+    assert config is not None, "looked up by `prepare`"
+    spec = model_spec(config)
+    yield "parameters", f"{spec.parameters.total:,}"
+    yield "layers", f"{spec.layers}"
+    yield "hidden", f"{spec.hidden:,}"
+    yield "sequence", f"{training.sequence_length:,}"
+    yield "batch", f"{training.global_batch_size:,}"
+    yield "learning rate", f"{recipe.optimizer.learning_rate:g}"
+    yield "objective", training.objective
+    yield "dropout and jitter", "off" if without_noise(config) == config else "on"
+
+
+def _run(
+    rehearsal: Rehearsal, chosen: Sequence[RehearsedLayout], options: Options
+) -> RehearsalResult:
+    """Run, with a bar on standard error where that is a terminal."""
+    following = iter([*(one.name for one in chosen), "done"])
+    with count_progress(len(chosen) + 1) as update:
+        update(description="reference")
+        return run(
+            rehearsal,
+            chosen,
+            options,
+            lambda _: update(advance=1, description=next(following)),
+        )
+
+
+def _machine_output(result: RehearsalResult) -> dict[str, Any]:
+    """What `--json` prints, where a number that is not finite is a string."""
+    return {
+        "reference": asdict(result.reference),
+        "layouts": [_entry(one) for one in result.layouts],
+    }
+
+
+def _entry(one: LayoutResult) -> dict[str, Any]:
+    plan, comparison = one.plan, one.comparison
+    return {
+        "name": one.candidate.name,
+        "engine": one.candidate.parallel.engine,
+        "model": one.candidate.parallel.model,
+        "world": one.candidate.processes,
+        "layout": plan.layout.to_dict() if plan else None,
+        "loss": one.record.loss,
+        "grad_norm": one.record.grad_norm,
+        "max_rel_loss": comparison.max_rel_loss if comparison else None,
+        "max_rel_grad_norm": comparison.max_rel_grad_norm if comparison else None,
+        "verdict": one.verdict,
+        "why": one.why,
+    }
+
+
+_Row = Mapping[str, Any]
+_TABLE = Table[_Row](
+    {
+        "layout": lambda one: one["name"],
+        "ranks": lambda one: str(one["world"]),
+        "loss": lambda one: _last(one["loss"]),
+        "grad norm": lambda one: _last(one["grad_norm"]),
+        "Δ loss": lambda one: _difference(one["max_rel_loss"]),
+        "Δ norm": lambda one: _difference(one["max_rel_grad_norm"]),
+        "verdict": lambda one: one["verdict"],
+    }
+)
+
+
+def _last(numbers: Sequence[Any]) -> str:
+    """The number of the last step, which may be the text of one that is not finite."""
+    return f"{float(numbers[-1]):.6f}" if numbers else ""
+
+
+def _difference(relative: Any) -> str:
+    return "" if relative is None else f"{float(relative):.0e}"
+
+
+def _lines(result: RehearsalResult, data: Mapping[str, Any]) -> Iterator[Line]:
+    """A row per layout, the reference first; then the first divergence of each layout, or why
+    it was not run."""
+    nothing = {"max_rel_loss": None, "max_rel_grad_norm": None, "verdict": ""}
+    reference = {"name": "reference", "world": 1, **data["reference"], **nothing}
+    rows = [reference, *data["layouts"]]
+    yield from _TABLE.texts(rows, lambda one: _COLOURS.get(one["verdict"], "dim"))
+    for one in data["layouts"]:
+        if one["why"]:
+            yield Text.assemble((f"{one['name']}  ", _COLOURS[one["verdict"]]), one["why"])
     yield Text("\nthe recipe as planned, against one fp32 process", "dim")
-    yield from (f"  {line}" for line in kept)
-
-
-class _Progress:
-    """Prints what is made small, then a bar on standard error where that is a terminal."""
-
-    def __init__(self, out: Console, patterns: Sequence[str], stack: ExitStack) -> None:
-        self._out, self._patterns, self._stack = out, patterns, stack
-        self._names: list[str] = []
-        self._update: Callable[..., None] = lambda **_: None
-        self._done = 0
-
-    def __call__(self, item: Rehearsal | Record | LayoutResult) -> None:
-        if isinstance(item, Rehearsal):
-            self._begin(item)
-        else:
-            self._done += 1
-        self._update(completed=self._done, description=self._names[self._done])
-
-    def _begin(self, rehearsal: Rehearsal) -> None:
-        self._out.print(shrunk(rehearsal), soft_wrap=True)
-        if note := rehearsal.layouts[0].note:
-            self._out.print(f"the recipe's own layout: {note}", soft_wrap=True)
-        chosen = select(rehearsal.layouts, self._patterns)
-        self._names = ["reference", *(one.name for one in chosen), "done"]
-        self._update = self._stack.enter_context(count_progress(len(chosen) + 1))
+    rehearsal = result.rehearsal
+    for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):
+        yield f"  {line}"

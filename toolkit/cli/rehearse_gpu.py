@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.bars import bars, count_progress
-from toolkit.cli.output import Line, output
+from toolkit.cli.output import Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
@@ -35,7 +34,12 @@ def dress_rehearsal(
     where = None if cluster is None else find_cluster(cluster)
     planned = decide(load_recipe(recipe, overrides, where), None, where)
     rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
-    done = _rehearsed(rehearsal)
+    done = []
+    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
+    with count_progress(len(rehearsal.ranks), "ranks") as update, scratch as folder:
+        for one in rehearsal.run(Path(folder)):
+            done.append(one)
+            update(advance=1)
     output(
         as_json,
         _machine_output(rehearsal, done),
@@ -43,19 +47,6 @@ def dress_rehearsal(
         wrap=False,
         exit_code=EXIT_DONE if all(one.fits for one in done) else EXIT_FAILED,
     )
-
-
-def _rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
-    """Run the ranks, with a bar on standard error where that is a terminal."""
-    found = []
-    shown = [*map(str, rehearsal.ranks), "done"]
-    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    with count_progress(len(rehearsal.ranks), "rank ") as update, scratch as folder:
-        update(description=shown[0])
-        for count, one in enumerate(rehearsal.run(Path(folder)), 1):
-            found.append(one)
-            update(completed=count, description=shown[count])
-    return found
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -99,6 +90,19 @@ def _machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) ->
     }
 
 
+_TABLE = Table[RehearsedRank](
+    {
+        "rank": lambda one: str(one.rank),
+        "stage": lambda one: str(one.stage),
+        "peak": lambda one: size(one.peak.nbytes / GIB),
+        "planned": lambda one: size(one.planned.allocated / GIB),
+        "needs": lambda one: size(one.needed_gib),
+        "verdict": lambda one: "fits" if one.fits else "does not fit",
+    },
+    left=0,
+)
+
+
 def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator[Line]:
     """A table of the ranks, and what holds the memory of the fullest one."""
     plan, full = rehearsal.assignment.plan, rehearsal.planned.plan.layout
@@ -106,14 +110,7 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
     run, of = rehearsal.layout.gradient_accumulation, full.gradient_accumulation
     if run < of:
         yield Text(f"  {run} of {of} micro batches were run", "dim")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("rank", "stage", "peak", "planned", "needs", "verdict"):
-        table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
-    for one in done:
-        gib = one.peak.nbytes / GIB, one.planned.allocated / GIB, one.needed_gib
-        verdict = "fits" if one.fits else "does not fit"
-        table.add_row(str(one.rank), str(one.stage), *map(size, gib), verdict)
-    yield table
+    yield from _TABLE.texts(done)
     if saved := max(one.compiling_saves_gib for one in done):
         yield Text(
             "  layers were run operator after operator; compiled, or with Liger's kernels, "
@@ -126,10 +123,10 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
     held = {kind: sum(places.values()) / GIB for kind, places in holders.items()}
     yield from bars(held, fullest.peak.nbytes / GIB, "GiB")
     yield Text("\nheld by", "dim")
-    largest = [
+    largest = sorted(
         (nbytes, f"{kind}: {place or 'elsewhere'}")
         for kind, places in holders.items()
         for place, nbytes in places.items()
-    ]
-    for nbytes, name in sorted(largest)[::-1][:_HOLDERS]:
+    )
+    for nbytes, name in largest[::-1][:_HOLDERS]:
         yield f"  {size(nbytes / GIB):>10}  {name}"

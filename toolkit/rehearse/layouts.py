@@ -11,11 +11,10 @@ from toolkit.backend import BACKENDS, Backend, Rehearsed
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Pair
 from toolkit.plan import dimensions
-from toolkit.plan.dimensions import degrees_text, scaled_down, settings, smallest_factor
+from toolkit.plan.dimensions import degrees_text, scaled_down, settings
 from toolkit.plan.plan import Plan
 from toolkit.plan.rules.legality import table
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
-from toolkit.rehearse.shrink import Degree, Degrees
 
 OWN = "recipe"
 """Name of the recipe's own layout."""
@@ -132,21 +131,6 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout
     full, scaled = _degrees_text(layout), _degrees_text(small)
     note = "" if full == scaled else f"{full} scaled down to {scaled}"
     return RehearsedLayout(OWN, small.world, section, note)
-
-
-def degrees(plan: Plan) -> Degrees:
-    """The degrees that divide the model in the recipe's own layout, and their replacements
-    here."""
-    layout = plan.layout
-    stages = Degree(
-        layout.pp * layout.vpp, smallest_factor(layout.pp) * smallest_factor(layout.vpp)
-    )
-    return Degrees(
-        Degree(layout.tp, smallest_factor(layout.tp)),
-        stages,
-        Degree(layout.ep, smallest_factor(layout.ep)),
-        Degree(layout.cp, smallest_factor(layout.cp)),
-    )
 
 
 def _degrees_text(layout: Layout) -> str:

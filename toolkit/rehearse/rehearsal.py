@@ -1,29 +1,19 @@
 """The rehearsal: trains a small recipe in each layout and compares the results."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, RecipeError, RunFailed
 from toolkit.intake.checks import broken_rules
 from toolkit.models.families import model_spec
 from toolkit.models.hub import model_config
-from toolkit.models.parameter_groups import in_small_model
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import (
-    CheckpointSection,
-    ClusterSection,
-    EvaluationSection,
-    LoggingSection,
-    ParallelSection,
-    Recipe,
-    ScheduleSection,
-)
+from toolkit.recipe.schema import ClusterSection, ParallelSection, Recipe
 from toolkit.registry import load
 from toolkit.rehearse.comparison import (
     Bounds,
@@ -34,22 +24,15 @@ from toolkit.rehearse.comparison import (
     read_record,
     tolerance,
 )
-from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees, select
+from toolkit.rehearse.layouts import RehearsedLayout, candidates, select
 from toolkit.rehearse.ranks import Failure, launch_spec, run_ranks
-from toolkit.rehearse.shrink import (
-    shrink_config,
-    shrink_freeze,
-    shrink_sequence,
-    shrink_window,
-    without_noise,
-)
+from toolkit.rehearse.shrink import MICRO_BATCH, shrink_recipe
 from toolkit.run.assignment import Assignment, decide, write
 from toolkit.text.terminal import tell
 
 LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four
 micro batches for a pipeline. More only where a pipeline asks for it."""
-MICRO_BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -138,27 +121,16 @@ def rehearse_recipe(
     steps: int = 5,
     processes: int = 4,
     time_limit_s: float = 300.0,
-    report: Callable[[Rehearsal | Record | LayoutResult], None] = lambda _: None,
+    report: Callable[[Record | LayoutResult], object] = lambda _: None,
 ) -> RehearsalResult:
     """Train a small copy in every layout that this machine's CPUs can run, and compare.
 
-    `layouts`: names or globs, such as `zero*`; default: all. `report` is called with the
-    rehearsal before anything runs, then with the reference's record and each layout's result.
-    Raises as `prepare`, `select` and `run` do.
+    `layouts`: names or globs, such as `zero*`; default: all. Raises as `prepare`, `select` and
+    `run` do.
     """
     options = Options(steps, processes, time_limit_s)
     rehearsal = prepare(recipe, options)
-    chosen = select(rehearsal.layouts, layouts)
-    report(rehearsal)
-    reference, results = Record(), list[LayoutResult]()
-    with TemporaryDirectory(prefix="dmt-rehearse-") as folder:
-        for item in run(rehearsal, chosen, options, Path(folder)):
-            report(item)
-            if isinstance(item, Record):
-                reference = item
-            else:
-                results.append(item)
-    return RehearsalResult(rehearsal, reference, tuple(results))
+    return run(rehearsal, select(rehearsal.layouts, layouts), options, report)
 
 
 def prepare(recipe: Recipe, options: Options) -> Rehearsal:
@@ -169,8 +141,7 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     recipe = adopt_engine_config(recipe)
     recipe = recipe.with_values({"model.config": model_config(recipe.model)})
     plan = plan_recipe(recipe, explained=False)
-    own = recipe.with_values({"parallel.outer": None})
-    layouts = tuple(candidates(own, plan, options.processes))
+    layouts = tuple(candidates(recipe, plan, options.processes))
     small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
     return Rehearsal(small, plan, recipe, layouts)
 
@@ -189,76 +160,28 @@ def rehearsed_batch(layouts: Sequence[RehearsedLayout]) -> int:
     return -(-LEAST_BATCH // unit) * unit
 
 
-def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
-    """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
-
-    `batch` is the number of sequences per step. The learning rate is the recipe's peak in every
-    step, up to a limit: a rehearsal that only warms up would hardly change the weights. The
-    objective is one that the reference also defines: engines do not depend on it, and the
-    inputs of another package's objective are not in a rehearsal's batches.
-    """
-    from toolkit.rehearse.losses import rehearsed_objective  # imports torch
-
-    divisors = degrees(plan)
-    long = recipe.training.sequence_length
-    short = shrink_sequence(long, divisors)
-    assert recipe.model.config is not None, "looked up by `prepare`"
-    config = shrink_config(without_noise(recipe.model.config), divisors)
-    config = shrink_window(config, long, short)
-    freeze = shrink_freeze(recipe.model.freeze, config)
-    trained = trained_tensors(config, freeze, recipe.adapter)
-    groups = in_small_model(recipe.optimizer.groups, trained)
-    largest = recipe.optimizer.kind.largest_rate / max(
-        [1.0, *(group.lr_mult for group in groups)]
-    )
-    adapter = recipe.adapter
-    if adapter is not None:
-        adapter = adapter.with_values({"dropout": 0.0, "folder": None})
-    return recipe.with_values(
-        {
-            "adapter": adapter,
-            "parallel.outer": None,
-            "model.hub": None,
-            "model.revision": None,
-            "model.init": "random",
-            "model.config": config,
-            "model.freeze": freeze,
-            "data.stages": (),
-            "training.steps": steps,
-            "training.tokens": None,
-            "training.epochs": None,
-            "training.sequence_length": short,
-            "training.global_batch_size": batch,
-            "training.batch_ramp": None,
-            "training.micro_batch_size": MICRO_BATCH,
-            "training.precision": "fp32",
-            "training.objective": rehearsed_objective(recipe),
-            "optimizer.learning_rate": min(recipe.optimizer.learning_rate, largest),
-            "optimizer.groups": groups,
-            "kernels.loss": "chunked" if plan.layout.loss == "liger" else plan.layout.loss,
-            "kernels.attention": "auto",
-            "schedule": ScheduleSection(name="constant"),
-            "evaluation": EvaluationSection(),
-            "checkpoint": CheckpointSection(export=False),
-            "logging": LoggingSection(),
-        }
-    )
-
-
 def run(
-    rehearsal: Rehearsal, chosen: Sequence[RehearsedLayout], options: Options, folder: Path
-) -> Iterator[Record | LayoutResult]:
-    """Run the reference, then each chosen layout in turn; yields each when it is done.
+    rehearsal: Rehearsal,
+    chosen: Sequence[RehearsedLayout],
+    options: Options,
+    report: Callable[[Record | LayoutResult], object] = lambda _: None,
+) -> RehearsalResult:
+    """Run the reference, then each chosen layout in turn.
 
-    The first item is the reference's record. Every layout works under `folder`. Raises
-    RunFailed when the reference fails: there is then nothing to compare with;
+    `report` is called with the reference's record and each layout's result, as soon as it is
+    there. Raises RunFailed when the reference fails: there is then nothing to compare with;
     BackendUnavailable without a package that the optimizer needs.
     """
-    reference = run_reference(rehearsal, options, folder / "reference")
-    yield reference
-    for candidate in chosen:
-        at = folder / candidate.name
-        yield run_layout(rehearsal.recipe, candidate, reference, options, at)
+    results = []
+    with TemporaryDirectory(prefix="dmt-rehearse-") as name:
+        folder = Path(name)
+        reference = run_reference(rehearsal, options, folder / "reference")
+        report(reference)
+        for candidate in chosen:
+            at = folder / candidate.name
+            results.append(run_layout(rehearsal.recipe, candidate, reference, options, at))
+            report(results[-1])
+    return RehearsalResult(rehearsal, reference, tuple(results))
 
 
 def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:

@@ -7,20 +7,33 @@ query/key norms, rotary settings) does not change.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from toolkit.adapters.lora import trained_tensors
+from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.families.arguments import rope_of
 from toolkit.models.frozen import matching, names_of
 from toolkit.models.model import Config, is_dropout, read
+from toolkit.models.parameter_groups import in_small_model
+from toolkit.plan.dimensions import smallest_factor
+from toolkit.plan.plan import Plan
+from toolkit.recipe.schema import (
+    CheckpointSection,
+    EvaluationSection,
+    LoggingSection,
+    Recipe,
+    ScheduleSection,
+)
 
 SMALL_PARAMETERS = 2_000_000
 """A model of at most this many parameters trains in seconds without shrinking."""
+MICRO_BATCH = 2
 VOCABULARY = 128
 SEQUENCE_LENGTH = 32
 
+PLAIN = Layout()
 _LAYERS = 4
 """Two pipeline stages of two chunks each."""
 _PAIR = 2
@@ -28,51 +41,86 @@ _PAIR = 2
 _ACTIVE_EXPERTS = 2
 _WIDEST_MLP = 4
 """Largest ratio of MLP to hidden size that is kept."""
-
-
 _INNER_SIZES = (
     "intermediate_size", "intermediate_size_mlp", "n_inner", "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )  # fmt: skip
-
 _WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")
 
 
-@dataclass(frozen=True)
-class Degree:
-    """A degree of parallelism: the recipe's own, and its replacement in the rehearsal."""
+def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
+    """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
 
-    full: int = 1
-    rehearsed: int = 1
+    `batch` is the number of sequences per step. The learning rate is the recipe's peak in every
+    step, up to a limit: a rehearsal that only warms up would hardly change the weights. The
+    objective is one that the reference also defines: engines do not depend on it, and the
+    inputs of another package's objective are not in a rehearsal's batches.
+    """
+    from toolkit.rehearse.losses import rehearsed_objective  # imports torch
+
+    assert recipe.model.config is not None, "looked up by `prepare`"
+    long = recipe.training.sequence_length
+    short = shrink_sequence(long, plan.layout)
+    config = shrink_config(without_noise(recipe.model.config), plan.layout)
+    config = shrink_window(config, long, short)
+    freeze = shrink_freeze(recipe.model.freeze, config)
+    trained = trained_tensors(config, freeze, recipe.adapter)
+    groups = in_small_model(recipe.optimizer.groups, trained)
+    highest = max([1.0, *(group.lr_mult for group in groups)])
+    largest = recipe.optimizer.kind.largest_rate / highest
+    adapter = recipe.adapter
+    if adapter is not None:
+        adapter = adapter.with_values({"dropout": 0.0, "folder": None})
+    return recipe.with_values(
+        {
+            "adapter": adapter,
+            "parallel.outer": None,
+            "model.hub": None,
+            "model.revision": None,
+            "model.init": "random",
+            "model.config": config,
+            "model.freeze": freeze,
+            "data.stages": (),
+            "training.steps": steps,
+            "training.tokens": None,
+            "training.epochs": None,
+            "training.sequence_length": short,
+            "training.global_batch_size": batch,
+            "training.batch_ramp": None,
+            "training.micro_batch_size": MICRO_BATCH,
+            "training.precision": "fp32",
+            "training.objective": rehearsed_objective(recipe),
+            "optimizer.learning_rate": min(recipe.optimizer.learning_rate, largest),
+            "optimizer.groups": groups,
+            "kernels.loss": "chunked" if plan.layout.loss == "liger" else plan.layout.loss,
+            "kernels.attention": "auto",
+            "schedule": ScheduleSection(name="constant"),
+            "evaluation": EvaluationSection(),
+            "checkpoint": CheckpointSection(export=False),
+            "logging": LoggingSection(),
+        }
+    )
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """What divides the model in the recipe's own layout."""
-
-    tensor: Degree = Degree()
-    stages: Degree = Degree()
-    """Pipeline stages times virtual stages: it divides the layers."""
-    expert: Degree = Degree()
-    context: Degree = Degree()
-
-
-def alike(original: int, unit: int, degree: Degree = Degree(), *, least: int = 1) -> int:
+def alike(
+    original: int, unit: int, full: int = 1, rehearsed: int = 1, *, least: int = 1
+) -> int:
     """The smallest size from `least` on that divides as `original` does; never larger.
 
-    Its remainder by `unit` and by the rehearsed degree is that of `original`; where the
-    full degree does not divide `original`, the rehearsed one does not divide the result.
+    `full`: a degree of the recipe's layout, which is `rehearsed` here. The remainder by `unit`
+    and by `rehearsed` is that of `original`; where `full` does not divide `original`,
+    `rehearsed` does not divide the result.
     """
-    period = lcm(unit, degree.rehearsed)
+    period = lcm(unit, rehearsed)
     start = max(least, period)
     small = start + (original - start) % period
-    if original % degree.full and small % degree.rehearsed == 0 and degree.rehearsed > 1:
+    if original % full and small % rehearsed == 0 and rehearsed > 1:
         small += 1
     return min(small, original)
 
 
-def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> dict[str, Any]:
-    """A small Hugging Face config of the same family and divisibility.
+def shrink_config(config: Mapping[str, Any], layout: Layout = PLAIN) -> dict[str, Any]:
+    """A small Hugging Face config of the same family, which `layout` divides in the same way.
 
     `config` is one for which `check_config` finds no problem. One with at most
     SMALL_PARAMETERS is returned as it is.
@@ -80,22 +128,30 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     if model_spec(config).parameters.total <= SMALL_PARAMETERS:
         return dict(config)
     model = read(config)
-    settings = model.config
+    settings, tensor = model.config, _scaled(layout.tp)
+    stages = layout.pp * layout.vpp, smallest_factor(layout.pp) * smallest_factor(layout.vpp)
+    layers = alike(settings["num_hidden_layers"], _LAYERS, *stages)
+    vocabulary = alike(settings["vocab_size"], _PAIR, *tensor, least=VOCABULARY)
     sizes = {
-        **_attention(settings, degrees),
+        **_attention(settings, tensor),
         **_latent(settings),
-        **_experts(settings, degrees),
-        "vocab_size": alike(settings["vocab_size"], _PAIR, degrees.tensor, least=VOCABULARY),
+        **_experts(settings, _scaled(layout.ep)),
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        **_layer_lists(settings, layers),
+        **_token_ids(config, settings, vocabulary),
     }
-    sizes |= _mlp(settings, sizes["hidden_size"], degrees)
-    layers = alike(settings["num_hidden_layers"], _LAYERS, degrees.stages)
-    sizes |= {"num_hidden_layers": layers, **_layer_lists(settings, layers)}
-    sizes |= _token_ids(config, settings, sizes["vocab_size"])
+    sizes |= _mlp(settings, sizes["hidden_size"], tensor)
     # Under the user's spelling where there is one: two names for a setting are refused.
     own = {name: name if name in config else model.names.get(name, name) for name in sizes}
     small = {**config, **{own[name]: value for name, value in sizes.items()}}
     head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
     return _with_fewer_factors(small, sizes.get("head_dim", head_dim), _share(settings))
+
+
+def _scaled(degree: int) -> tuple[int, int]:
+    """A degree of the recipe's layout, and its replacement in the rehearsal."""
+    return degree, smallest_factor(degree)
 
 
 def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,10 +163,10 @@ def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **{name: 0.0 for name in noisy if config[name]}}
 
 
-def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:
+def shrink_sequence(length: int, layout: Layout = PLAIN) -> int:
     """A short sequence that tensor and context parallel split as they split `length`."""
-    unit = _PAIR * degrees.context.rehearsed  # a context rank computes two equal runs
-    return alike(length, unit, degrees.tensor, least=SEQUENCE_LENGTH)
+    unit = _PAIR * smallest_factor(layout.cp)  # a context rank computes two equal runs
+    return alike(length, unit, *_scaled(layout.tp), least=SEQUENCE_LENGTH)
 
 
 def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:
@@ -137,12 +193,12 @@ def shrink_freeze(patterns: tuple[str, ...], config: Mapping[str, Any]) -> tuple
     return kept
 
 
-def _attention(settings: Config, degrees: Degrees) -> dict[str, Any]:
+def _attention(settings: Config, tensor: tuple[int, int]) -> dict[str, Any]:
     """Heads, groups and hidden size; the ratios between them are kept."""
     heads, stated_groups = settings["num_attention_heads"], settings["num_key_value_heads"]
     groups = heads if stated_groups is None else stated_groups
-    small_groups = alike(groups, _PAIR, degrees.tensor)
-    if degrees.tensor.full > groups:
+    small_groups = alike(groups, _PAIR, *tensor)
+    if tensor[0] > groups:
         small_groups = 1  # more ranks than groups, in small too
     small_heads = heads // groups * small_groups
     hidden = settings["hidden_size"]
@@ -197,26 +253,26 @@ def _latent(settings: Config) -> dict[str, Any]:
     return {name: size for name, size in _LATENT.items() if settings[name] is not None}
 
 
-def _mlp(settings: Config, hidden: int, degrees: Degrees) -> dict[str, Any]:
+def _mlp(settings: Config, hidden: int, tensor: tuple[int, int]) -> dict[str, Any]:
     """Inner sizes, in their ratio to the hidden size where that is not extreme."""
     sizes = {}
     for name in _INNER_SIZES:
         if (inner := settings[name]) is not None:
             ratio = min(inner / settings["hidden_size"], _WIDEST_MLP)
-            sizes[name] = alike(inner, _PAIR, degrees.tensor, least=int(ratio * hidden))
+            sizes[name] = alike(inner, _PAIR, *tensor, least=int(ratio * hidden))
     return sizes
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _experts(settings: Config, degrees: Degrees) -> dict[str, Any]:
+def _experts(settings: Config, expert: tuple[int, int]) -> dict[str, Any]:
     """Twice as many experts as a token uses, or a few more."""
     name = next((name for name in _EXPERTS if settings[name] is not None), None)
     if name is None:
         return {}
     active = min(settings["num_experts_per_tok"], _ACTIVE_EXPERTS)
-    experts = alike(settings[name], 2 * _ACTIVE_EXPERTS, degrees.expert)
+    experts = alike(settings[name], 2 * _ACTIVE_EXPERTS, *expert)
     sizes = {name: experts, "num_experts_per_tok": active}
     groups = settings["n_group"]
     if groups is not None and groups > 1:

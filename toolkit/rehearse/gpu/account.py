@@ -36,8 +36,7 @@ BLOCK = 512
 """Bytes that PyTorch's allocator rounds a request up to (`kMinBlockSize`)."""
 _PASSING = (ACTIVATIONS, BACKWARD, OTHER)
 _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sharding_prop"
-_OF_TORCH = ("torch/", "toolkit/rehearse/gpu/")
-_RESIZES = torch.ops.aten.resize_.default
+_OF_TORCH = ("torch/", "toolkit/rehearse/gpu/", "contextlib")
 
 
 class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,10 +53,10 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[tuple[int, int]] = []
         """Bytes allocated, or freed below 0, and the number of the storage."""
         self._labels: list[tuple[str, str]] = []
-        """Of each storage: kind, and module or place."""
+        """Kind, and module or place, of each storage."""
         self._sizes: list[int] = []
         self._numbers: Any = WeakIdKeyDictionary()
-        self._references: dict[int, Any] = {}
+        """The number of each storage that is alive."""
         self._start = 0
         """The number of the first event that `peak` looks at."""
         self._trains = False
@@ -111,7 +110,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(one.untyped_storage(), func)
         if func.namespace == "c10d" and "gather" in func._opname:
             self._relabel(tree_leaves(args[0]), COMMUNICATION, self._module(), only=_PASSING)
-        if func is _RESIZES:
+        if func is torch.ops.aten.resize_.default:
             self._resized(args[0].untyped_storage())
         return out
 
@@ -161,16 +160,19 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Give storages another label, or those that have one of the kinds `only`."""
         for one in tensors:
-            if not isinstance(one, FakeTensor) or one.device.type != "cuda":
-                continue
-            number = self._see(one.untyped_storage(), None)
-            before = self._labels[number]
-            if not only or before[0] in only:
-                same = before[0] == kind and before[1] != place
-                self._labels[number] = kind, "in one buffer" if same else place
+            if isinstance(one, FakeTensor) and one.device.type == "cuda":
+                number = self._see(one.untyped_storage(), None)
+                before = self._labels[number]
+                if not only or before[0] in only:
+                    same = before[0] == kind and before[1] != place
+                    self._labels[number] = kind, "in one buffer" if same else place
 
     def _see(self, storage: Any, func: Any) -> int:
-        """The index of a storage, which may be a new one."""
+        """The number of a storage, which may be a new one.
+
+        Tensors that DTensor creates to determine a shape are new each time: they have no
+        storage on a GPU.
+        """
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = len(self._labels)
@@ -179,18 +181,13 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sizes.append(0)
             if label is not None:
                 self._numbers[storage] = number
-                self._references[number] = weakref.ref(storage, lambda _: self._gone(number))
+                weakref.finalize(storage, self._change, number, 0).atexit = False
                 self._resized(storage)
         return number
 
     def _resized(self, storage: Any) -> None:
-        number = self._numbers.get(storage)
-        if number is not None:
+        if (number := self._numbers.get(storage)) is not None:
             self._change(number, -(-storage.nbytes() // BLOCK) * BLOCK)
-
-    def _gone(self, number: int) -> None:
-        self._change(number, 0)
-        self._references.pop(number, None)
 
     def _change(self, number: int, size: int) -> None:
         if more := size - self._sizes[number]:
@@ -198,13 +195,12 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((more, number))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
-        """None for tensors that DTensor creates to determine a shape, which have no storage."""
+        """Kind and module or place of what is allocated now; None for what has a shape only."""
         place, inside = _place()
         if _SHAPES in inside:
             return None
-        if _COLLECTIVES in inside or (
-            func is not None and func.namespace in ("c10d", "_c10d_functional")
-        ):
+        namespace = "" if func is None else func.namespace
+        if _COLLECTIVES in inside or namespace in ("c10d", "_c10d_functional"):
             return COMMUNICATION, place
         if _backward_node() is not None:
             return BACKWARD, self._module() or place
@@ -245,12 +241,12 @@ def _collapsed(name: str) -> str:
 def _place() -> tuple[str, set[str]]:
     """`file.py function` of the innermost frame outside of torch, and which of the known parts
     of torch are inside of it."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     inside = set()
     while frame is not None:
         path = frame.f_code.co_filename
         inside |= {part for part in (_COLLECTIVES, _SHAPES) if part in path}
-        if not any(part in path for part in _OF_TORCH) and "contextlib" not in path:
+        if not any(part in path for part in _OF_TORCH):
             return f"{Path(path).name} {frame.f_code.co_name}", inside
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "", inside

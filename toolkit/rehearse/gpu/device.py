@@ -25,52 +25,34 @@ CAPABILITY = (9, 0)
 """Compute capability of an H100, whose kernels the engines would choose."""
 
 
-class _Event:
-    """A CUDA event that is always complete."""
+class Idle:
+    """A CUDA stream or event without pending work."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: object) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A CUDA stream without pending work."""
-
-    device = GPU
-    device_type = 1
+    device, device_type = GPU, 1
     device_index = stream_id = cuda_stream = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "Idle":
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def is_capturing(self) -> bool:
-        return False
+    def synchronize(self, *_: object) -> None: ...
 
-    def wait_stream(self, _: object) -> None: ...
-
-    def wait_event(self, _: object) -> None: ...
-
-    def synchronize(self) -> None: ...
+    record = wait = wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: "Idle | None" = None) -> "Idle":
+        return event or Idle()
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
 
 
 class _Generator:
@@ -87,10 +69,10 @@ class _Generator:
         return 0
 
 
-_DEFAULT = _Stream()
+_DEFAULT = Idle()
 
 
-def _within(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
+def _within(stream: Idle | None) -> contextlib.AbstractContextManager[Any]:
     return stream or contextlib.nullcontext()
 
 
@@ -221,8 +203,8 @@ def _have_cuda() -> None:
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "memory_stats": lambda *_: {},
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": Idle,
+        "Event": Idle,
         "current_stream": lambda *_: _DEFAULT,
         "default_stream": lambda *_: _DEFAULT,
         "stream": _within,
@@ -243,7 +225,7 @@ def _have_accelerator() -> None:
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
         torch,
-        Event=_Event,
+        Event=Idle,
         get_rng_state=lambda: _Generator().get_state(),
         set_rng_state=_nothing(),
     )

@@ -20,7 +20,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
-from toolkit.plan.estimate import Estimate, estimate_plan
+from toolkit.plan.estimate import Setup, estimate_plan
 from toolkit.rehearse.gpu.peak import Peak
 from toolkit.run.assignment import Assignment, write
 from toolkit.system.interpreter import python
@@ -29,6 +29,33 @@ from toolkit.text.units import GIB
 
 MICRO_BATCHES = 2
 """Micro batches that are run for each pipeline stage: more would not need more memory."""
+
+
+@dataclass(frozen=True)
+class RehearsedRank:
+    """A rank's memory in a step, with the plan's prediction."""
+
+    rank: int
+    stage: int
+    """Its pipeline rank."""
+    peak: Peak
+    planned: Memory
+    """The planner's memory of its stage."""
+    compiling_saves_gib: float
+    """The planner's saving of compiled layers, or Liger's kernels, compared with those that
+    were run."""
+    capacity_gib: float | None
+    """Memory of the plan's device."""
+
+    @property
+    def needed_gib(self) -> float:
+        """The peak, plus the memory of CUDA and NCCL, minus `compiling_saves_gib`."""
+        return (self.peak.nbytes + self.planned["context"]) / GIB - self.compiling_saves_gib
+
+    @property
+    def fits(self) -> bool:
+        """On the plan's device."""
+        return self.capacity_gib is None or self.needed_gib <= self.capacity_gib
 
 
 @dataclass(frozen=True)
@@ -75,85 +102,55 @@ class DressRehearsal:
         """With the micro batches that are run."""
         return self.assignment.plan.layout
 
-    @cached_property
-    def estimate(self) -> Estimate:
-        """The planner's figures for what is run."""
-        return estimate_plan(self.assignment.recipe, self.assignment.plan, self.cluster)
-
-    def run(self, folder: Path) -> Iterator["RehearsedRank"]:
+    def run(self, folder: Path) -> Iterator[RehearsedRank]:
         """Rehearse rank after rank. `folder` is a scratch folder.
 
         Raises RunFailed if a rank's engine fails.
         """
         write(replace(self.assignment, run_dir=folder / "run"), ["dmt", *sys.argv[1:]])
         for rank in self.ranks:
-            yield self._rehearsed(rank, folder)
+            yield self.compared(rank, _peak(rank, folder))
 
-    def _rehearsed(self, rank: int, folder: Path) -> "RehearsedRank":
-        output = folder / f"rank-{rank}.json"
-        command = [*python(), "-m", "toolkit.rehearse.gpu", str(folder / "run")]
-        done = subprocess.run(
-            [*command, str(rank), str(output)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-            preexec_fn=die_with_parent(signal.SIGKILL),
-        )
-        if done.returncode or not output.exists():
-            said = redact(done.stdout).strip().splitlines()
-            raise RunFailed(
-                f"rank {rank} failed on a GPU that is not there: {said[-1] if said else ''}"
-                + "".join(f"\n  {line}" for line in said[-20:-1]),
-                retry=False,
-            )
-        return RehearsedRank(self, rank, TypeAdapter(Peak).validate_json(output.read_bytes()))
-
-
-@dataclass(frozen=True)
-class RehearsedRank:
-    """A rank's memory in a step, with the plan's prediction."""
-
-    rehearsal: DressRehearsal
-    rank: int
-    peak: Peak
-
-    @property
-    def stage(self) -> int:
-        """Its pipeline rank."""
-        layout = self.rehearsal.layout
-        return self.rank // (layout.world // layout.pp)
-
-    @property
-    def planned(self) -> Memory:
-        """The planner's memory of its stage."""
-        return self._memory(self.rehearsal.layout)
-
-    @property
-    def needed_gib(self) -> float:
-        """The peak, plus the memory of CUDA and NCCL, minus the savings of compiled layers or
-        Liger's kernels."""
-        return (self.peak.nbytes + self.planned["context"]) / GIB - self.compiling_saves_gib
-
-    @property
-    def compiling_saves_gib(self) -> float:
-        """The planner's saving of compiled layers, or Liger's kernels, compared with those that
-        were run."""
-        wanted = self.rehearsal.planned.plan.layout
+    def compared(self, rank: int, peak: Peak) -> RehearsedRank:
+        """A rank's peak with the plan's prediction for what was run."""
+        layout, setup = self.layout, self._setup
+        stage = rank // (layout.world // layout.pp)
+        wanted = self.planned.plan.layout
         kernels = {name: getattr(wanted, name) for name in ("compile", "fused", "loss")}
-        less = self._memory(replace(self.rehearsal.layout, **kernels)).allocated
-        return (self.planned.allocated - less) / GIB
+        planned, less = (
+            stage_memory(setup.workload, one, stage)
+            for one in (layout, replace(layout, **kernels))
+        )
+        saved = (planned.allocated - less.allocated) / GIB
+        return RehearsedRank(rank, stage, peak, planned, saved, setup.cluster.gpu.memory_gib)
 
-    @property
-    def fits(self) -> bool:
-        """On the plan's device."""
-        capacity = self.rehearsal.estimate.setup.cluster.gpu.memory_gib
-        return capacity is None or self.needed_gib <= capacity
+    @cached_property
+    def _setup(self) -> Setup:
+        return estimate_plan(self.assignment.recipe, self.assignment.plan, self.cluster).setup
 
-    def _memory(self, layout: Layout) -> Memory:
-        return stage_memory(self.rehearsal.estimate.setup.workload, layout, self.stage)
+
+def _peak(rank: int, folder: Path) -> Peak:
+    """Run a rank of the run directory in `folder`. Raises RunFailed."""
+    output = folder / f"rank-{rank}.json"
+    command = [*python(), "-m", "toolkit.rehearse.gpu", str(folder / "run")]
+    done = subprocess.run(
+        [*command, str(rank), str(output)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+        preexec_fn=die_with_parent(signal.SIGKILL),
+    )
+    if done.returncode or not output.exists():
+        said = redact(done.stdout).strip().splitlines()
+        raise RunFailed(
+            f"rank {rank} failed on a GPU that is not there: {said[-1] if said else ''}"
+            + "".join(f"\n  {line}" for line in said[-20:-1]),
+            retry=False,
+        )
+    return TypeAdapter(Peak).validate_json(output.read_bytes())
 
 
 def _shortened(planned: Assignment) -> Assignment:
