@@ -83,8 +83,29 @@ def rehearse(
         dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
     options = Options(steps, processes, time_limit)
-    rehearsal = prepare(load_recipe(recipe, overrides), options)
     patterns = [part.strip() for names in layouts for part in names.split(",")]
+    _in_every_layout(load_recipe(recipe, overrides), patterns, options, as_json=as_json)
+
+
+def _check_options(
+    layouts: Sequence[str], ranks: str | None, cluster: str | None, *, gpu: bool
+) -> None:
+    """Raises RecipeError for an option that the other kind of rehearsal has."""
+    if gpu and layouts:
+        allowed = "without --gpu: there, the recipe's own layout is run"
+        found = ", ".join(layouts)
+        raise RecipeError([Problem("--layouts", found, allowed, "use --set parallel.…")])
+    for name, value in (("--ranks", ranks), ("--cluster", cluster)):
+        if value is not None and not gpu:
+            raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
+
+
+def _in_every_layout(
+    recipe: Recipe, patterns: Sequence[str], options: Options, *, as_json: bool
+) -> None:
+    """Rehearse and print. Exits with 4 where a layout differs; raises RunFailed where none was
+    compared."""
+    rehearsal = prepare(recipe, options)
     chosen = select(rehearsal.layouts, patterns)
     console = Console(stderr=as_json)
     console.print(_shrunk(rehearsal), soft_wrap=True)
@@ -101,19 +122,6 @@ def rehearse(
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _check_options(
-    layouts: Sequence[str], ranks: str | None, cluster: str | None, *, gpu: bool
-) -> None:
-    """Raises RecipeError for an option that the other kind of rehearsal has."""
-    if gpu and layouts:
-        allowed = "without --gpu: there, the recipe's own layout is run"
-        found = ", ".join(layouts)
-        raise RecipeError([Problem("--layouts", found, allowed, "use --set parallel.…")])
-    for name, value in (("--ranks", ranks), ("--cluster", cluster)):
-        if value is not None and not gpu:
-            raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
 
 
 def _shrunk(rehearsal: Rehearsal) -> str:
