@@ -4,7 +4,7 @@ One question serves both uses: each setting with another value (`dmt plan --expl
 of changes with which something fits where nothing does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -14,23 +14,26 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.layout import Layout
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.plan.dimensions import SETTABLE, Dimension, layout_text, settings
+from toolkit.plan.dimensions import DIMENSIONS, Dimension, layout_text
 from toolkit.plan.plan import Remedy
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.search import ON_DISKS, Candidate, Room, Search, search, shortage
+from toolkit.plan.search import Candidate, Room, Search, resources, search
 from toolkit.recipe.schema import AdapterSection, OptimizerSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
-_DISRUPTION: Mapping[str, int] = {
-    "parallel.overlap": 4,
-    "parallel.model": 16,
-    "parallel.engine": 17,
-    **{one.key: one.disruption for one in SETTABLE if one.disruption is not None},
-}
-"""Settings that may be left open; see `Dimension.disruption`."""
+OPEN = (
+    "kernels.loss", "kernels.compile", "kernels.fused", "kernels.experts", "parallel.overlap",
+    "kernels.context", "parallel.recompute", "training.micro_batch_size", "parallel.zero.stage",
+    "parallel.replicate", "parallel.zero.offload_optimizer", "parallel.zero.offload_parameters",
+    "parallel.sequence", "parallel.virtual_pipeline", "parallel.tensor", "parallel.pipeline",
+    "parallel.expert", "parallel.model", "parallel.context", "parallel.engine",
+)  # fmt: skip
+"""Settings that may be left to the planner, the smaller changes first."""
+_WITHIN = {"vpp": "pp", "sequence_parallel": "tp", "exchange": "cp"}
+"""Fields of a layout that say something only where another one is above 1."""
 NVME = "/path/of/a/local/disk"
 ADAPTER = {"rank": 16, "alpha": 32}
 """A usual size of LoRA (arXiv:2106.09685)."""
@@ -61,8 +64,8 @@ def what_if(found: Search) -> Iterator[Alternative]:
     for name in BACKENDS.names if job.parallel.engine == "auto" else ():
         if name != best.pair.engine:
             yield from _alternative(job, found.cluster, {"parallel.engine": name})
-    for dimension in SETTABLE:
-        if dimension.disruption is not None and dimension.of(job) == "auto":
+    for dimension in DIMENSIONS:
+        if dimension.key in OPEN and dimension.of(job) == "auto":
             for value in _others(found, dimension):
                 yield from _alternative(job, found.cluster, {dimension.key: value})
     for key, _ in _stated(job):
@@ -74,8 +77,9 @@ def what_if(found: Search) -> Iterator[Alternative]:
 def _others(found: Search, dimension: Dimension) -> list[Any]:
     """Other values of a setting that the search tried, and that of a plain layout."""
     field, layout = dimension.field, found.best.layout
-    chosen, now = getattr(layout, field), settings(layout)
-    values = {getattr(Layout(), field)}
+    chosen, values = getattr(layout, field), {getattr(Layout(), field)}
+    if getattr(layout, _WITHIN.get(field, "dp")) == 1 and field in _WITHIN:
+        return []
     for partial in (one.partial for one in found.splits):
         match field:
             case "micro_batch":
@@ -86,13 +90,7 @@ def _others(found: Search, dimension: Dimension) -> list[Any]:
                 values.update(loss for _, loss in partial.recomputes)
             case _:
                 values.add(getattr(partial.layout, field))
-    values -= {chosen}
-    for need in dimension.needs:  # `virtual_pipeline` without a pipeline
-        if need.other in now and not need.allowed_if(now[need.other]):
-            values = {one for one in values if not need.values(one)}
-    if field == "exchange" and layout.cp == 1:
-        return []
-    ordered = sorted(values)
+    ordered = sorted(values - {chosen})
     if not isinstance(chosen, int) or field == "recompute":
         return ordered
     lower = [one for one in ordered if one < chosen]
@@ -128,10 +126,13 @@ def _alternative(
 
 def over(found: Search) -> str:
     """How far the nearest layout is from fitting."""
-    short = shortage(found.nearest, found.cluster)
-    assert short is not None, "only where nothing fits"
-    needs = f"the smallest layout needs {short.needed} of {short.capacity} GiB {short.where}"
-    return needs if short.on == ON_DISKS else f"{needs}, {short.missing} GiB too much"
+    short = next(
+        one for one in resources(found.nearest, found.cluster) if one.needed > one.capacity
+    )
+    return (
+        f"the smallest layout needs {short.needed:,.1f} of {short.capacity:,g} GiB "
+        f"{short.where}, {short.needed - short.capacity:,.1f} GiB too much"
+    )
 
 
 def remedies(found: Search) -> list[Remedy]:
@@ -191,7 +192,7 @@ def _first(
 
 def _stated(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     """What the recipe fixes and could leave open, the smaller changes first."""
-    for key in sorted(_DISRUPTION, key=_DISRUPTION.__getitem__):
+    for key in OPEN:
         without_experts = key == "parallel.expert" and not job.spec.moe_layers
         if (value := attrgetter(key)(job)) != "auto" and not without_experts:
             yield key, value

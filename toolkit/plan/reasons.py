@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.plan.alternatives import over
-from toolkit.plan.dimensions import DIMENSION, SETTABLE, division_text, layout_text
+from toolkit.plan.dimensions import DIMENSION, DIMENSIONS, division_text, layout_text
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, kernels, legality
 from toolkit.plan.rules import models as model_rules
@@ -25,7 +25,7 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     job, best = found.job, found.best
     yield why(found)
     yield _pair(job, best.pair)
-    for one in SETTABLE:
+    for one in DIMENSIONS:
         value, stated = getattr(best.layout, one.field), one.of(job) != "auto"
         has_experts = one.field == "experts" and job.spec.moe_layers > 0
         if one.used(best.layout) or one.field in _ALWAYS or has_experts:

@@ -15,7 +15,6 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile, tee
 from typing import Literal, NamedTuple
 
-from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, LossKernel, Pair, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
@@ -26,17 +25,10 @@ from toolkit.plan.cost.memory import (
 )
 from toolkit.plan.cost.time import least_step_s, step_time
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.dimensions import DIMENSIONS
+from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import can_recompute_some
-from toolkit.plan.space import (
-    Fallback,
-    PartialLayout,
-    fallbacks,
-    no_degrees,
-    partial_layouts,
-    uneven_batch,
-)
+from toolkit.plan.space import Fallback, PartialLayout, fallbacks, no_layout, partial_layouts
 from toolkit.text.units import GIB
 
 TIE = 0.03
@@ -54,10 +46,21 @@ FAST_LINKS = ("nvlink", "xgmi", "shared")
 """Links that are fast enough for tensor groups, which communicate in every layer."""
 _ROUNDED = 1 - 1e-9
 """Sums of the same numbers in another order may differ."""
+_PARTS = [
+    DIMENSION[field]
+    for field in (
+        "tp", "pp", "vpp", "stages", "cp", "ep", "replicate", "offload_optimizer",
+        "offload_parameters", "recompute", "loss", "exchange",
+    )
+]  # fmt: skip
+"""What complicates a layout, besides its kind."""
 Room = Literal["fits", "tight", "does not fit"]
 Kind = tuple[bool, bool, int]
 """How simple layouts are: whether states are offloaded, whether the model is megatron-core's,
 and the ZeRO stage. The lowest that will do is chosen."""
+
+
+# One layout
 
 
 class Candidate(NamedTuple):
@@ -84,129 +87,19 @@ class Candidate(NamedTuple):
         layout = self.layout
         return self.pair, layout.tp, layout.pp, layout.cp, layout.ep
 
-
-@dataclass(frozen=True)
-class Search:
-    """The result of the search for a job on a cluster."""
-
-    job: PlanRequest
-    cluster: Cluster
-    fallback: Fallback
-    """The least fallback with which anything fits; the largest one if nothing does."""
-    splits: tuple["Splits", ...]
-    """Every partial layout with it. Where none of these that has a margin of memory is chosen,
-    those with more offload, too."""
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether any layout fits."""
-        return any(one.fits for one in self.splits)
-
-    def by_time(self, kind: "Kind | None" = None) -> Iterator[Candidate]:
-        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
-        if kind not in self._by_time:
-            splits = [one for one in self.splits if kind in (None, one.kind)]
-            self._by_time[kind] = tee(by_time(splits), 1)[0]
-        return copy(self._by_time[kind])
-
-    @cached_property
-    def _by_time(self) -> dict["Kind | None", Iterator[Candidate]]:
-        return {}
-
-    @cached_property
-    def equal(self) -> list[Candidate]:
-        """Those of which one is chosen, fastest first: as fast as the fastest of their kind
-        within the planner's error, the simplest kind whose fastest is at most `WORTH` slower
-        than any; with a margin of memory, unless that costs more than `WORTH`."""
-
-        def within(limit_s: float, kind: Kind | None = None) -> Iterator[Candidate]:
-            return takewhile(lambda one: _seconds(one) <= limit_s, self.by_time(kind))
-
-        fastest = next(self.by_time())
-        near = within((1 + WORTH) * _seconds(fastest))
-        roomy = next((one for one in near if self.room(one) == "fits"), None)
-        limit_s = (1 + WORTH) * _seconds(roomy or fastest)
-        for kind in sorted({one.kind for one in self.splits}):
-            able = (one for one in within(limit_s, kind) if self.is_enough(one, roomy))
-            if first := next(able, None):
-                equal = within(min(limit_s, (1 + TIE) * _seconds(first)), kind)
-                return [one for one in equal if self.is_enough(one, roomy)]
-        raise AssertionError("the fastest is of a kind")
-
-    def room(self, one: Candidate) -> Room:
-        """See `room`."""
-        return room(one, self.cluster)
-
-    def is_enough(self, one: Candidate, roomy: Candidate | None) -> bool:
-        """Whether it leaves a margin, if any near the fastest does."""
-        return roomy is None or self.room(one) == "fits"
-
-    @cached_property
-    def best(self) -> Candidate:
-        """The chosen layout: the best that fits, or the one nearest to fitting."""
-        if not self.fits:
-            return self.nearest
-        on_cpu = self.cluster.gpu.memory_gib is None
-        return min(self.equal, key=_drawbacks_on_cpu if on_cpu else _drawbacks)
-
-    @cached_property
-    def nearest(self) -> Candidate:
-        """Of those that do not fit, the smallest."""
-        too_large = (one.smallest for one in self.splits if not one.fits)
-        return min(too_large, key=lambda one: (one.memory_gib, one.host_gib))
-
-    @cached_property
-    def fitting(self) -> list[Candidate]:
-        """All that fit, best first, the others by time."""
-        others = (one for one in self.by_time() if one is not self.best)
-        return [self.best, *others] if self.fits else []
-
-    def strategies(self, most: int) -> list[Candidate]:
-        """The best of each engine and set of degrees, best first."""
-        found: dict[object, Candidate] = {}
-        for one in chain((self.best,), self.by_time()):
-            found.setdefault(one.degrees, one)
-            if len(found) == most:
-                break
-        return [*found.values()]
-
-    def shortlist(self, most: int) -> list[Candidate]:
-        """The best strategies, at least one of them with a margin of memory if any has one;
-        the nearest layout if nothing fits."""
-        found = self.strategies(most)
-        if any(room(one, self.cluster) == "fits" for one in found):
-            return found
-        roomy = (one for one in self.by_time() if room(one, self.cluster) == "fits")
-        safest = [*islice(roomy, 1)]
-        return [*found[: max(1, most - 1)], *safest] if safest else found
+    @property
+    def moving_parts(self) -> int:
+        """How much of it is not plain data parallelism with transformers' model."""
+        used = sum(one.used(self.layout) for one in _PARTS)
+        return used + isinstance(self.layout.recompute, int) + (self.pair.model != "hf")
 
 
-def search(job: PlanRequest, cluster: Cluster) -> Search:
-    """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
-    without them, and offload also if nothing with a margin of memory is chosen without it.
-
-    Raises PlanError if no layout suits the model or spreads the batch.
-    """
-    together = cluster.island if cluster.node_link.kind in FAST_LINKS else 1
-    found, tried = None, fallbacks(job, together)
-    for fallback in tried:
-        found = _search(job, cluster, fallback) or found
-        if found is not None and found.fits:
-            break
-    if found is None:
-        raise _no_layout(job, tried)
-    first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
-    if on_cpu or not found.fits:  # a CPU would offload to its own memory
-        return found
-    for one in tried[tried.index(first) + 1 :]:
-        if room(found.best, cluster) == "fits":
-            break
-        same = replace(one, largest_tensor=first.largest_tensor)
-        if one.offload == first.offload or one.context != first.context:
-            continue
-        if (other := _search(job, cluster, same)) is not None:
-            found = replace(found, splits=(*found.splits, *other.splits))
-    return found
+def kind_of(pair: Pair, layout: Layout, cluster: Cluster) -> Kind:
+    """See `Kind`; on a CPU, whose memory is not limited, ZeRO stages differ in nothing, and
+    stage 0 is no simpler than 1."""
+    away = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
+    stage = 0 if cluster.gpu.memory_gib is None else max(1, layout.zero_stage)
+    return away, pair.model != "hf", stage
 
 
 def evaluate(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
@@ -233,60 +126,163 @@ def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memor
     return peak_memory(workload, layout, on_device=cluster.gpu.memory_gib is not None)
 
 
-ON_DISKS = " on the disks"
+class Resource(NamedTuple):
+    """What a layout needs of some memory; sizes in GiB."""
 
-
-class Shortage(NamedTuple):
-    """A resource that a layout exceeds; sizes in GiB."""
-
-    needed: str
-    capacity: str
+    needed: float
+    capacity: float
     where: str
     """`per GPU`."""
-    on: str
-    """The same in a comparison of layouts: ` on the host`; empty for a GPU."""
-    missing: str
-
-    def __str__(self) -> str:
-        return f"{self.needed} of {self.capacity} GiB{self.on}"
 
 
-def shortage(one: Candidate, cluster: Cluster) -> Shortage | None:
-    """The resource that a layout exceeds; None if it fits."""
-    capacity = one.capacity_gib
-    if capacity is not None and one.memory_gib > capacity:
-        needed, missing = f"{one.memory_gib:.1f}", f"{one.memory_gib - capacity:.1f}"
-        return Shortage(needed, f"{capacity:g}", "per GPU", "", missing)
-    host = one.host_gib if cluster.gpu.memory_gib is not None else _on_host(one, cluster)
-    for size, capacity, where, on in (
-        (
-            host,
-            cluster.host_memory_gib,
-            "of host memory per node",
-            " on the host",
-        ),
-        (one.nvme_gib, cluster.nvme_gib, "of disk per node", ON_DISKS),
-    ):
-        if size > capacity:
-            missing = f"{size - capacity:,.0f}"
-            return Shortage(f"{size:,.0f}", f"{capacity:,g}", where, on, missing)
-    return None
-
-
-def _on_host(one: Candidate, cluster: Cluster) -> float:
-    """GiB of a node without accelerators, whose processes share its memory."""
-    return one.host_gib + one.memory_gib * min(cluster.gpus_per_node, one.layout.world)
+def resources(one: Candidate, cluster: Cluster) -> Iterator[Resource]:
+    """Device, host and disks; processes without accelerators share their node's memory."""
+    host = one.host_gib
+    if one.capacity_gib is None:
+        host += one.memory_gib * min(cluster.gpus_per_node, one.layout.world)
+    else:
+        yield Resource(one.memory_gib, one.capacity_gib, "per GPU")
+    yield Resource(host, cluster.host_memory_gib, "of host memory per node")
+    yield Resource(one.nvme_gib, cluster.nvme_gib, "of disk per node")
 
 
 def room(one: Candidate, cluster: Cluster) -> Room:
     """Whether a layout fits, with or without a margin for the error of its memory."""
-    if shortage(one, cluster):
+    first, *others = resources(one, cluster)
+    if any(needed > capacity for needed, capacity, _ in (first, *others)):
         return "does not fit"
-    needed, capacity = one.memory_gib, one.capacity_gib
-    if capacity is None:
-        needed, capacity = _on_host(one, cluster), cluster.host_memory_gib
-    roomy = needed * (1 + MARGIN) <= capacity
-    return "fits" if roomy else "tight"
+    return "fits" if first.needed * (1 + MARGIN) <= first.capacity else "tight"
+
+
+# All layouts
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of the search for a job on a cluster."""
+
+    job: PlanRequest
+    cluster: Cluster
+    fallback: Fallback
+    """The least fallback with which anything fits; the largest one if nothing does."""
+    splits: tuple["Splits", ...]
+    """Every partial layout with it. Where none of these that has a margin of memory is chosen,
+    those with more offload, too."""
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether any layout fits."""
+        return any(one.fits for one in self.splits)
+
+    def by_time(self, kind: Kind | None = None) -> Iterator[Candidate]:
+        """Layouts that fit, fastest first, all or those of a kind; each is evaluated when it is
+        first asked for."""
+        if kind not in self._ranked:
+            splits = [one for one in self.splits if kind in (None, one.kind)]
+            self._ranked[kind] = tee(_by_time(splits), 1)[0]
+        return copy(self._ranked[kind])
+
+    @cached_property
+    def _ranked(self) -> dict[Kind | None, Iterator[Candidate]]:
+        return {}
+
+    def room(self, one: Candidate) -> Room:
+        """See `room`."""
+        return room(one, self.cluster)
+
+    def has_margin(self, one: Candidate) -> bool:
+        """Whether it fits with a margin of memory."""
+        return self.room(one) == "fits"
+
+    @cached_property
+    def best(self) -> Candidate:
+        """The chosen layout, or the one nearest to fitting.
+
+        Of the layouts that are at most `WORTH` slower than the fastest, those with a margin of
+        memory if there are any; of these the simplest kind, and of that kind those that are as
+        fast as its fastest within the planner's error.
+        """
+        if not self.fits:
+            return self.nearest
+
+        fastest = next(self.by_time())
+        near = self._within((1 + WORTH) * _seconds(fastest))
+        roomy = next(filter(self.has_margin, near), None)
+        limit_s = (1 + WORTH) * _seconds(roomy or fastest)
+
+        def able(kind: Kind) -> Iterator[Candidate]:
+            found = self._within(limit_s, kind)
+            return found if roomy is None else filter(self.has_margin, found)
+
+        simplest = next(kind for kind in self.kinds if any(True for _ in able(kind)))
+        limit_s = min(limit_s, (1 + TIE) * _seconds(next(able(simplest))))
+        return min(able(simplest), key=_drawbacks)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Those of the layouts, the simplest first."""
+        return sorted({one.kind for one in self.splits})
+
+    def _within(self, limit_s: float, kind: Kind | None = None) -> Iterator[Candidate]:
+        return takewhile(lambda one: _seconds(one) <= limit_s, self.by_time(kind))
+
+    @cached_property
+    def nearest(self) -> Candidate:
+        """Of those that do not fit, the smallest."""
+        too_large = (one.smallest for one in self.splits if not one.fits)
+        return min(too_large, key=lambda one: (one.memory_gib, one.host_gib))
+
+    @cached_property
+    def fitting(self) -> list[Candidate]:
+        """All that fit, best first, the others by time."""
+        others = (one for one in self.by_time() if one is not self.best)
+        return [self.best, *others] if self.fits else []
+
+    def strategies(self, most: int) -> list[Candidate]:
+        """The best of each engine and set of degrees, best first."""
+        found: dict[object, Candidate] = {}
+        for one in chain((self.best,), self.by_time()):
+            found.setdefault(one.degrees, one)
+            if len(found) == most:
+                break
+        return [*found.values()]
+
+    def shortlist(self, most: int) -> list[Candidate]:
+        """The best strategies, at least one of them with a margin of memory if any has one;
+        the nearest layout if nothing fits."""
+        found = self.strategies(most)
+        if any(map(self.has_margin, found)):
+            return found
+        safest = [*islice(filter(self.has_margin, self.by_time()), 1)]
+        return [*found[: max(1, most - 1)], *safest] if safest else found
+
+
+def search(job: PlanRequest, cluster: Cluster) -> Search:
+    """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
+    without them, and offload also if nothing with a margin of memory is chosen without it.
+
+    Raises PlanError if no layout suits the model or spreads the batch.
+    """
+    together = cluster.island if cluster.node_link.kind in FAST_LINKS else 1
+    found, tried = None, fallbacks(job, together)
+    for fallback in tried:
+        found = _search(job, cluster, fallback) or found
+        if found is not None and found.fits:
+            break
+    if found is None:
+        raise no_layout(job, tried)
+    first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
+    if on_cpu or not found.fits:  # a CPU would offload to its own memory
+        return found
+    for one in tried[tried.index(first) + 1 :]:
+        if found.has_margin(found.best):
+            break
+        same = one._replace(largest_tensor=first.largest_tensor)
+        if one.offload == first.offload or one.context != first.context:
+            continue
+        if (other := _search(job, cluster, same)) is not None:
+            found = replace(found, splits=(*found.splits, *other.splits))
+    return found
 
 
 def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
@@ -299,13 +295,13 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     return Search(job, cluster, fallback, splits) if splits else None
 
 
-def by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
+def _by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
     """Layouts that fit, fastest first. A micro batch is looked at once nothing else is faster
     than its lower bound: first its time without recompute, then the recompute that it needs."""
     waiting: list[tuple[float, int, int, int, Candidate | None]] = [
         (least_s, number, size, 0, None)
         for number, one in enumerate(every)
-        for size, least_s in one.least_s
+        for size, least_s in one.least_s()
     ]
     heapify(waiting)
     while waiting:
@@ -320,12 +316,7 @@ def by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
                 heappush(waiting, (_seconds(one), number, size, place, one))
 
 
-def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
-    """Why there is no layout: the batch, or the model's shape."""
-    layouts = [one.layout for fallback in tried for one in partial_layouts(job, fallback)]
-    if not layouts:
-        return no_degrees(job)
-    return uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
+# The batch splits of a layout
 
 
 @dataclass(frozen=True)
@@ -337,12 +328,8 @@ class Splits:
 
     @cached_property
     def kind(self) -> Kind:
-        """See `Kind`; on a CPU, whose memory is not limited, ZeRO stages differ in nothing, and
-        stage 0 is no simpler than 1."""
-        layout, limited = self.partial.layout, self.cluster.gpu.memory_gib is not None
-        away = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
-        stage = max(1, layout.zero_stage) if limited else 0
-        return away, self.partial.pair.model != "hf", stage
+        """See `Kind`."""
+        return kind_of(self.partial.pair, self.partial.layout, self.cluster)
 
     @cached_property
     def known(self) -> dict[Layout, Candidate]:
@@ -357,38 +344,30 @@ class Splits:
     @cached_property
     def fits(self) -> bool:
         """Whether any fits."""
-        return shortage(self.smallest, self.cluster) is None
+        return room(self.smallest, self.cluster) != "does not fit"
 
-    @cached_property
-    def least_s(self) -> tuple[tuple[int, float], ...]:
+    def least_s(self) -> Iterator[tuple[int, float]]:
         """Each micro batch, and a lower bound of the seconds of a step with it."""
         partial, sizes = self.partial, self.partial.micro_batches
         layout = partial.split(1, *partial.recomputes[0])
         bounds = least_step_s(partial.workload, layout, self.cluster, sizes)
-        return tuple(zip(sizes, (_ROUNDED * one for one in bounds), strict=True))
+        return zip(sizes, (_ROUNDED * one for one in bounds), strict=True)
 
     def without_recompute_s(self, size: int) -> float:
         """A lower bound that lacks only recompute."""
-        if (least_s := self._without_recompute_s.get(size)) is None:
-            layout = self.partial.split(size, *self.partial.recomputes[0])
-            time = step_time(self.partial.workload, layout, self.cluster)
-            least_s = self._without_recompute_s[size] = _ROUNDED * time.total_s
-        return least_s
-
-    @cached_property
-    def _without_recompute_s(self) -> dict[int, float]:
-        return {}
+        layout = self.partial.split(size, *self.partial.recomputes[0])
+        return _ROUNDED * step_time(self.partial.workload, layout, self.cluster).total_s
 
     def fitting(self, size: int) -> Iterator[Candidate]:
         """Layouts with this micro batch that fit: with the least of the usual recomputes, and
         those of some layers that are faster or leave a margin."""
         for way in self.partial.recomputes if self.fits else ():
             one = self.measured(size, way)
-            if shortage(one, self.cluster) is None:
-                yield from map(self.timed, (one, *self.recomputing_some(one)))
+            if room(one, self.cluster) != "does not fit":
+                yield from map(self._timed, (one, *self._recomputing_some(one)))
                 return
 
-    def recomputing_some(self, fits: Candidate) -> Iterator[Candidate]:
+    def _recomputing_some(self, fits: Candidate) -> Iterator[Candidate]:
         """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
         few recomputed layers as leave one, or else as fit."""
         workload, recomputes = self.partial.workload, self.partial.recomputes
@@ -422,7 +401,7 @@ class Splits:
             one = self.known[layout] = demand(self.partial.workload, layout, self.cluster)
         return one
 
-    def timed(self, one: Candidate) -> Candidate:
+    def _timed(self, one: Candidate) -> Candidate:
         """The same with its speed."""
         if one.step_s is None:
             time = step_time(self.partial.workload, one.layout, self.cluster)
@@ -437,29 +416,18 @@ def known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
     return {}
 
 
-def _drawbacks(one: Candidate) -> tuple[float, int, int, float]:
+def _drawbacks(one: Candidate) -> tuple[float, ...]:
     """What decides between equally fast layouts, the least first: memory in excess of what
     leaves a margin, the number of parallel dimensions and other techniques, their degrees, and
-    memory."""
-    layout, capacity = one.layout, one.capacity_gib or 0.0
-    scarce = max(one.memory_gib, capacity / (1 + MARGIN))
+    memory; on CPUs, where memory is not limited, time before memory."""
+    if one.capacity_gib is None:
+        return _seconds(one), one.states_gib, one.moving_parts
+    layout = one.layout
+    scarce = max(one.memory_gib, one.capacity_gib / (1 + MARGIN))
     degrees = layout.tp + layout.pp + layout.vpp + layout.cp + layout.ep
-    return scarce, moving_parts(one), degrees, one.memory_gib
-
-
-def _drawbacks_on_cpu(one: Candidate) -> tuple[float, float, int]:
-    """The same where memory is not limited."""
-    return _seconds(one), one.states_gib, moving_parts(one)
+    return scarce, one.moving_parts, degrees, one.memory_gib
 
 
 def _seconds(one: Candidate) -> float:
     assert one.step_s is not None, "only what fits is ranked"
     return one.step_s
-
-
-def moving_parts(one: Candidate) -> int:
-    """Complexity of a layout: how much of it is not plain data parallelism with transformers'
-    model."""
-    values = vars(one.layout)
-    of_layout = sum(dimension.parts(values[dimension.field]) for dimension in DIMENSIONS)
-    return of_layout + (one.pair.model != "hf")

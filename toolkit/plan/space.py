@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, isqrt
+from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.dimensions import SETTABLE
+from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules.legality import divisors, table
@@ -24,7 +25,7 @@ from toolkit.recipe.schema import ParallelSection
 Offload = tuple[Placement, Placement]
 """Where optimizer states and parameters are kept."""
 _IN_PARALLEL = [
-    one for one in SETTABLE if one.key.startswith("parallel.") and one.field != "recompute"
+    one for one in DIMENSIONS if one.key.startswith("parallel.") and one.field != "recompute"
 ]
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -55,8 +56,7 @@ class PartialLayout:
         return Layout(**fields)
 
 
-@dataclass(frozen=True)
-class Fallback:
+class Fallback(NamedTuple):
     """What the search may use besides: offload, wide tensor groups, context parallel."""
 
     offload: Offload
@@ -64,21 +64,6 @@ class Fallback:
     """Tensor-parallel degree, if it is open."""
     context: bool = True
     """Whether context parallel is tried, if it is open."""
-
-
-def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
-    """Every partial layout that needs no more than `fallback`, in a fixed order."""
-    training = job.training
-    for pair in able_pairs(job):
-        workload = workload_of(job, pair)
-        recomputes = _recomputes(job, pair)
-        for parallel in _settled(job, pair, fallback):
-            layout = _layout(job, pair, parallel)
-            sizes = tuple(_micro_batches(job, layout))
-            share = max(1, training.global_batch_size // layout.dp)
-            for exchange in context.exchanges(job, parallel):
-                whole = replace(layout, exchange=exchange, gradient_accumulation=share)
-                yield PartialLayout(pair, workload, whole, sizes, recomputes)
 
 
 def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
@@ -90,11 +75,11 @@ def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
     only if that is not enough.
     """
     placements, widest = _placements(job.parallel), job.spec.heads
-    first = [Fallback(placements[0], min(island, widest)), Fallback(placements[0], widest)]
-    found = list(dict.fromkeys(first + [Fallback(one, widest) for one in placements]))
+    first = Fallback(placements[0], min(island, widest))
+    found = list(dict.fromkeys([first, *(Fallback(one, widest) for one in placements)]))
     if job.parallel.context != "auto" or job.training.sequence_length >= context.LONG:
         return found
-    return [replace(one, context=tried) for tried in (False, True) for one in found]
+    return [one._replace(context=tried) for tried in (False, True) for one in found]
 
 
 def _placements(parallel: ParallelSection) -> list[Offload]:
@@ -113,64 +98,57 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
     return list(dict.fromkeys(found))
 
 
-def no_degrees(job: PlanRequest) -> PlanError:
-    """The error if no degrees suit the model."""
-    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
-    stated = [f"parallel.{one}" for one in names if getattr(job.parallel, one) != "auto"]
-    return PlanError(
-        f"parallel.tensor: no tensor, pipeline and context degrees that suit this model divide "
-        f"{job.cluster.world_size} ranks as the recipe asks",
-        fix=f"set {' and '.join(stated)} to auto" if stated else "use another number of ranks",
-    )
-
-
-def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
-    """The error if no layout spreads the batch, with the nearest batches that work."""
-    training, dp = job.training, layout.dp
-    wanted, batch = training.micro_batch_size, training.batch_unit
-    key = "training.global_batch_size"
-    if training.batch_ramp is not None:
-        key = f"{key}, and the start and increment of training.batch_ramp"
-    unit = dp if wanted == "auto" else dp * wanted
-    groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
-    unit *= layout.pp if groups else 1
-    below, above = batch // unit * unit, (batch // unit + 1) * unit
-    micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
-    return PlanError(
-        f"{key}: {batch} samples cannot be spread evenly over {dp} ranks{micro}{groups}",
-        fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
-    )
+def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
+    """Every partial layout that needs no more than `fallback`, in a fixed order."""
+    batch = job.training.global_batch_size
+    for pair in able_pairs(job):
+        workload, recomputes = workload_of(job, pair), _recomputes(job, pair)
+        for parallel in _settled(job, pair, fallback):
+            layout = _layout(job, pair, parallel)
+            sizes = tuple(_micro_batches(job, layout))
+            share = max(1, batch // layout.dp)
+            for exchange in context.exchanges(job, parallel):
+                whole = replace(layout, exchange=exchange, gradient_accumulation=share)
+                yield PartialLayout(pair, workload, whole, sizes, recomputes)
 
 
 def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
-    """The recipe's intent with every possible choice of its open settings."""
-    asked = job.parallel
-    kept = {"engine": pair.engine, "model": pair.model}
+    """The recipe's intent with every possible choice of its open settings. Sequence parallel
+    needs less memory than tensor parallel alone, so `auto` has it where it is possible."""
+    asked, ranks = job.parallel, job.cluster.world_size
     places = dict(
         zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
     )
     zero = asked.zero.model_copy(update=places)
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
-    in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
     for degrees in _degrees(job, pair, fallback):
-        tensor, pipeline = degrees["tensor"], degrees["pipeline"]
-        spread = _experts(job, pair, pipeline)
-        copies = _copies(job, pair, fallback, tensor * pipeline)
-        for expert, sequence, sharded, replicate in product(
-            spread, _sequence(asked, tensor), in_stage, copies
+        copies = ranks // (degrees["tensor"] * degrees["pipeline"])
+        # Stage 0 sends as much as stage 1, which shards the optimizer.
+        useful = [one for one in stages if one or copies == 1 or 1 not in stages]
+        for expert, stage, replicate in product(
+            _experts(job, pair, ranks // degrees["pipeline"]),
+            useful,
+            _replicas(job, pair, fallback, copies),
         ):
             update = {
-                **kept,
+                "engine": pair.engine,
+                "model": pair.model,
                 **degrees,
                 "expert": expert,
-                "sequence": sequence,
                 "replicate": replicate,
-                "zero": sharded,
+                "zero": zero.model_copy(update={"stage": stage}),
             }
-            settled = asked.model_copy(update=update)
-            legal = not legality.problems(settled, job.cluster)
-            if legal and not pair_problems(job.asking(parallel=settled), pair):
-                yield settled
+            for sequence in _sequence(asked, degrees["tensor"]):
+                settled = asked.model_copy(update=update | {"sequence": sequence})
+                if _is_legal(job, pair, settled):
+                    yield settled
+                    break
+
+
+def _is_legal(job: PlanRequest, pair: Pair, settled: ParallelSection) -> bool:
+    if legality.problems(settled, job.cluster):
+        return False
+    return not pair_problems(job.asking(parallel=settled), pair)
 
 
 def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
@@ -185,30 +163,41 @@ def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[
     """Tensor, pipeline, virtual pipeline and context, less communication first."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size
+    widest = min(support.largest("tensor"), fallback.largest_tensor)
+    deepest = min(support.largest("pipeline"), layers)
     every = divisors(ranks)
-    for pipeline in _open(asked.pipeline, every, min(support.largest("pipeline"), layers)):
-        most = min(support.largest("tensor"), fallback.largest_tensor)
-        for tensor in _open(asked.tensor, every, most):
-            if ranks % (pipeline * tensor):
-                continue
-            contexts = _contexts(job, pair, fallback, ranks // (pipeline * tensor))
-            on_stage = layers // pipeline if pipeline > 1 else 1
-            most = min(support.largest("virtual_pipeline"), on_stage)
-            chunks = [
-                one
-                for one in range(1, most + 1)
-                if asked.stages or _even(layers, pipeline, one)
-            ]
-            for virtual in _open(asked.virtual_pipeline, chunks, most):
-                if len(asked.stages) not in (0, pipeline * virtual):
-                    continue
-                for context_degree in contexts:
-                    yield {
-                        "tensor": tensor,
-                        "pipeline": pipeline,
-                        "virtual_pipeline": virtual,
-                        "context": context_degree,
-                    }
+    for pipeline, tensor in product(
+        _open(asked.pipeline, every, deepest), _open(asked.tensor, every, widest)
+    ):
+        if ranks % (pipeline * tensor):
+            continue
+        for virtual, cp in product(
+            _chunks(asked, layers, pipeline, support.largest("virtual_pipeline")),
+            _contexts(job, pair, fallback, ranks // (pipeline * tensor)),
+        ):
+            yield {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "context": cp,
+            }
+
+
+def _chunks(asked: ParallelSection, layers: int, pipeline: int, most: int) -> list[int]:
+    """Chunks of a stage. The first and the last chunk may be shorter or longer. If others
+    differ, ranks wait for each other in ways that no closed form describes, so only a recipe
+    that states such a degree gets it. `stage_layers` lengthens the chunks between the two
+    first."""
+    most = min(most, layers // pipeline if pipeline > 1 else 1)
+    found = _open(asked.virtual_pipeline, range(1, most + 1), most)
+    if asked.stages:
+        return [one for one in found if len(asked.stages) == pipeline * one]
+
+    def even(virtual: int) -> bool:
+        between = pipeline * virtual - 2
+        return virtual == 1 or layers % (between + 2) in (0, between, between + 1)
+
+    return found if asked.virtual_pipeline != "auto" else [*filter(even, found)]
 
 
 def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
@@ -221,15 +210,6 @@ def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> l
     return [one for one in found if ranks % one == 0]
 
 
-def _even(layers: int, pipeline: int, virtual: int) -> bool:
-    """Whether interleaved chunks are even. The first and the last may be shorter or longer. If
-    others differ, ranks wait for each other in ways that no closed form describes, so only a
-    recipe that states such a degree gets it. `stage_layers` lengthens the chunks between the
-    two first."""
-    between = pipeline * virtual - 2
-    return virtual == 1 or layers % (between + 2) in (0, between, between + 1)
-
-
 def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
     """The requested value; for `auto`, all that are small enough."""
     if isinstance(asked, int):
@@ -237,13 +217,10 @@ def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
     return [degree for degree in all_of if degree <= most]
 
 
-def _experts(job: PlanRequest, pair: Pair, pipeline: int) -> list[int]:
-    """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks. A recipe
-    that states engine and model may leave open what they have only on request."""
-    asked, spec = job.parallel.expert, job.spec
-    ranks = job.cluster.world_size // pipeline
-    every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
-    return _open(asked, every, table()[pair].largest("expert"))
+def _experts(job: PlanRequest, pair: Pair, ranks: int) -> list[int]:
+    """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks."""
+    every = divisors(gcd(job.spec.experts, ranks)) if job.spec.moe_layers else [1]
+    return _open(job.parallel.expert, every, table()[pair].largest("expert"))
 
 
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
@@ -252,15 +229,15 @@ def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
     return (True, False) if tensor > 1 else (False,)
 
 
-def _copies(job: PlanRequest, pair: Pair, fallback: Fallback, parts: int) -> list[int]:
-    """Possible numbers of replicas of a model in this many parts. A model that fits only with
-    offload has no room for replicas."""
+def _replicas(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
+    """Possible numbers of replicas of the shards. A model that fits only with offload has no
+    room for replicas."""
     asked = job.parallel.replicate
     if isinstance(asked, int):
         return [asked]
     if table()[pair].largest("replicate") == 1 or fallback.offload != ("none", "none"):
         return [1]
-    return legality.copies_of(job.cluster.world_size // parts)
+    return legality.copies_of(ranks)
 
 
 def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKernel], ...]:
@@ -302,3 +279,35 @@ def _micro_batches(job: PlanRequest, layout: Layout) -> list[int]:
 def _all_divisors(number: int) -> list[int]:
     small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
     return small + [number // one for one in reversed(small) if one * one != number]
+
+
+def no_layout(job: PlanRequest, tried: Sequence[Fallback]) -> PlanError:
+    """Why there is no layout: the model's shape, or the batch."""
+    layouts = [one.layout for fallback in tried for one in partial_layouts(job, fallback)]
+    if layouts:
+        return _uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
+    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
+    stated = [f"parallel.{one}" for one in names if getattr(job.parallel, one) != "auto"]
+    return PlanError(
+        f"parallel.tensor: no tensor, pipeline and context degrees that suit this model divide "
+        f"{job.cluster.world_size} ranks as the recipe asks",
+        fix=f"set {' and '.join(stated)} to auto" if stated else "use another number of ranks",
+    )
+
+
+def _uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
+    """The error if no layout spreads the batch, with the nearest batches that work."""
+    training, dp = job.training, layout.dp
+    wanted, batch = training.micro_batch_size, training.batch_unit
+    key = "training.global_batch_size"
+    if training.batch_ramp is not None:
+        key = f"{key}, and the start and increment of training.batch_ramp"
+    unit = dp if wanted == "auto" else dp * wanted
+    groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
+    unit *= layout.pp if groups else 1
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
+    return PlanError(
+        f"{key}: {batch} samples cannot be spread evenly over {dp} ranks{micro}{groups}",
+        fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
+    )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
 from toolkit.layout import Pair, Precision, Stage
-from toolkit.plan.dimensions import DEGREES, SETTABLE, is_above_one
+from toolkit.plan.dimensions import DEGREES, is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.recipe.schema import ClusterSection, ParallelSection
 from toolkit.recipe.words import plain_text
@@ -48,6 +48,60 @@ def broken(rules: Iterable[Rule], job: PlanRequest, pair: Pair) -> Iterator[Prob
             words = {"key": rule.key, "j": job, "p": pair, "why": why, "value": value}
             found, allowed = rule.found.format(**words), rule.allowed.format(**words)
             yield Problem(rule.key, found, allowed, rule.fix.format(**words))
+
+
+class Need(NamedTuple):
+    """A setting of `parallel` that goes only with some values of another one."""
+
+    key: str
+    other: str
+    lacks: Callable[[ParallelSection], bool]
+    allowed: str
+    """What the first one may be otherwise."""
+
+
+def _is_offloaded(place: str) -> bool:
+    return place not in ("none", "auto")
+
+
+NEEDS = (
+    Need(
+        "virtual_pipeline",
+        "pipeline",
+        lambda p: is_above_one(p.virtual_pipeline) and p.pipeline == 1,
+        "1 without pipeline stages",
+    ),
+    Need(
+        "sequence",
+        "tensor",
+        lambda p: p.sequence is True and p.tensor == 1,
+        "true only inside a tensor-parallel group",
+    ),
+    Need(
+        "replicate",
+        "zero.offload_parameters",
+        lambda p: is_above_one(p.replicate) and _is_offloaded(p.zero.offload_parameters),
+        "1 with offload, which is for models that copies of shards leave no room for",
+    ),
+    Need(
+        "zero.offload_optimizer",
+        "zero.stage",
+        lambda p: p.zero.offload_optimizer == "nvme" and p.zero.stage not in (3, "auto"),
+        "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory silently",
+    ),
+    Need(
+        "zero.offload_optimizer",
+        "zero.stage",
+        lambda p: p.zero.offload_optimizer == "cpu" and p.zero.stage == 0,
+        "none in stage 0, which shards no optimizer states",
+    ),
+    Need(
+        "zero.offload_parameters",
+        "zero.stage",
+        lambda p: _is_offloaded(p.zero.offload_parameters) and p.zero.stage not in (3, "auto"),
+        "none below stage 3, which alone shards parameters",
+    ),
+)
 
 
 def degree(stated: int | str) -> int:
@@ -153,16 +207,13 @@ def divisors(number: int) -> list[int]:
 
 def _needs(parallel: ParallelSection) -> Iterator[Problem]:
     """Settings that make sense only together with another one."""
-    for dimension in SETTABLE:
-        for need in dimension.needs:
-            value = _value(parallel, dimension.key)
-            if need.values(value) and not need.allowed_if(
-                other := _value(parallel, need.other)
-            ):
-                name = need.other.removeprefix("parallel.zero.")
-                shown = f"{plain_text(value)} with {name}: {other}"
-                fix = f"set {dimension.key} to auto, or {need.other}"
-                yield Problem(dimension.key, shown, need.allowed, fix)
+    for need in NEEDS:
+        if need.lacks(parallel):
+            value, other = (_value(parallel, f"parallel.{one}") for one in need[:2])
+            key, name = f"parallel.{need.key}", need.other.removeprefix("zero.")
+            shown = f"{plain_text(value)} with {name}: {other}"
+            fix = f"set {key} to auto, or parallel.{need.other}"
+            yield Problem(key, shown, need.allowed, fix)
 
 
 def _value(parallel: ParallelSection, key: str) -> object:
