@@ -1,7 +1,6 @@
 """Several ranks on one GPU, over NCCL: the standard layouts' losses, and a rank that is killed.
 
-    python benchmarks/gpu_ranks.py RESULTS.jsonl losses [--ranks 2] [--jobs 3]
-        [--step TITLE …] [--only LAYOUT …]
+    python benchmarks/gpu_ranks.py RESULTS.jsonl losses [--ranks 2] [--only LAYOUT …]
     python benchmarks/gpu_ranks.py RESULTS.jsonl killed [--only ENGINE …]
 
 NCCL refuses two ranks on one GPU of one host ("Duplicate GPU detected"). With NCCL_HOSTID each
@@ -17,19 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 from toolkit.doctor import calibrate
-from toolkit.extras.doctor.selftest import plan
-from toolkit.extras.doctor.selftest.check import Workplace
-from toolkit.extras.doctor.selftest.losses import Losses
+from toolkit.doctor.selftest import DENSE, LIMIT_S, SelfTest, machine_suites
 from toolkit.launchers.base import LaunchSpec, free_port
 from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse import rehearsal
+from toolkit.rehearse.rehearsal import Options
 from toolkit.run import jsonl
 
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,48 +67,17 @@ def write(results: Path, **row: Any) -> None:
     print({key: value for key, value in row.items() if key != "tail"}, flush=True)
 
 
-def cases(ranks: int, steps: Sequence[str] = (), names: Sequence[str] = ()) -> list[Losses]:
-    """The self-test's comparisons with exactly so many ranks, each with one layout: all, or
-    those of which the title begins with one of `steps`, in the layouts `names`."""
-    return [
-        replace(one, layouts=(layout,))
-        for one in plan.losses(ranks)
-        for layout in one.layouts
-        if layout.processes == ranks
-        and (not names or layout.name in names)
-        and (not steps or one.title.startswith(tuple(steps)))
-    ]
-
-
-def one_case(results: Path, ranks: int, index: int, folder: Path) -> int:
-    """Train a layout and compare it with the CPU's reference; 1 if they differ."""
+def losses(results: Path, ranks: int, names: Sequence[str]) -> int:
+    """The self-test with so many ranks, in all layouts or these; 1 if one fails."""
     rehearsal.launch_spec = on_one_gpu
-    place = Workplace(replace(calibrate.this_machine(1), processes=ranks), folder)
-    began, failed = time.monotonic(), False
-    for check in cases(ranks)[index].checks(place):
-        row, failed = asdict(check), failed or check.verdict == "failed"
-        row["tail"] = row["tail"][-1500:]
-        write(results, ranks=ranks, **row, seconds=round(time.monotonic() - began, 1))
+    machine = replace(calibrate.this_machine(1), processes=ranks)
+    suites = [replace(one, patterns=names or one.patterns) for one in machine_suites(ranks)]
+    options = Options(processes=ranks, gpu=machine.gpu, limit_s=LIMIT_S)
+    test, failed = SelfTest(suites, machine, Path(mkdtemp()), options), False
+    for check in (check for suite in suites for check in test.losses(suite)):
+        failed = failed or check.verdict == "failed"
+        write(results, ranks=ranks, **asdict(check) | {"tail": check.tail[-1500:]})
     return int(failed)
-
-
-def losses(results: Path, ranks: int, jobs: int, wanted: Sequence[Losses]) -> int:
-    """These cases, `jobs` at a time, in processes of their own; 1 if one of them differs."""
-    folder = Path(mkdtemp())
-    place = Workplace(calibrate.this_machine(1), folder)
-    for recipe in (plan.DENSE, plan.EXPERTS):  # the references, which all layouts share
-        list(Losses("reference", recipe, ()).checks(place))
-    todo = [index for index, one in enumerate(cases(ranks)) if one in wanted]
-
-    def run(index: int) -> int:
-        case = [str(results), "case", str(ranks), str(index), str(folder)]
-        # What this program leaves behind when it is stopped would hold the GPU.
-        ends = die_with_parent(signal.SIGTERM)
-        command = [sys.executable, __file__, *case]
-        return subprocess.run(command, preexec_fn=ends, check=False).returncode
-
-    with ThreadPoolExecutor(jobs) as threads:
-        return int(any([*threads.map(run, todo)]))
 
 
 def killed(results: Path, engine: str) -> int:
@@ -120,7 +86,7 @@ def killed(results: Path, engine: str) -> int:
     folder = Path(mkdtemp())
     run = folder / engine
     command = [
-        sys.executable, "-m", "toolkit.cli.main", "train", str(plan.DENSE),
+        sys.executable, "-m", "toolkit.cli.main", "train", str(DENSE),
         f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine(1).gpu}",
         "--set=cluster.gpus_per_node=2", f"--set=parallel.engine={engine}",
         "--set=training.steps=100000", "--set=launch.hang_timeout_s=20",
@@ -172,22 +138,16 @@ def killed(results: Path, engine: str) -> int:
 
 
 def main() -> int:
-    if sys.argv[2:3] == ["case"]:
-        results, _, ranks, index, folder = sys.argv[1:]
-        return one_case(Path(results), int(ranks), int(index), Path(folder))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("what", choices=["losses", "killed"])
     parser.add_argument(
         "--only", nargs="*", default=(), help="layouts, or engines; otherwise all"
     )
-    parser.add_argument("--step", nargs="*", default=(), help="how its titles begin, or all")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=3)
     asked = parser.parse_args()
     if asked.what == "losses":
-        wanted = cases(asked.ranks, asked.step, asked.only)
-        return losses(asked.results, asked.ranks, asked.jobs, wanted)
+        return losses(asked.results, asked.ranks, asked.only)
     engines = asked.only or ("fsdp", "deepspeed", "megatron")
     return max(killed(asked.results, engine) for engine in engines)
 

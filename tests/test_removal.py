@@ -26,7 +26,6 @@ from importlib.util import find_spec
 assert find_spec("toolkit.extras") is None
 assert main(["check", "llama-adamw-8bit"]) == 2
 assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
-assert main(["doctor", "--selftest"]) == main(["doctor", "--bandwidth"]) == 3
 """
 
 

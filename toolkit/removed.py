@@ -109,6 +109,11 @@ COMMANDS: dict[str, str] = {
     "plan --html": "use `dmt plan RECIPE --explain`",
     "check --against env": "leave it out: `dmt launch` refuses variables that would hang a run "
     "or change what it computes",
+    "doctor --bandwidth": "`dmt doctor --calibrate` measures the links of a machine; between "
+    "machines use NVIDIA's nccl-tests",
+    "doctor --selftest": "use `dmt doctor --gpu-selftest`; on processors `dmt rehearse RECIPE`",
+    "doctor --only": "leave it out; `dmt rehearse RECIPE --on gpu --layouts NAMES` runs less",
+    "doctor --jobs": "leave it out: the parts of the self-test run one after the other",
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",

@@ -27,7 +27,6 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "what"),
     [
         (["checkpoint", "import", "run.yaml", "folder"], "dmt checkpoint import"),
-        (["doctor", "--selftest"], "dmt doctor --selftest"),
     ],
 )
 def test_what_is_missing_is_one_error(

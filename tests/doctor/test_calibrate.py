@@ -131,7 +131,7 @@ def test_command_prints_json_alone(
     found = json.loads(printed.out)
     assert found["gpu"] == "cpu" and found["file"] == str(file)
     assert found["matmul_flops"]["fp32"] == 1.234e11
-    assert "measuring cpu with 1 process\n" in printed.err
+    assert printed.err == ""
     assert load_cluster(file).gpu.measured is not None
 
 

@@ -1,6 +1,5 @@
 """Single checks: what each says, and who needs it."""
 
-import netrc
 import shlex
 import socket
 import tomllib
@@ -13,7 +12,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.doctor import accelerators, accounts, network, packages, storage
+from toolkit.doctor import accelerators, network, packages, storage
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.doctor.probe import Answer
@@ -106,19 +105,25 @@ def test_a_version_that_was_not_tested_is_named(
     monkeypatch.setattr(packages, "is_installed", lambda _: True)
     monkeypatch.setattr(packages, "_version", lambda _: Version(version))
     package = packages.Package("megatron-core", "megatron.core")
-    (found,) = packages._package(package, Needs())
+    found = packages._package(package, Needs())
     assert found.level == level
     if level == "warning":
         assert found.found == "0.20.1; newer than the tests ran with (<0.20)"
         assert found.fix == "pip install 'megatron-core>=0.16,<0.20'"
 
 
-def test_fixes_install_the_part_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_those_that_the_recipe_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a recipe DMT's own; each fix installs the part that is used."""
     monkeypatch.setattr(packages, "is_installed", lambda _: False)
-    absent = [found for one in packages.PACKAGES for found in packages._package(one, Needs())]
-    fixes = {found.name: found.fix for found in absent}
-    assert fixes["s3fs"].startswith("pip install 's3fs>=")
-    assert not {"transformer-engine", "flash-attn"} & {*fixes}, "no code path uses them"
+    bare = {one.name: one for one in packages.check(Needs())}
+    assert {"torch", "deepspeed", "transformers"} < {*bare}
+    assert not {"s3fs", "ray", "tensorboard", "flash-attn"} & {*bare}
+    recipe = {"s3fs": "data: s3://", "ray": "launch.launcher: ray", "peft": "adapter"}
+    absent = {one.name: one for one in packages.check(Needs(packages=recipe))}
+    assert {*absent} == {*bare, *recipe}
+    assert absent["s3fs"].fix.startswith("pip install 's3fs>=")
+    assert absent["ray"].fix.startswith("pip install 'ray[train]>=")
+    assert absent["peft"].needed_by == "adapter" and absent["peft"].blocks
 
 
 def test_the_part_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +131,10 @@ def test_the_part_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         packages, "ask_python", lambda code: asked.append(code) or Answer(True, "")
     )
-    for package in packages.PACKAGES:
-        packages._import_failure(package, "a setting")
-    assert "import transformer_engine.pytorch" in asked
-
-
-def test_an_old_kernel() -> None:
-    (found,) = packages._kernel("4.18.0-553.el8.x86_64")
-    assert found.level == "warning"
-    for release in ("5.5.0", "6.8.0-45-generic", "4.x"):
-        assert not list(packages._kernel(release))
+    parts = {one.name: one for one in (*packages._COMPILED, *packages._of_choices())}
+    for name in ("transformer-engine", "ray"):
+        packages._import_failure(parts[name], "a setting")
+    assert asked == ["import transformer_engine.pytorch", "import ray.train"]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +149,11 @@ def test_an_old_kernel() -> None:
 )
 def test_drivers(driver: str | None, cuda: str | None, level: str) -> None:
     needing = Needs(gpus=1, gpu="cluster.gpu: h100-80gb")
-    (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, needing)
+    found = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, needing)
     assert found.level == level
     # pip would keep the torch that is there.
     assert "pip install" not in found.fix or "--force-reinstall torch --index" in found.fix
-    (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, Needs())
+    found = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, Needs())
     assert found.level == ("warning" if level == "problem" else "ok")
 
 
@@ -178,17 +177,18 @@ def test_a_name_that_is_loopback_breaks_several_machines(
 ) -> None:
     """Without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
-    alone, together = network._host_name(Needs()), network._host_name(TWO_MACHINES)
-    assert alone.level == "note" and together.blocks
-    assert "127.0.0.1" in together.found
+    together = one(network.check(TWO_MACHINES, None), "host name")
+    assert together.blocks and "127.0.0.1" in together.found
     assert "export GLOO_SOCKET_IFNAME=" in together.fix and "/etc/hosts" in together.fix
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert network._host_name(TWO_MACHINES).level == "ok"
+    for quiet in (Needs(), TWO_MACHINES):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        assert "host name" not in {found.name for found in network.check(quiet, None)}
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
-    assert "does not resolve" in network._host_name(TWO_MACHINES).found
+    assert "does not resolve" in network._host_name("cluster.nodes: 2").found
 
 
 @pytest.mark.parametrize(
@@ -239,20 +239,6 @@ def test_hostfiles(tmp_path: Path) -> None:
         network.read_hostfile(file)
 
 
-def test_a_taken_port() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        network_port, network.USUAL_PORT = network.USUAL_PORT, port
-        try:
-            found = network._port()
-        finally:
-            network.USUAL_PORT = network_port
-    assert found.level == "note" and f"{port}, that of" in found.found
-    assert "--master_port=" in found.fix
-
-
 @pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
 def test_no_fix_hands_a_foreign_word_to_the_shell(
     hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +256,7 @@ def test_no_fix_hands_a_foreign_word_to_the_shell(
         *(found.fix for found in network.reach([hostile], 22, "--hostfile")),
     ]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    fixes.append(network._host_name(TWO_MACHINES).fix)
+    fixes.append(network._host_name("cluster.nodes: 2").fix)
     quoted = (shlex.quote(foreign), shlex.quote(hostile))
     assert sum(any(word in fix for word in quoted) for fix in fixes) == 4
     for fix in fixes:
@@ -286,19 +272,11 @@ def test_file_systems(tmp_path: Path) -> None:
     assert file_system(tmp_path) != "unknown"
 
 
-def test_the_disk_is_measured_and_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "TRIAL_BYTES", 2**20)
-    assert storage.write_speed(tmp_path) > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_checkpoints_that_are_kept_and_a_new_one_must_fit(tmp_path: Path) -> None:
     """Old ones go only when the new one is complete."""
     assert needs("checkpoint.keep=7").checkpoints_kept == 7
     needing = Needs(run_dir=tmp_path / "mine", checkpoint_bytes=10**18, checkpoints_kept=3)
-    found = one(storage._disk(needing), "run directory")
+    found = storage._disk(needing)
     assert found.level == "warning" and "4 checkpoints" in found.found
     assert "take 4000000.0 TB" in found.found
 
@@ -308,47 +286,39 @@ def test_no_other_owner_is_advised_for_a_folder_high_up(
 ) -> None:
     """The nearest folder that is there may be `/`: no advice to own that."""
     monkeypatch.setattr(storage.os, "access", lambda *_: False)  # as for anybody but root
-    (found,) = storage._disk(Needs(run="every recipe", run_dir=Path("/none/runs/mine")))
+    found = storage._disk(Needs(run="every recipe", run_dir=Path("/none/runs/mine")))
     assert found.blocks and found.found == "cannot write in /"
     assert found.fix == "name another folder with --run-dir"
 
 
 def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
-    (found,) = storage._nvme(tmp_path / "none")
+    found = storage._nvme(tmp_path / "none")
     assert found.blocks and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage, "LEAST_SHARED_BYTES", 2**60)
-    (found,) = storage._shared_memory(tmp_path)
+    (found,) = storage._shared_memory(tmp_path, Needs(gpu="cluster.gpu: h200"))
+    assert (
+        not [*storage._shared_memory(tmp_path, Needs())] or Path("/proc/driver/nvidia").is_dir()
+    )
     assert found.level == "warning" and "docker run --shm-size" in found.fix
 
 
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key itself is never told."""
+def test_the_key_of_wandb_is_never_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(file))
     online = Needs(wandb="logging.wandb.mode: online")
-    (offline,), (missing,) = accounts.check(Needs()), accounts.check(online)
-    assert offline.level == "note" and missing.blocks and "wandb login" in missing.fix
+    assert not [*network.check(Needs(), None)]
+    (missing,) = network.check(online, None)
+    assert missing.blocks and "wandb login" in missing.fix
     key = "0123456789abcdef0123456789abcdef01234567"
     file.write_text(f"machine api.wandb.ai login user password {key}\n")
     file.chmod(0o600)
-    (found,) = accounts.check(Needs())
-    assert found.level == "ok" and key not in found.found and str(file) in found.found
+    (found,) = network.check(online, None)
+    assert found.level == "ok" and found.found == str(file)
     file.write_text("machine api.wandb.ai and nonsense\n")
-    with pytest.raises(netrc.NetrcParseError):
-        netrc.netrc(str(file))
-    (damaged,) = accounts.check(Needs())
-    assert damaged.level == "warning" and "cannot be read" in damaged.found
-
-
-def test_the_wandb_server_is_asked_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("WANDB_BASE_URL", url)
-        online = Needs(wandb="logging.wandb.mode: online")
-        assert [found.name for found in accounts.check(Needs())] == ["W&B login"]
-        assert one(accounts.check(online), "W&B server").level == "ok"
-    assert one(accounts.check(online), "W&B server").blocks
+    (damaged,) = network.check(online, None)
+    assert damaged.blocks and str(file) in damaged.found

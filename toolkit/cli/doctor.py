@@ -1,6 +1,5 @@
-"""`dmt doctor`: check this machine, or measure its speed."""
+"""`dmt doctor`: check this machine, measure its speed, or test its GPUs."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -8,25 +7,15 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.extras import option
-from toolkit.cli.options import AsJson, Overrides
+from toolkit.cli.options import AsJson, Overrides, SelfTestFolder
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_UNAVAILABLE, PlanError
 from toolkit.text.generated import check_out
 
-BandwidthOption = Annotated[
-    bool,
-    typer.Option(
-        "--bandwidth",
-        help="Measure collectives between processes instead, against the link's peak. "
-        "Under torchrun, between all of its ranks.",
-    ),
-]
 ProcessesOption = Annotated[
     int | None,
     typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
 ]
-
 CalibrateOption = Annotated[
     bool,
     typer.Option(
@@ -38,34 +27,13 @@ OutOption = Annotated[
     Path | None,
     typer.Option(help="Cluster file that --calibrate writes; default: cluster.yaml."),
 ]
-SelfTestOption = Annotated[
+GpuSelfTestOption = Annotated[
     bool,
     typer.Option(
-        "--selftest",
-        help="Try instead what training needs, on the GPUs or, without any, the processor: "
-        "every engine against plain transformers, a resume, bandwidth, speed. Minutes.",
+        "--gpu-selftest",
+        help="Try instead what training needs on the GPUs: tiny models in every engine against "
+        "plain transformers, and a killed run that resumes. Minutes.",
     ),
-]
-GpuSelfTestOption = Annotated[
-    bool, typer.Option("--gpu-selftest", help="The same, but exit 3 where there is no GPU.")
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="STEP",
-        help="Run only this step of --selftest, or those that begin so, e.g. losses; "
-        "repeatable.",
-    ),
-]
-JobsOption = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Steps of --selftest that run at once; speeds are measured alone."
-    ),
-]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(help="Where --selftest works and writes report.md; default: dmt-selftest."),
 ]
 
 
@@ -84,46 +52,35 @@ def doctor(
             help="Also ask these machines whether they answer: one HOST slots=N a line."
         ),
     ] = None,
-    bandwidth: BandwidthOption = False,
     calibrate: CalibrateOption = False,
     out: OutOption = None,
-    selftest: SelfTestOption = False,
     gpu_selftest: GpuSelfTestOption = False,
-    folder: FolderOption = None,
-    only: OnlyOption = None,
-    jobs: JobsOption = 1,
+    folder: SelfTestFolder = None,
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, measure its speed, or test it. Without a recipe, exit 3 only without
-    torch; exit 4 when a part of the self-test fails.
+    """Check this machine, measure its speed, or test its GPUs. Without a recipe, exit 3 only
+    without torch or, for the self-test, without a GPU; exit 4 when a part of that fails.
 
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
-    file, testing = out or Path("cluster.yaml"), selftest or gpu_selftest
-    here = calibrate or testing
+    checks = not (calibrate or gpu_selftest)
     _refuse_useless(
         {
-            "RECIPE": (recipe, not (bandwidth or here)),
+            "RECIPE": (recipe, checks),
             "--set": (overrides, recipe is not None),
-            "--hostfile": (hostfile, not (bandwidth or here)),
-            "--bandwidth": (bandwidth, not here),
+            "--hostfile": (hostfile, checks),
+            "--gpu-selftest": (gpu_selftest, not calibrate),
             "--out": (out, calibrate),
-            "--folder": (folder, testing),
-            "--only, --jobs": (only or jobs > 1, testing),
-            "--processes": (processes, here or (bandwidth and "RANK" not in os.environ)),
+            "--folder": (folder, gpu_selftest),
+            "--processes": (processes, not checks),
         }
     )
-    if testing:
-        place = folder or Path("dmt-selftest"), processes, file if calibrate else None
-        option("doctor --selftest")(
-            *place, gpu_only=gpu_selftest, only=only or (), jobs=jobs, as_json=as_json
-        )
-    elif bandwidth:
-        option("doctor --bandwidth")(processes, as_json)
+    if gpu_selftest:
+        _self_test(folder, processes, as_json)
     elif calibrate:
-        _calibrate(processes, file, as_json)
+        _calibrate(processes, out or Path("cluster.yaml"), as_json)
     else:
         _check(recipe, overrides, hostfile, as_json)
 
@@ -134,9 +91,8 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
     if useless:
         raise PlanError(
             f"dmt doctor: {', '.join(useless)} would be ignored here",
-            fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
-            "--processes, but not under a launcher; --calibrate reads --processes and --out; "
-            "--selftest reads --processes, --folder, --calibrate, --only and --jobs",
+            fix="leave it out: a check reads RECIPE, --set and --hostfile; --calibrate reads "
+            "--processes and --out; --gpu-selftest reads --processes and --folder",
         )
 
 
@@ -165,8 +121,18 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     machine = calibration.this_machine(processes)
     calibration.check_known(machine)
     check_out(out, calibration.HEADER)
-    calibration.tell_count(machine)
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
     data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
     output(as_json, data, [f"wrote {out}; use it with --cluster {out}"], wrap=False)
+
+
+def _self_test(folder: Path | None, processes: int | None, as_json: bool) -> None:
+    from toolkit.cli.selftest import run_self_test
+    from toolkit.doctor.calibrate import this_machine
+    from toolkit.doctor.selftest import LIMIT_S, machine_suites, self_test
+    from toolkit.rehearse.rehearsal import Options
+
+    suites = machine_suites(this_machine(processes).processes)
+    test = self_test(suites, folder, processes, Options(limit_s=LIMIT_S))
+    run_self_test(test, as_json=as_json)

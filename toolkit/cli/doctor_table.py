@@ -1,4 +1,4 @@
-"""The tables of `dmt doctor`."""
+"""The lines of `dmt doctor`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -14,30 +14,34 @@ _MARKS: dict[Level, tuple[str, str]] = {
     "warning": ("!", "yellow"),
     "problem": ("✗", "red"),
 }
-
-
-_NAME_WIDTH = 18
-"""Characters of the longest name; a longer one moves its own line only."""
+_NAME_WIDTH = 13
+"""Characters of the longest group; a longer name moves its own line only."""
 
 
 def lines(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Line]:
-    """Each finding as it comes, by group, and how many there were; they are added to `shown`.
-
-    Under one that is not ok: what needs it, and its fix.
-    """
+    """A line for what is fine of each group, as it comes, and each other finding with what it
+    costs, what needs it and its fix; then how many there were. They are added to `shown`."""
     for group, members in groupby(findings, key=lambda finding: finding.group):
-        yield Text(group, "bold")
+        fine: list[Finding] = []
+        others: list[Finding] = []
         for finding in members:
-            shown.append(finding)
-            mark, colour = _MARKS[finding.level]
-            prefix = Text.assemble("  ", (mark, colour), f" {finding.name:<{_NAME_WIDTH}}  ")
-            yield Hanging(prefix, finding.found)
-            indent = Text(" " * (_NAME_WIDTH + 6))
-            if finding.needed_by and finding.level != "ok":
-                yield Hanging(indent, f"needed by {finding.needed_by}")
-            if finding.fix:
-                yield Hanging(indent, f"fix: {finding.fix}")
+            (fine if finding.level == "ok" else others).append(finding)
+        shown += [*fine, *others]
+        if fine:
+            text = ", ".join(f"{one.name} {one.found}" for one in fine)
+            yield Hanging(_head("ok", group), text)
+        for finding in others:
+            yield Hanging(_head(finding.level, finding.name), finding.found)
+            about = {"costs": finding.cost, "needed by": finding.needed_by, "fix": finding.fix}
+            for word, value in about.items():
+                if value:
+                    yield Hanging(Text(" " * 4), f"{word}: {value}")
     yield _total(shown)
+
+
+def _head(level: Level, name: str) -> Text:
+    mark, colour = _MARKS[level]
+    return Text.assemble((mark, colour), f" {name:<{_NAME_WIDTH}}  ")
 
 
 def _total(findings: Sequence[Finding]) -> str:

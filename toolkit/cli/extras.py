@@ -12,8 +12,6 @@ OPTIONS: Registry[Any] = Registry(
         "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
         "checkpoint export --to megatron": "toolkit.extras.imports.megatron:write_megatron",
         "report --html": "toolkit.extras.page:write_page",
-        "doctor --bandwidth": "toolkit.extras.doctor.bandwidth_command:measure_bandwidth",
-        "doctor --selftest": "toolkit.extras.doctor.selftest.command:try_machine",
     },
 )
 """By verb and option: what carries it out."""

@@ -38,3 +38,11 @@ ClusterOption = Annotated[
         "cluster file (`dmt doctor --calibrate` writes one for this machine).",
     ),
 ]
+SelfTestFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="FOLDER",
+        help="Where the self-test works and writes report.md; default: dmt-selftest.",
+    ),
+]

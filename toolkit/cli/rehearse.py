@@ -2,16 +2,25 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
 
 from toolkit.cli.bars import count_progress
 from toolkit.cli.console import Console
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
+from toolkit.cli.options import (
+    AsJson,
+    ClusterOption,
+    Overrides,
+    RecipePath,
+    SelfTestFolder,
+)
 from toolkit.cli.output import Line, Table, output
 from toolkit.cli.rehearse_gpu import dress_rehearsal
+from toolkit.cli.selftest import run_self_test
+from toolkit.doctor.selftest import NUMBERS, Suite, self_test
 from toolkit.errors import EXIT_FAILED, Problem, RecipeError, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
@@ -33,6 +42,14 @@ from toolkit.text.terminal import tell
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
 
+OnDevice = Annotated[
+    Literal["cpu", "gpu"],
+    typer.Option(
+        help="gpu: on this machine's GPUs, in fp32 and in bf16; then a run is killed and "
+        "resumed, and report.md is written."
+    ),
+]
+
 
 def rehearse(
     recipe: RecipePath,
@@ -45,11 +62,14 @@ def rehearse(
     ] = [],  # noqa: B006 - as above
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Optimizer steps.")] = 5,
     processes: Annotated[
-        int, typer.Option(min=1, max=64, help="Largest number of processes at a time.")
-    ] = 4,
+        int | None,
+        typer.Option(min=1, max=64, help="At a time, at most; default: 4, or every GPU."),
+    ] = None,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
     ] = 300,
+    on: OnDevice = "cpu",
+    folder: SelfTestFolder = None,
     gpu: Annotated[
         bool,
         typer.Option(
@@ -73,24 +93,40 @@ def rehearse(
     few steps on synthetic tokens with uneven masks. Loss and gradient norm of every step must
     equal those of a plain transformers loop; exit 4 when a layout differs or none can run.
 
-    With --gpu nothing is computed: tensors have shapes and no elements. Exit 4 when a rank
-    does not fit, or its engine fails.
+    With --on gpu they run on this machine's GPUs. With --gpu nothing is computed: tensors have
+    shapes and no elements; exit 4 when a rank does not fit, or its engine fails.
 
     Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
     """
-    _check_options(layouts, ranks, cluster, gpu=gpu)
+    _check_options(layouts, ranks, cluster, on, folder, gpu=gpu)
     if gpu:
         dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
-    options = Options(steps, processes, time_limit)
+    options = Options(steps, processes or 4, time_limit)
     patterns = [part.strip() for names in layouts for part in names.split(",")]
-    _in_every_layout(load_recipe(recipe, overrides), patterns, options, as_json=as_json)
+    loaded = load_recipe(recipe, overrides)
+    if on == "cpu":
+        _in_every_layout(loaded, patterns, options, as_json=as_json)
+        return
+    suite = Suite(loaded, NUMBERS[: 3 if loaded.kernels.fp8 else 2], patterns)
+    run_self_test(self_test([suite], folder, processes, options), as_json=as_json)
 
 
 def _check_options(
-    layouts: Sequence[str], ranks: str | None, cluster: str | None, *, gpu: bool
+    layouts: Sequence[str],
+    ranks: str | None,
+    cluster: str | None,
+    on: str,
+    folder: Path | None,
+    *,
+    gpu: bool,
 ) -> None:
-    """Raises RecipeError for an option that the other kind of rehearsal has."""
+    """Raises RecipeError for an option that another kind of rehearsal has."""
+    if gpu and on == "gpu":
+        allowed = "one of them: --gpu needs no GPUs, --on gpu trains on this machine's"
+        raise RecipeError([Problem("--gpu", "with --on gpu", allowed, "remove one")])
+    if folder is not None and on == "cpu":
+        raise RecipeError([Problem("--folder", str(folder), "only with --on gpu", "add it")])
     if gpu and layouts:
         allowed = "without --gpu: there, the recipe's own layout is run"
         found = ", ".join(layouts)

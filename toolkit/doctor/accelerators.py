@@ -38,22 +38,27 @@ def check(needs: Needs) -> Iterator[Finding]:
         return  # `packages` says so
     answer = ask_python(_TORCH)
     if not answer.done:
-        text, needed_by = f"cannot be imported: {answer.out}", needs.packages.get("torch")
-        yield Finding("torch", "problem", text, needed_by, _REINSTALL)
+        yield Finding(
+            "torch", "problem", f"cannot be imported: {answer.out}", cost="nothing can train",
+            fix=_REINSTALL, needed_by=needs.packages.get("torch"),
+        )  # fmt: skip
         return
     torch = json.loads(answer.out.splitlines()[-1])
     driver = _driver()
-    yield from _driver_finding(torch, driver, needs)
+    yield _driver_finding(torch, driver, needs)
     yield from _devices(torch, driver, needs)
-    if torch["gloo"]:
-        yield Finding("gloo", "ok", "in torch")
-    else:
-        text = "not in this torch; every process group has it for the CPU"
-        yield Finding("gloo", "problem", text, needs.run, _REINSTALL)
+    if not torch["gloo"]:
+        yield Finding(
+            "gloo", "problem", "not in this torch", fix=_REINSTALL, needed_by=needs.run,
+            cost="ranks cannot talk: every process group has it for the CPU",
+        )  # fmt: skip
     if torch["nccl"] is not None:
         yield Finding("NCCL", "ok", torch["nccl"])
     elif torch["devices"] or needs.gpu:
-        yield lacking("NCCL", "not in this torch", _REINSTALL, needs.gpu, "warning")
+        yield lacking(
+            "NCCL", "not in this torch", cost="GPUs cannot talk to each other", fix=_REINSTALL,
+            needed_by=needs.gpu, otherwise="warning",
+        )  # fmt: skip
 
 
 def _driver() -> str | None:
@@ -65,41 +70,43 @@ def _driver() -> str | None:
     return answer.out.split()[0] if answer.done and answer.out.strip() else None
 
 
-def _driver_finding(
-    torch: Mapping[str, Any], driver: str | None, needs: Needs
-) -> Iterator[Finding]:
+def _driver_finding(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Finding:
     built = f"torch is built for CUDA {torch['cuda']}"
     if torch["cuda"] is None:
         built = (
             f"torch is built for ROCm {torch['hip']}" if torch["hip"] else "torch has no CUDA"
         )
     if driver is None or torch["cuda"] is None:
-        yield Finding("driver", "ok", f"{driver or 'none'}; {built}")
-        return
+        return Finding("driver", "ok", f"{driver or 'none'}; {built}")
     oldest = OLDEST_DRIVER.get(int(torch["cuda"].partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) >= oldest:
-        yield Finding("driver", "ok", f"{driver}; {built}")
-        return
+    number = int(driver.partition(".")[0])
+    if number >= oldest:
+        return Finding("driver", "ok", f"{driver}; {built}")
     fix = f"install NVIDIA driver {oldest} or later"
-    if int(driver.partition(".")[0]) >= OLDEST_DRIVER[12]:
+    if number >= OLDEST_DRIVER[12]:
         # Without --force-reinstall pip keeps the torch that is there, whatever the index.
         fix = f"{_REINSTALL} --index-url https://download.pytorch.org/whl/cu128"
-    yield lacking(
-        "driver", f"{driver}; {built}, which needs {oldest} or later", fix, needs.gpu, "warning"
-    )
+    return lacking(
+        "driver", f"{driver}; {built}, which needs {oldest} or later", fix=fix,
+        cost="torch sees no GPU", needed_by=needs.gpu, otherwise="warning",
+    )  # fmt: skip
 
 
 def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iterator[Finding]:
     devices = torch["devices"]
-    if len(devices) < max(needs.gpus, 1):
+    if len(devices) < needs.gpus or (driver is not None and not devices):
         yield _too_few(torch, driver, needs)
+    elif not devices:
+        yield Finding("GPUs", "ok", "none")
     for index, (name, memory, major, minor) in enumerate(devices):
         text = f"{name}, {memory / GIB:.0f} GiB, compute capability {major}.{minor}"
         label = f"GPU {index}"
         if torch["cuda"] and needs.precision == "bf16" and (major, minor) < BF16_CAPABILITY:
-            fix = "training.precision: fp16, or fp32"
-            text += "; bf16 needs 8.0"
-            yield Finding(label, "problem", text, "training.precision: bf16", fix)
+            yield Finding(
+                label, "problem", f"{text}; bf16 needs 8.0", fix="training.precision: fp16",
+                cost="bf16 is emulated, many times slower",
+                needed_by="training.precision: bf16",
+            )  # fmt: skip
         else:
             yield Finding(label, "ok", text)
 
@@ -118,5 +125,7 @@ def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Find
     elif driver is not None:
         text += ", though there is a driver"
         fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
-    driver_unused = driver is not None and not count
-    return lacking("GPUs", text, fix, needs.gpu, "warning" if driver_unused else "note")
+    return lacking(
+        "GPUs", text, cost="a recipe for GPUs cannot start here", fix=fix, needed_by=needs.gpu,
+        otherwise="warning",
+    )  # fmt: skip

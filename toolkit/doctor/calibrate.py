@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -136,36 +135,24 @@ def closest(machine: Machine, option: str) -> Machine:
     return replace(machine, gpu=known[-1], device=machine.gpu)
 
 
-def tell_count(machine: Machine) -> None:
-    """Report what is measured, before it is."""
-    count = f"{machine.processes} process{'es' * (machine.processes > 1)}"
-    tell(f"measuring {machine.gpu} with {count}")
-
-
 def calibrate(machine: Machine) -> Speeds:
     """Measure, with a line on standard error about each quantity.
 
     Raises RunFailed when a process failed.
     """
-    return Speeds(**measured(machine, "toolkit.doctor.speeds"))
-
-
-def measured(machine: Machine, module: str) -> Any:
-    """What rank 0 of `python -m MODULE RESULT.json` wrote, one rank per process of `machine`.
-
-    Raises RunFailed when a process failed.
-    """
+    count = f"{machine.processes} process{'es' * (machine.processes > 1)}"
+    tell(f"measuring {machine.gpu} with {count}")
     with tempfile.TemporaryDirectory(prefix="dmt-calibrate-") as folder:
         result = Path(folder) / "result.json"
         section = ClusterSection(gpus_per_node=machine.processes, gpu=machine.gpu)
-        worker = ("-m", module, str(result))
+        worker = ("-m", "toolkit.doctor.speeds", str(result))
         launcher = LocalStarter()
         with StopSignals() as signals:
             job = Job(Path(folder), section, worker=worker)
             outcome = launcher.run(launcher.spec(job), signals)
         if outcome.exit_code != EXIT_DONE:
             raise RunFailed("dmt doctor: measuring did not come to its end")
-        return json.loads(result.read_text(encoding="utf-8"))
+        return Speeds(**json.loads(result.read_text(encoding="utf-8")))
 
 
 def cluster_text(machine: Machine, speeds: Speeds) -> str:

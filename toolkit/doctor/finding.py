@@ -14,19 +14,20 @@ class Finding:
     """The result of one check of this machine."""
 
     group: str = field(default="", kw_only=True)
-    """Which check: `packages`, `accelerators`, `compilers`, `launchers`, `network`,
-    `storage` or `accounts`."""
+    """Which check: `packages`, `accelerators`, `programs`, `network` or `storage`."""
     name: str
     level: Level
     found: str
     """One line."""
-    needed_by: str | None = None
-    """The recipe's setting that needs it; None if nothing does, or without a recipe."""
-    fix: str = ""
+    cost: str = field(default="", kw_only=True)
+    """What it costs to leave it so, in one line; never empty unless `level` is ok."""
+    fix: str = field(default="", kw_only=True)
     """The command that fixes it; never empty unless `level` is ok."""
+    needed_by: str | None = field(default=None, kw_only=True)
+    """The recipe's setting that needs it; None if nothing does, or without a recipe."""
 
     def __post_init__(self) -> None:
-        assert self.fix or self.level == "ok", f"{self.name} has no fix"
+        assert (self.fix and self.cost) or self.level == "ok", f"{self.name} has no fix or cost"
 
     @property
     def blocks(self) -> bool:
@@ -35,7 +36,8 @@ class Finding:
 
 
 def lacking(
-    name: str, found: str, fix: str, needed_by: str | None, otherwise: Level = "note"
+    name: str, found: str, *, cost: str, fix: str, needed_by: str | None, otherwise: Level
 ) -> Finding:
     """Something missing: a problem if it is needed, otherwise of level `otherwise`."""
-    return Finding(name, "problem" if needed_by else otherwise, found, needed_by, fix)
+    level: Level = "problem" if needed_by else otherwise
+    return Finding(name, level, found, cost=cost, fix=fix, needed_by=needed_by)

@@ -28,7 +28,8 @@ class Needs:
     """What needs that ranks can run here at all; None without a recipe."""
     packages: Mapping[str, str] = field(default_factory=lambda: {"torch": EVERY_RECIPE})
     """By the distribution's name: the setting that needs it, as `KEY: VALUE`."""
-    programs: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """By name: the setting that needs it, and how to install it."""
     ops: Mapping[str, str] = field(default_factory=dict)
     """Operators that DeepSpeed compiles."""
     compiles: str | None = None
@@ -60,7 +61,11 @@ def needs_of(recipe: Recipe) -> Needs:
     launcher = LAUNCHERS[recipe.launch.launcher]
     setting = f"launch.launcher: {recipe.launch.launcher}"
     packages = dict.fromkeys((Requirement(name).name for name in launcher.packages), setting)
-    programs = {program.name: setting for program in launcher.programs if not program.use}
+    programs = {
+        program.name: (setting, program.install)
+        for program in launcher.programs
+        if not program.use
+    }
     assignment, note = _decided(recipe)
     compiled = assignment.plan.layout.compiles if assignment else None
     run_dir = Path("runs") / recipe.name

@@ -1,5 +1,6 @@
 """Names, ports and interfaces of the rendezvous, and whether machines answer."""
 
+import netrc
 import os
 import shlex
 import socket
@@ -8,16 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
-from toolkit.doctor.finding import Finding, Level, lacking
+from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import SSH_PORT, Needs
 from toolkit.errors import PlanError
-from toolkit.launchers.base import free_port
 
-USUAL_PORT = 29500
-"""Of torchrun and DeepSpeed, where none is named."""
 REACH_S = 3.0
 """How long a machine may take to answer."""
 
@@ -27,9 +26,11 @@ _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 def check(needs: Needs, hostfile: Path | None) -> Iterator[Finding]:
     """`hostfile`: machines to ask as well. Raises PlanError when it cannot be read."""
     yield from _interface_variables(needs)
-    yield _host_name(needs)
+    if needs.several_machines and "GLOO_SOCKET_IFNAME" not in os.environ:
+        yield _host_name(needs.several_machines)
     yield from _master(needs)
-    yield _port()
+    if needs.wandb:
+        yield from _wandb_login(needs.wandb)
     if hostfile is not None:
         yield from reach(read_hostfile(hostfile), SSH_PORT, f"--hostfile {hostfile}")
 
@@ -62,11 +63,9 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
-def _host_name(needs: Needs) -> Finding:
+def _host_name(needed_by: str) -> Finding:
     """What gloo listens on: without GLOO_SOCKET_IFNAME, what the host's name resolves to."""
     name, there = socket.gethostname(), interfaces()
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return Finding("host name", "ok", f"{name}; GLOO_SOCKET_IFNAME decides for gloo")
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -75,17 +74,18 @@ def _host_name(needs: Needs) -> Finding:
     own = [one for one in addresses if any(one in listed for listed in there.values())]
     if own and not _is_loopback(own[0]):
         interface = next(name for name, listed in there.items() if own[0] in listed)
-        text = f"{name} is {own[0]}: gloo uses interface {interface}"
-        return Finding("host name", "ok", text)
+        return Finding("host name", "ok", f"{name} is {own[0]}: gloo uses {interface}")
     if own or any(map(_is_loopback, addresses)):
         why = f"resolves to {(own or addresses)[0]}"
     elif addresses:
         why = f"resolves to {addresses[0]}, an address of none of this machine's interfaces"
     usable = shlex.quote(_usable(there) or "INTERFACE")
-    fix = f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give "
-    fix += f"{name} its own address in /etc/hosts"
-    text = f"{name} {why}: gloo falls back to loopback, and {_LOOPBACK}"
-    return lacking("host name", text, fix, needs.several_machines)
+    return Finding(
+        "host name", "problem", f"{name} {why}",
+        cost=f"gloo falls back to loopback: {_LOOPBACK}", needed_by=needed_by,
+        fix=f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give {name} its own "
+        "address in /etc/hosts",
+    )  # fmt: skip
 
 
 def _usable(there: dict[str, list[str]]) -> str | None:
@@ -106,18 +106,19 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         stated = os.environ.get(variable)
         if stated is None:
-            if variable.startswith("NCCL"):
-                text = "not set: NCCL takes InfiniBand, then the first one but docker and lo"
-                yield Finding(variable, "ok", text)
             continue
         exact = variable.startswith("GLOO")
         if _matches(stated, there, exact):
             yield Finding(variable, "ok", stated)
             continue
-        text = f"{stated!r} names no interface here; there are {', '.join(there)}"
-        fix = f"export {variable}={shlex.quote(_usable(there) or 'lo')}"
-        # gloo is in every process group, also in that of one machine.
-        yield lacking(variable, text, fix, needs.run if exact else needs.gpu, "warning")
+        library = "gloo" if exact else "NCCL"
+        yield lacking(
+            variable, f"{stated!r} names no interface here; there are {', '.join(there)}",
+            cost=f"{library} cannot connect the ranks",
+            fix=f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
+            # gloo is in every process group, also in that of one machine.
+            needed_by=needs.run if exact else needs.gpu, otherwise="warning",
+        )  # fmt: skip
 
 
 def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
@@ -145,30 +146,41 @@ def _master(needs: Needs) -> Iterator[Finding]:
     try:
         resolved = str(socket.getaddrinfo(address, None)[0][4][0])
     except OSError as error:
-        text = f"{address!r} does not resolve: {error}"
-        fix = "unset MASTER_ADDR, or name rank 0's machine by its address"
-        level: Level = "problem" if several else "warning"
-        yield Finding("MASTER_ADDR", level, text, needs.several_machines, fix)
+        yield Finding(
+            "MASTER_ADDR", "problem" if several else "warning",
+            f"{address!r} does not resolve: {error}", needed_by=needs.several_machines,
+            cost="ranks that take it find no rank 0",
+            fix="unset MASTER_ADDR, or name rank 0's machine by its address",
+        )  # fmt: skip
         return
     if several and _is_loopback(resolved):
-        text = f"{address} is {resolved}: {_LOOPBACK}"
-        fix = "export MASTER_ADDR=the address of rank 0's machine"
-        yield Finding("MASTER_ADDR", "problem", text, needs.several_machines, fix)
+        yield Finding(
+            "MASTER_ADDR", "problem", f"{address} is {resolved}", cost=_LOOPBACK,
+            needed_by=needs.several_machines,
+            fix="export MASTER_ADDR=the address of rank 0's machine",
+        )  # fmt: skip
     else:
         yield Finding("MASTER_ADDR", "ok", f"{address} is {resolved}")
 
 
-def _port() -> Finding:
-    """A taken port is a note: `dmt launch` looks for a free one itself."""
-    free = free_port()
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", USUAL_PORT))
-        except OSError as error:
-            text = f"{USUAL_PORT}, that of torchrun and deepspeed, is taken: {error.strerror}"
-            fix = f"torchrun --master-port={free}, deepspeed --master_port={free}"
-            return Finding("port", "note", text, None, fix)
-    return Finding("port", "ok", f"{USUAL_PORT} is free, and so is {free}")
+def _wandb_login(needed_by: str) -> Iterator[Finding]:
+    """The place of the key, never the key."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    named = os.environ.get("NETRC")
+    files = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    text = f"none for {host}"
+    try:
+        keys = [one for one in files if one.is_file() and host in netrc.netrc(str(one)).hosts]
+    except (OSError, netrc.NetrcParseError) as error:
+        keys, text = [], f"{getattr(error, 'filename', None) or '~/.netrc'}: {error}"
+    if os.environ.get("WANDB_API_KEY") or keys:
+        yield Finding("W&B login", "ok", "WANDB_API_KEY" if not keys else str(keys[0]))
+        return
+    yield Finding(
+        "W&B login", "problem", text, needed_by=needed_by,
+        cost="nothing of the run reaches W&B",
+        fix="wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline",
+    )  # fmt: skip
 
 
 def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
@@ -180,8 +192,11 @@ def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
             if failure is None:
                 yield Finding(name, "ok", f"accepts connections to port {port}")
                 continue
-            fix = f"ssh -- {shlex.quote(host)} true, from here, must work without a password"
-            yield Finding(name, "problem", failure, needed_by, fix)
+            yield Finding(
+                name, "problem", failure, cost="no rank can be started there",
+                fix=f"ssh -- {shlex.quote(host)} true, from here, must work without a password",
+                needed_by=needed_by,
+            )  # fmt: skip
 
 
 def _connect(host: str, port: int) -> str | None:

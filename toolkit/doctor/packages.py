@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 import toolkit
 from toolkit.backend import BACKENDS
-from toolkit.doctor.finding import Finding, Level, lacking
+from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.launcher import LAUNCHERS
@@ -32,75 +32,50 @@ class Package:
     name: str
     """Of the distribution, as `pip install` takes it."""
     module: str
-    compiled: bool = False
-    """Against torch, so that it may not fit the one that is there. DMT itself uses none of
-    these: one that is not installed is not missing."""
+    """Also the part that is used of it, as in `ray.train`."""
     extra: str = ""
-    """Which of its parts is used, as in `pip install NAME[EXTRA]`; also the submodule."""
-    use: str = ""
-    """Of one that is used when installed, and not among DMT's own requirements: what for."""
+    """As in `pip install NAME[EXTRA]`."""
 
 
-_REQUIRED = (
-    Package("torch", "torch"),
-    *dict.fromkeys(
-        Package(package, module)
-        for engine in BACKENDS.names
-        for package, module in BACKENDS[engine].packages.items()
-    ),
-    Package("transformers", "transformers"),
-    Package("accelerate", "accelerate"),
-    Package("datasets", "datasets"),
-    Package("wandb", "wandb"),
-    Package("safetensors", "safetensors"),
+_COMPILED = (
+    Package("transformer-engine", "transformer_engine.pytorch"),
+    Package("flash-attn", "flash_attn"),
 )
+"""Compiled against torch, so that they may not fit the one that is there; megatron-core and
+transformers import them where they are installed."""
+_OPTIONAL = (
+    Package("torchao", "torchao"),
+    Package("torchft", "torchft"),
+    Package("peft", "peft"),
+    Package("liger-kernel", "liger_kernel"),
+    Package("s3fs", "s3fs"),
+    Package("gcsfs", "gcsfs"),
+)
+
+
+def _of_every_installation() -> Iterator[Package]:
+    """DMT's own requirements."""
+    yield Package("torch", "torch")
+    for engine in BACKENDS.names:
+        for name, module in BACKENDS[engine].packages.items():
+            yield Package(name, module)
+    for name in ("transformers", "accelerate", "datasets", "wandb", "safetensors"):
+        yield Package(name, name)
 
 
 def _of_choices() -> Iterator[Package]:
-    """What a launcher or an optimizer needs and DMT itself does not."""
-    required = {package.name for package in _REQUIRED}
-    choices = [
-        *((f"launch.launcher: {each.name}", each.packages) for each in LAUNCHERS.values()),
-        *((f"optimizer.name: {name}", kind.packages) for name, kind in OPTIMIZERS.items()),
-    ]
-    for setting, packages in choices:
-        for text, module in packages.items():
-            package, use = Requirement(text), f"`{setting}` needs it"
-            if package.name not in required:
-                yield Package(package.name, module, extra="".join(package.extras), use=use)
-
-
-PACKAGES = (
-    *_REQUIRED,
-    *(
-        Package(package, module, use=f"`logging.{name}` {when + ' ' * bool(when)}needs it")
-        for name, tracker in TRACKERS.items()
-        for package, (module, when) in tracker.packages.items()
-    ),
-    *_of_choices(),
-    Package("torchao", "torchao", use="`kernels.fp8` needs it"),
-    Package("torchft", "torchft", use="`parallel.outer` needs it"),
-    Package(
-        "liger-kernel",
-        "liger_kernel",
-        use="`kernels.fused: liger` and `kernels.loss: liger` need it",
-    ),
-    Package("s3fs", "s3fs", use="data on s3:// needs it"),
-    Package("gcsfs", "gcsfs", use="data on gs:// needs it"),
-    Package(
-        "transformer-engine",
-        "transformer_engine",
-        compiled=True,
-        extra="pytorch",
-        use="megatron-core imports it where it is installed",
-    ),
-    Package(
-        "flash-attn",
-        "flash_attn",
-        compiled=True,
-        use="transformers imports it where it is installed",
-    ),
-)
+    """What some recipes need: launchers, optimizers, trackers, kernels, object stores."""
+    launchers = (LAUNCHERS[name].packages for name in LAUNCHERS.names)
+    kinds = (OPTIMIZERS[name].packages for name in OPTIMIZERS.names)
+    for texts in (*launchers, *kinds):
+        for text, module in texts.items():
+            package = Requirement(text)
+            extra = "".join(package.extras)
+            yield Package(package.name, f"{module}.{extra}" if extra else module, extra)
+    for tracker in TRACKERS.values():
+        for name, (module, _) in tracker.packages.items():
+            yield Package(name, module)
+    yield from _OPTIONAL
 
 
 OLD_KERNEL = (5, 5)
@@ -108,57 +83,66 @@ OLD_KERNEL = (5, 5)
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """Python, the kernel and every package of `PACKAGES`."""
+    """Python, the kernel, DMT's own packages, those that the recipe needs, and those that are
+    compiled against torch."""
     yield _python(needs)
     yield from _kernel(platform.release())
     yield Finding("dmt", "ok", toolkit.__version__)
+    wanted = {one.name: one for one in _of_choices() if one.name in needs.packages}
+    wanted |= {one.name: one for one in _of_every_installation()}
     with ThreadPoolExecutor() as threads:
-        for findings in threads.map(lambda package: [*_package(package, needs)], PACKAGES):
-            yield from findings
+        found = threads.map(lambda one: _package(one, needs), wanted.values())
+        yield from found
+        compiled = [one for one in _COMPILED if _version(one) is not None]
+        yield from threads.map(lambda one: _package(one, needs), compiled)
 
 
 def _python(needs: Needs) -> Finding:
     found, allowed = platform.python_version(), _stated()[0]
     if Version(found) in allowed:
         return Finding("python", "ok", found)
-    fix = f"python3.12 -m venv .venv && .venv/bin/pip install {source()}"
-    return Finding("python", "problem", f"{found}; DMT needs {allowed}", needs.run, fix)
+    return Finding(
+        "python", "problem", f"{found}; DMT needs {allowed}", cost="DMT was not tested with it",
+        fix=f"python3.12 -m venv .venv && .venv/bin/pip install {source()}",
+        needed_by=needs.run,
+    )  # fmt: skip
 
 
 def _kernel(release: str) -> Iterator[Finding]:
     numbers = release.partition("-")[0].split(".")[:2]
     if all(number.isdecimal() for number in numbers) and (*map(int, numbers),) < OLD_KERNEL:
-        text = f"Linux {release}: processes may hang (huggingface/accelerate#1929)"
-        yield Finding("kernel", "warning", text, None, "use Linux 5.5 or later")
+        yield Finding(
+            "kernel", "warning", f"Linux {release}",
+            cost="processes may hang (huggingface/accelerate#1929)",
+            fix="use Linux 5.5 or later",
+        )  # fmt: skip
 
 
-def _package(package: Package, needs: Needs) -> Iterator[Finding]:
-    needed_by = needs.packages.get(package.name)
-    version = _version(package)
-    if version is None and package.compiled:
-        return
-    if version is None:
-        text = f"not installed; {package.use}" if package.use else "not installed"
-        fix, level = _install(_requirement(package)), _if_unneeded(package)
-        yield lacking(package.name, text, fix, needed_by, level)
-        return
+def _package(package: Package, needs: Needs) -> Finding:
+    name, needed_by = package.name, needs.packages.get(package.name)
     requirement = _requirement(package)
-    text = str(version)
+    fix, version = _install(requirement), _version(package)
+    unusable = f"recipes with {needed_by} cannot run" if needed_by else "parts of DMT fail"
+    if version is None:
+        return Finding(
+            name, "problem", "not installed", cost=unusable, fix=fix, needed_by=needed_by
+        )
     # The first untested version, as in `<2.14`.
     bounds = [str(one) for one in requirement.specifier if one.operator == "<"]
     if newest := next((one for one in bounds if version not in SpecifierSet(one, True)), ""):
-        text += f"; newer than the tests ran with ({newest})"
-        yield Finding(package.name, "warning", text, needed_by, _install(requirement))
-    elif not requirement.specifier.contains(version, prereleases=True):
-        text += f"; DMT needs {requirement.specifier}"
-        fix = _install(requirement)
-        yield lacking(package.name, text, fix, needed_by, _if_unneeded(package))
-    elif (failure := _import_failure(package, needed_by)) is not None:
-        text += f"; cannot be imported: {failure}"
-        fix = _install(requirement).replace("install ", "install --force-reinstall ", 1)
-        yield Finding(package.name, "problem", text, needed_by, fix)
-    else:
-        yield Finding(package.name, "ok", text)
+        return Finding(
+            name, "warning", f"{version}; newer than the tests ran with ({newest})",
+            cost="its losses and errors were not tested", fix=fix, needed_by=needed_by,
+        )  # fmt: skip
+    if not requirement.specifier.contains(version, prereleases=True):
+        text = f"{version}; DMT needs {requirement.specifier}"
+        return Finding(name, "problem", text, cost=unusable, fix=fix, needed_by=needed_by)
+    if (failure := _import_failure(package, needed_by)) is not None:
+        return Finding(
+            name, "problem", f"{version}; cannot be imported: {failure}", cost=unusable,
+            fix=fix.replace("install ", "install --force-reinstall ", 1), needed_by=needed_by,
+        )  # fmt: skip
+    return Finding(name, "ok", str(version))
 
 
 def _import_failure(package: Package, needed_by: str | None) -> str | None:
@@ -166,15 +150,10 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 
     torch is left to `accelerators`, which imports it anyway.
     """
-    if package.name == "torch" or not (needed_by or package.compiled):
+    if package.name == "torch" or not (needed_by or package in _COMPILED):
         return None
-    part = f".{package.extra}" * bool(package.extra)
-    answer = ask_python(f"import {package.module}{part}")
+    answer = ask_python(f"import {package.module}")
     return None if answer.done else answer.out
-
-
-def _if_unneeded(package: Package) -> Level:
-    return "note" if package.use else "problem"
 
 
 def _requirement(package: Package) -> Requirement:
@@ -185,13 +164,13 @@ def _requirement(package: Package) -> Requirement:
 
 def _install(requirement: Requirement) -> str:
     # flash-attn and Transformer Engine are compiled against the torch that is there.
-    compiled = requirement.name in ("flash-attn", "transformer-engine")
+    compiled = requirement.name in {one.name for one in _COMPILED}
     return f"pip install {'--no-build-isolation ' * compiled}'{plain(requirement)}'"
 
 
 def _version(package: Package) -> Version | None:
     """The installed version; None where the module is not there, whatever pip says."""
-    if not is_installed(package.module):
+    if not is_installed(package.module.partition(".")[0]):
         return None
     try:
         return Version(metadata.version(package.name))

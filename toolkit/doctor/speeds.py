@@ -7,18 +7,27 @@ bandwidth, and each has its share of the cores. Rank 0 prints on standard error 
 and writes the result.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from toolkit.doctor.bench import Bench, Tell, main
-from toolkit.engines.distributed import Ranks
+from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.text.terminal import tell
 
 BUDGET_S = 2.5
 """How long one quantity is measured."""
+REPEATS = range(3, 101)
+"""How often an operation is repeated at least and at most."""
 PARTS = 8
 """The first product's factors have this part of the rows and columns."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,9 +63,39 @@ class Speeds:
     """Between neighbours of a ring in a large all-reduce; None for one process."""
 
 
-def measure(ranks: Ranks, sizes: Sizes, tell: Tell) -> Speeds:
+class Bench:
+    """Times operations on all ranks at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.device = ranks.device
+        self.world = ranks.world
+
+    def seconds(self, operation: Callable[[], object]) -> float:
+        """Median of several runs after a first one, averaged over the ranks."""
+        once = self._time(operation)
+        slowest = self._combined(min(once, self._time(operation)), dist.ReduceOp.MAX)
+        repeats = max(REPEATS.start, min(int(BUDGET_S / slowest), REPEATS.stop - 1))
+        typical = median(self._time(operation) for _ in range(repeats))
+        return self._combined(typical, dist.ReduceOp.SUM) / self.world
+
+    def _time(self, operation: Callable[[], object]) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        operation()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+    def _combined(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
+        """The same number on every rank."""
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=how)
+        return float(tensor)
+
+
+def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
     """Measure all quantities; collective. `tell` gets a line about each."""
-    bench = Bench(ranks, BUDGET_S)
+    bench = Bench(ranks)
     flops = {}
     for precision in _precisions(ranks.device):
         flops[precision] = _matmul_flops(bench, sizes.matrix, DTYPES[precision])
@@ -106,10 +145,21 @@ def _all_reduce(bench: Bench, nbytes: int) -> float:
     return 2 * (bench.world - 1) / bench.world * nbytes / seconds
 
 
-def measure_here(ranks: Ranks, tell: Tell) -> Speeds:
-    """Measure with the sizes for this device."""
-    return measure(ranks, GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES, tell)
+def main() -> None:
+    """Measure as one rank; rank 0 reports each quantity and writes the result."""
+    try:
+        ranks = join()
+        sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
+        first = ranks.rank == 0
+        speeds = measure(ranks, sizes, lambda line: tell(f"  {line}") if first else None)
+        if first:
+            Path(sys.argv[1]).write_text(json.dumps(asdict(speeds)), encoding="utf-8")
+        leave()
+    except Exception:  # noqa: BLE001 - the last resort: every failure is reported
+        traceback.print_exc()
+        end_process(EXIT_FAILED)
+    end_process(EXIT_DONE)
 
 
 if __name__ == "__main__":
-    main(measure_here)
+    main()

@@ -1,4 +1,4 @@
-"""Programs: compilers for DeepSpeed's operators, and the programs of launchers."""
+"""Compilers and programs that a recipe needs, and locks of killed builds."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask
 from toolkit.engines.deepspeed.ops import (
     ON_GPU,
-    TOOLS,
     build_folder,
     compiled_at_start,
     cuda_compiler,
@@ -18,58 +17,39 @@ from toolkit.engines.deepspeed.ops import (
     torch_accelerator,
 )
 from toolkit.errors import BackendUnavailable
-from toolkit.launcher import LAUNCHERS, Program
 from toolkit.system import interpreter
 from toolkit.system.compilers import missing_for_torch_compile
 
-NUMACTL = Program(
-    "numactl",
-    "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",
-    "`deepspeed --bind_cores_to_rank`",
-)
-
-
-def launcher_programs() -> Iterator[Program]:
-    """What the launchers need, each program once, with what needs it."""
-    programs: dict[str, Program] = {}
-    for launcher in LAUNCHERS.values():
-        for program in launcher.programs:
-            use = program.use or f"`launch.launcher: {launcher.name}`"
-            programs[program.name] = program._replace(use=use)
-    return iter(programs.values())
+_NOT_COMPILED = "DeepSpeed cannot compile its operators, and the run ends before its first step"
 
 
 def check(needs: Needs) -> Iterator[Finding]:
     put_ninja_on_path()  # as every run does
-    yield from _tools(needs)
-    yield _nvcc(needs)
-    yield _program(NUMACTL, needs)
-    yield from _locks(needs)
-
-
-def check_programs(needs: Needs) -> Iterator[Finding]:
-    for program in launcher_programs():
-        yield _program(program, needs)
-
-
-def _tools(needs: Needs) -> Iterator[Finding]:
     ops = _to_compile(needs)
-    missing = {one.name: one for one in missing_tools(["cpu_adam", "async_io"])}
-    for name in TOOLS:
-        if (lacked := missing.get(name)) is None:
-            yield Finding(name, "ok", "there")
-            continue
-        needing, text = next(iter(ops.values()), None), lacked.what
-        if name == "libaio":
-            needing = ops.get("async_io")
+    lacked = missing_tools(tuple(ops)) if ops else ()
+    for one in (tool for tool in lacked if tool.name != "nvcc"):
+        needing = ops.get("async_io") if one.name == "libaio" else next(iter(ops.values()))
+        yield lacking(
+            one.name, one.what, cost=_NOT_COMPILED, fix=one.fix, needed_by=needing,
+            otherwise="warning",
+        )  # fmt: skip
+    for one in missing_for_torch_compile(on_gpu=bool(needs.gpu)) if needs.compiles else ():
+        yield Finding(
+            f"{one.name} for compiled kernels", "problem", one.what, fix=one.fix,
+            cost="the first compiled layer fails", needed_by=needs.compiles,
+        )  # fmt: skip
+    on_gpu = [setting for op, setting in ops.items() if op in ON_GPU]
+    if needs.gpu and on_gpu:
+        yield from _nvcc(on_gpu[0])
+    for name, (setting, install) in needs.programs.items():
+        if path := interpreter.program(name):
+            yield Finding(name, "ok", path)
         else:
-            text += ": DeepSpeed's offload is compiled"
-        yield lacking(name, text, lacked.fix, needing, "warning")
-    # What torch.compile and Triton lack.
-    on_gpu = needs.gpu is not None
-    for one in missing_for_torch_compile(on_gpu=on_gpu) if needs.compiles else ():
-        name = f"{one.name} for compiled kernels"
-        yield lacking(name, one.what, one.fix, needs.compiles, "warning")
+            yield Finding(
+                name, "problem", "not on PATH", cost="the launcher cannot start", fix=install,
+                needed_by=setting,
+            )  # fmt: skip
+    yield from _locks(needs)
 
 
 def _to_compile(needs: Needs) -> dict[str, str]:
@@ -80,29 +60,25 @@ def _to_compile(needs: Needs) -> dict[str, str]:
         return dict(needs.ops)
 
 
-def _nvcc(needs: Needs) -> Finding:
+def _nvcc(needed_by: str) -> Iterator[Finding]:
     """CUDA's compiler, of the version that torch is built for: DeepSpeed refuses others."""
     try:
         built_for = torch_accelerator()
     except BackendUnavailable:
-        built_for = "cpu"
+        return
     if not built_for.startswith("cu"):
-        return Finding("nvcc", "ok", "not needed: this torch is built without CUDA")
-    needing = next((why for op, why in _to_compile(needs).items() if op in ON_GPU), None)
+        return
     digits = built_for.removeprefix("cu")
     wanted = f"{digits[:-1]}.{digits[-1]}"
-    fix = f"install CUDA {wanted}'s toolkit and set CUDA_HOME to it"
     found = _nvcc_version()
-    if found is None:
-        text = "there is no nvcc; DeepSpeed's operators for GPUs are compiled with it"
-    elif found == wanted:
-        return Finding("nvcc", "ok", found)
-    elif found.partition(".")[0] == wanted.partition(".")[0]:
-        text = f"{found}, torch is built for {wanted}: mostly the same"
-        return Finding("nvcc", "note", text, None, fix)
-    else:
-        text = f"{found}, torch is built for {wanted}: nothing can be compiled"
-    return lacking("nvcc", text, fix, needing if needs.gpu else None, "warning")
+    if found is not None and found.partition(".")[0] == wanted.partition(".")[0]:
+        yield Finding("nvcc", "ok", f"{found}; torch is built for {wanted}")
+        return
+    text = f"{found}, and torch is built for {wanted}" if found else "there is no nvcc"
+    yield Finding(
+        "nvcc", "problem", text, cost=_NOT_COMPILED, needed_by=needed_by,
+        fix=f"install CUDA {wanted}'s toolkit and set CUDA_HOME to it",
+    )  # fmt: skip
 
 
 def _nvcc_version() -> str | None:
@@ -122,16 +98,8 @@ def _locks(needs: Needs) -> Iterator[Finding]:
         return
     ops = sorted(lock.parent.name for lock in root.glob("*/lock"))
     for lock in stale_locks(ops):
-        needed_by = needs.ops.get(lock.name)
-        yield Finding(f"lock of {lock.name}", "problem", lock.what, needed_by, lock.fix)
-
-
-def _program(program: Program, needs: Needs) -> Finding:
-    if path := interpreter.program(program.name):
-        return Finding(program.name, "ok", path)
-    return lacking(
-        program.name,
-        f"not on PATH; {program.use} needs it",
-        program.install,
-        needs.programs.get(program.name),
-    )
+        yield Finding(
+            f"lock of {lock.name}", "problem", lock.what, fix=lock.fix,
+            cost="a run that compiles it waits and ends with an error",
+            needed_by=needs.ops.get(lock.name),
+        )  # fmt: skip

@@ -1,10 +1,7 @@
 """What `dmt doctor` says of trackers."""
 
-import pytest
-
 from tests.processes import ROOT
-from toolkit.doctor import packages
-from toolkit.doctor.needs import Needs, needs_of
+from toolkit.doctor.needs import needs_of
 from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
@@ -19,13 +16,3 @@ def test_the_packages_of_trackers_that_are_on() -> None:
         "sqlalchemy": "logging.mlflow",
         "alembic": "logging.mlflow",
     }
-
-
-def test_a_fix_says_what_each_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda _: False)
-    absent = [found for one in packages.PACKAGES for found in packages._package(one, Needs())]
-    found = {one.name: one for one in absent}
-    assert found["tensorboard"].fix.startswith("pip install 'tensorboard>=")
-    assert found["trackio"].found == "not installed; `logging.trackio` needs it"
-    own = "not installed; `logging.mlflow` with a database of its own needs it"
-    assert found["alembic"].found == own
