@@ -10,8 +10,8 @@ import pytest
 from tests.processes import ROOT
 from toolkit.cli.main import main
 from toolkit.foreign.docs import PAGE, page
-from toolkit.recipe.describe import settings
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.words import settings
 
 TEXT = PAGE.read_text(encoding="utf-8")
 

@@ -18,8 +18,8 @@ from toolkit.plan.rules.legality import (
     zero_stages,
 )
 from toolkit.plan.search import search
-from toolkit.recipe.describe import accepts, choices
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection, ZeroSection
+from toolkit.recipe.words import settings
 
 EIGHT = ClusterSection(gpus_per_node=8)
 
@@ -195,9 +195,9 @@ def test_precisions() -> None:
 def test_every_value_of_the_schema_runs_on_some_engine() -> None:
     sections = {"training": TrainingSection, "parallel": ParallelSection, "zero": ZeroSection}
     offered = {
-        f"{section}.{name}": set(choices(info.annotation)) - {"auto"}
+        f"{section}.{name}": set(setting.choices) - {"auto"}
         for section, fields in sections.items()
-        for name, info in fields.model_fields.items()
+        for name, setting in settings(fields).items()
     }
     able = table().values()
     assert offered["training.precision"] == {p for one in able for p in one.precisions}
@@ -209,8 +209,8 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
         assert offered[f"zero.{name}"] == {p for one in able for p in getattr(one, name)}
     numbers = {
         name
-        for name, info in ParallelSection.model_fields.items()
-        if accepts(info.annotation, int) and not accepts(info.annotation, bool)
+        for name, setting in settings(ParallelSection).items()
+        if "." not in name and setting.takes("integer") and not setting.takes("boolean")
     }
     degrees = {one.setting for one in DEGREES if one.key}
     assert numbers == {*degrees, "replicate", "recompute"}

@@ -11,7 +11,7 @@ from tests.work import calls
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
-from toolkit.recipe import yaml_nodes
+from toolkit.recipe import yaml_text
 from toolkit.recipe.schema import HfSource, TextSource
 
 
@@ -289,10 +289,10 @@ class TestFiles:
     def test_yaml_1_2_numbers(self, good: Path) -> None:
         recipe = load_recipe(good, ["training.seed=0x1F", "optimizer.eps=1e-9"])
         assert (recipe.training.seed, recipe.optimizer.eps) == (31, 1e-9)
-        assert yaml_nodes.resolve_plain("0o17") == 15
-        assert yaml_nodes.resolve_plain("017") == 17
-        assert yaml_nodes.resolve_plain("1:30") == "1:30"
-        assert yaml_nodes.resolve_plain("2026-01-01") == "2026-01-01"
+        assert yaml_text.resolve_plain("0o17") == 15
+        assert yaml_text.resolve_plain("017") == 17
+        assert yaml_text.resolve_plain("1:30") == "1:30"
+        assert yaml_text.resolve_plain("2026-01-01") == "2026-01-01"
 
 
 class TestSeveral:

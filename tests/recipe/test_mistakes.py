@@ -70,7 +70,7 @@ MISTAKES = {
     "zero steps": M("steps: 100", "steps: 0", "training.steps", "write 1 or more"),
     "negative": M("seed: 1", "seed: -1", "training.seed", "write 0 or more"),
     "too large": M("seed: 1", "seed: 99999999999999999999", "training.seed", "or less"),
-    "bool for an int": M("seed: 1", "seed: true", "training.seed", "default, 1234"),
+    "bool for an int": M("seed: 1", "seed: true", "training.seed", "write an integer"),
     "null for a required int": M(
         "sequence_length: 64", "sequence_length:", "training.sequence_length", "integer ≥ 2"
     ),
@@ -117,8 +117,8 @@ MISTAKES = {
         "weight_decay: 0.1", "weight_decay: '0.1'", "optimizer.weight_decay", "quotes: 0.1"
     ),
     "beta of 1": M("[0.9, 0.95]", "[0.9, 1.0]", "optimizer.betas[1]", "less than 1"),
-    "one beta": M("[0.9, 0.95]", "[0.9]", "optimizer.betas", "default, [0.9, 0.95]"),
-    "three betas": M("[0.9, 0.95]", "[0.9, 0.9, 0.9]", "optimizer.betas", "[0.9, 0.95]"),
+    "one beta": M("[0.9, 0.95]", "[0.9]", "optimizer.betas", "a list of 2 numbers ≥ 0 and < 1"),
+    "three betas": M("[0.9, 0.95]", "[0.9, 0.9, 0.9]", "optimizer.betas", "list of 2 numbers"),
     "scalar for a list": M('["{stdlib}/*.py"]', "'*.py'", "data.train.files", '["*.py"]'),
     "empty list": M('["{stdlib}/*.py"]', "[]", "data.train.files", "a list of texts"),
     "number in a list": M('["{stdlib}/*.py"]', "[a, 3]", "data.train.files[1]", 'quotes: "3"'),
@@ -135,7 +135,7 @@ MISTAKES = {
         "write none",
     ),
     "boolean for a stage": M("stage: auto", "stage: true", "parallel.zero.stage", "write auto"),
-    "stage 4": M("stage: auto", "stage: 4", "parallel.zero.stage", "default, auto"),
+    "stage 4": M("stage: auto", "stage: 4", "parallel.zero.stage", "write one of 0, 1,"),
     "number for a section": M(
         "  zero:\n    stage: auto", "  zero: 2", "parallel.zero", "a map of"
     ),
@@ -206,7 +206,7 @@ MISTAKES = {
         "weight_decay: 0.1",
         "groups: {model.embed_tokens.*: 0.5}",
         "optimizer.groups",
-        "remove it for the default, []",
+        "write a list of maps of parameters, lr_mult, wd_mult",
     ),
     "another tool's groups": M(
         "weight_decay: 0.1", "decoupled_lr: 0.5", "optimizer.decoupled_lr", "optimizer.groups"
@@ -308,7 +308,7 @@ MISTAKES = {
     ),
     "GPU like a processor": M("gpu: cpu", "gpu: {like: cpu}", "cluster.gpu.like", "gpu: cpu"),
     "GPU of unknown precision": M(
-        "gpu: cpu", "gpu: {like: a10g, tflops: {bf61: 1}}", "cluster.gpu.tflops", "null"
+        "gpu: cpu", "gpu: {like: a10g, tflops: {bf61: 1}}", "cluster.gpu.tflops.bf61", "`bf16`?"
     ),
     "GPU without memory": M(
         "gpu: cpu", "gpu: {like: a10g, memory_gib: 0}", "cluster.gpu.memory_gib", "more than 0"
@@ -317,14 +317,14 @@ MISTAKES = {
         "every_steps: 1\n",
         'every_steps: 1\n  wandb: {project: "a\\eb"}\n',
         "logging.wandb.project",
-        "for the default, dmt",
+        "write 1 to 128 characters, without",
         at="wandb:",
     ),
     "W&B project with a slash": M(
         "every_steps: 1\n",
         "every_steps: 1\n  wandb: {project: team/dmt}\n",
         "logging.wandb.project",
-        "for the default, dmt",
+        "write 1 to 128 characters, without",
         at="wandb:",
     ),
     "W&B entity": M(
@@ -338,7 +338,7 @@ MISTAKES = {
         "every_steps: 1\n",
         "every_steps: 1\n  wandb: {tags: [ok, " + "x" * 65 + "]}\n",
         "logging.wandb.tags[1]",
-        "for the default, []",
+        "write 1 to 64 characters",
         at="wandb:",
     ),
     "NUL character": M("tokenizer: bytes", 'tokenizer: "a\\0b"', "data.tokenizer", "character"),
@@ -752,8 +752,8 @@ MISTAKES = {
     "misspelt column": M(
         '    kind: text\n    files: ["{stdlib}/*.py"]',
         "    kind: chat\n    path: org/chats\n    columns: {mesages: x}",
-        "data.train.columns",
-        "remove it",
+        "data.train.columns.mesages",
+        "did you mean `messages`?",
         at="columns",
     ),
     "two validation sources": M(

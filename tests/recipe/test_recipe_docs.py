@@ -1,7 +1,7 @@
 """The generated documentation and the table of foreign names follow the schema."""
 
 from toolkit.intake.foreign import FOREIGN, FOREIGN_VALUES, carried, foreign
-from toolkit.recipe.describe import settings
+from toolkit.recipe.words import settings
 
 
 def test_every_setting_has_documentation() -> None:
@@ -9,7 +9,9 @@ def test_every_setting_has_documentation() -> None:
     bare = [
         path
         for path, setting in settings().items()
-        if not setting.info.description and path.partition(".")[2] and path not in sections
+        if not setting.schema.get("description")
+        and path.partition(".")[2]
+        and path not in sections
     ]
     assert [path for path in bare if not path.endswith(".kind")] == []
 

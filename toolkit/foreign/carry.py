@@ -5,16 +5,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.foreign.tables import ForeignRow, ForeignTool
 from toolkit.intake.foreign import FOREIGN_VALUES, foreign
-from toolkit.recipe.describe import accepts, allowed, choices
-from toolkit.recipe.describe import settings as recipe_settings
-from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.section import Section
+from toolkit.recipe.words import settings as recipe_settings
+from toolkit.recipe.yaml_text import NumberError, Value, resolve_plain
 from toolkit.text.redact import redact
 from toolkit.text.suggest import did_you_mean
 from toolkit.text.terminal import printable
@@ -284,16 +285,15 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
     if bracket or setting is None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value, "" if is_number or not bracket else "a number"
-    annotation, metadata = setting.info.annotation, setting.info.metadata
     if isinstance(value, str):
         word = value.lower()
         value = FOREIGN_VALUES.get(key, {}).get(
-            word, word if word in choices(annotation) else value
+            word, word if word in setting.choices else value
         )
-        if accepts(annotation, float) or accepts(annotation, int):
+        if setting.takes("integer", "number"):
             value = as_yaml(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = value if accepts(annotation, float) else int(value)
+        value = value if setting.takes("number") else int(value)
     if setting.sections:  # judged with the whole recipe
         return {True: {}, False: None}.get(value, value) if isinstance(
             value, bool
@@ -301,13 +301,19 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
     try:
         _adapter(name).validate_python(value)
     except (ValidationError, ValueError, OverflowError):
-        return value, allowed(annotation, metadata)
+        return value, setting.allowed
     return value, ""
 
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    info = recipe_settings()[name].info
+    section: type[Section] = Recipe
+    *above, last = name.split(".")
+    for part in above:
+        stated = section.model_fields[part].annotation
+        members = (stated, *get_args(stated))
+        section = next(one for one in members if hasattr(one, "model_fields"))
+    info = section.model_fields[last]
     kind: Any = info.annotation
     for one in info.metadata:
         kind = Annotated[kind, one]

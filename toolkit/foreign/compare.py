@@ -24,8 +24,8 @@ from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import add_batch, add_betas, read_together
 from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import Plan
-from toolkit.recipe.describe import settings as recipe_settings
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.words import settings as recipe_settings
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 

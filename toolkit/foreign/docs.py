@@ -5,7 +5,7 @@ from pathlib import Path
 
 from toolkit.foreign.carry import shown
 from toolkit.foreign.tables import ForeignRow, tool, tools
-from toolkit.recipe.describe import settings
+from toolkit.recipe.words import settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 MARK = "<!-- tables: python -m toolkit.foreign.docs -->\n"

@@ -1,6 +1,6 @@
 """Reads a file of another tool: its kind, its settings, and what they state of a recipe."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from toolkit.foreign.carry import ForeignSetting, Found, Left, as_yaml, carry
 from toolkit.foreign.rules import RULES
 from toolkit.foreign.shell import read_flags
 from toolkit.foreign.tables import ForeignTool, tool, tools
-from toolkit.recipe import yaml_nodes
+from toolkit.recipe import yaml_text
 
 SECTIONS = {
     "deepspeed_config": ("", "DEEPSPEED"),
@@ -148,9 +148,9 @@ def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(yaml_nodes.MAX_BYTES + 1)
-        if len(data) > yaml_nodes.MAX_BYTES:
-            raise _NoKind(f"more than {yaml_nodes.MAX_BYTES // 1024} KiB")
+            data = file.read(yaml_text.MAX_BYTES + 1)
+        if len(data) > yaml_text.MAX_BYTES:
+            raise _NoKind(f"more than {yaml_text.MAX_BYTES // 1024} KiB")
         return data.decode("utf-8-sig")
     except OSError as error:
         raise _NoKind(error.strerror or str(error)) from error
@@ -160,17 +160,10 @@ def _text(path: Path) -> str:
 
 def _read_yaml(path: Path, text: str) -> JsonFile:
     """A YAML map as PyYAML reads it, with the line of each key."""
-    node, problems = yaml_nodes.parse(text, str(path), is_foreign=True)
+    stated, problems = yaml_text.parse(text, str(path), is_foreign=True)
     if problems:
         raise RecipeError(problems)
-    if not isinstance(node, yaml_nodes.Mapping):
+    if not isinstance(stated.data, dict):
         raise _NoKind("a YAML file that is no map")
-    values: dict[str, Any] = yaml_nodes.to_data(node)
-    return JsonFile(path, values, dict(_lines(node, "")))
-
-
-def _lines(node: yaml_nodes.Mapping, prefix: str) -> Iterator[tuple[str, int]]:
-    for name, entry in node.entries.items():
-        yield f"{prefix}{name}", entry.place.line
-        if isinstance(entry.node, yaml_nodes.Mapping):
-            yield from _lines(entry.node, f"{prefix}{name}.")
+    lines = {yaml_text.dotted(path): place.line for path, place in stated.places.items()}
+    return JsonFile(path, stated.data, lines)

@@ -19,10 +19,10 @@ from pydantic import Field, ValidationError
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import GIGA, Gpu, LinkKind, figures
 from toolkit.hardware.cluster import Cluster, Link, default_cluster, link, parse_cluster
-from toolkit.recipe import yaml_nodes
-from toolkit.recipe.describe import settings
+from toolkit.recipe import yaml_text
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, GpuChoice, Tflops
 from toolkit.recipe.section import Degree, PositiveFloat, Section
+from toolkit.recipe.words import schema_of, settings
 from toolkit.text.suggest import did_you_mean
 
 
@@ -86,48 +86,44 @@ def load_cluster(path: Path) -> Cluster:
             f"--cluster: cannot read {path}: {error}",
             fix="name a YAML file, or write NODESxGPUSxNAME, e.g. 4x8xh100-80gb",
         ) from error
-    root, problems = yaml_nodes.parse(text, str(path))
-    if not isinstance(root, yaml_nodes.Mapping):
+    root, problems = yaml_text.parse(text, str(path))
+    if not isinstance(root.data, dict):
         allowed = f"a map of {', '.join(ClusterFile.model_fields)}"
         raise RecipeError([Problem("(file)", "something else", allowed, "", str(path))])
-    data = yaml_nodes.to_data(root)
     try:
-        stated = ClusterFile.model_validate(data)
+        stated = ClusterFile.model_validate(root.data)
     except ValidationError as error:
         problems += [_problem(one["loc"], one["type"], root) for one in error.errors()]
-    problems += _disagreeing(root, data)
+    problems += _disagreeing(root)
     if problems:
         raise RecipeError(list({problem.key: problem for problem in problems}.values()))
     return _cluster(stated)
 
 
-def _problem(where: tuple[int | str, ...], kind: str, root: yaml_nodes.Mapping) -> Problem:
+def _problem(where: tuple[int | str, ...], kind: str, root: yaml_text.Stated) -> Problem:
     """One of pydantic's errors, at its line."""
     path = [str(part) for part in where if part not in (GPU_NAME, GPU_MAP, "[key]")]
-    node: yaml_nodes.Node = root
-    place, known = root.place, settings(ClusterFile)
-    for part in path:
-        if isinstance(node, yaml_nodes.Mapping) and part in node.entries:
-            place, node = node.entries[part].place, node.entries[part].node
+    place, known = root.place(tuple(path)), settings(ClusterFile)
     *above, name = path
     if kind == "extra_forbidden":
-        section = known[".".join(above)].sections[0] if above else ClusterFile
-        keys = section.model_fields
+        section = known[".".join(above)].sections[0] if above else schema_of(ClusterFile)
+        keys = section["properties"]
         fix = did_you_mean(name, keys, "remove it")
         return Problem(".".join(path), "an unknown key", ", ".join(keys), fix, *place)
     key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in known)
-    accepted, found = known[key].allowed, getattr(node, "text", "a list or map")
+    accepted, found = known[key].allowed, root.text(tuple(path))
     if kind == "missing":
         return Problem(key, "nothing", accepted, f"add `{name}:`", *place)
     return Problem(key, found[:80], accepted, "", *place)
 
 
-def _disagreeing(root: yaml_nodes.Mapping, data: dict[str, Any]) -> Iterator[Problem]:
+def _disagreeing(root: yaml_text.Stated) -> Iterator[Problem]:
     """An accelerator that the catalogue lacks, and speeds that are stated twice."""
+    data = root.data
     for key in ("node_link", "network"):
         if isinstance(data.get(key), dict) and len({*data[key]} - {"kind"}) == 2:
             found = "both gigabytes_per_s and gigabits_per_s"
-            yield Problem(key, found, "one of them", "remove one", *root.entries[key].place)
+            yield Problem(key, found, "one of them", "remove one", *root.place((key,)))
     stated = data.get("gpu")
     key, name = (
         ("gpu.like", stated.get("like")) if isinstance(stated, dict) else ("gpu", stated)
@@ -137,8 +133,7 @@ def _disagreeing(root: yaml_nodes.Mapping, data: dict[str, Any]) -> Iterator[Pro
             default_cluster(1, 1, name)
         except PlanError as error:
             known = error.message.partition("known: ")[2]
-            place = root.entries["gpu"].place
-            yield Problem(key, repr(name)[:80], known, error.fix, *place)
+            yield Problem(key, repr(name)[:80], known, error.fix, *root.place(("gpu",)))
 
 
 def _cluster(stated: ClusterFile) -> Cluster:

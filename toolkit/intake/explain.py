@@ -4,39 +4,22 @@ pydantic reports one error per member of a union and names its own types; here e
 setting gets one problem that says what the schema as a whole accepts.
 """
 
-import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from collections.abc import Callable
+from typing import Any
 
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from toolkit.errors import Problem
 from toolkit.intake.foreign import FOREIGN_VALUES, foreign, later_value
-from toolkit.intake.layers import describe_node
-from toolkit.recipe import yaml_nodes
-from toolkit.recipe.describe import (
-    Setting,
-    accepts,
-    allowed,
-    choices,
-    default_text,
-    fields_of,
-    kind_of,
-    members,
-    plain_text,
-    settings,
-)
-from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe
-from toolkit.recipe.section import Section
-from toolkit.recipe.yaml_nodes import Location, Node, Scalar
+from toolkit.recipe import words
+from toolkit.recipe.words import Schema, plain_text, settings
+from toolkit.recipe.yaml_text import KeyPath, NumberError, Stated, dotted, resolve_plain
 from toolkit.removed import SETTINGS, VALUES
 from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
 """Most problems reported at once; a file with more is not a recipe."""
-
 UNKNOWN_KEY = "an unknown key"
 
 _YES_NO = {
@@ -52,220 +35,146 @@ _ELSEWHERE = 0.8
 """How similar a key must be to one of another section to be taken for its misspelling."""
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
-_BOUNDS = (
-    ("ge", operator.lt, "write {} or more"),
-    ("gt", operator.le, "write more than {}"),
-    ("le", operator.gt, "write {} or less"),
-    ("lt", operator.ge, "write less than {}"),
+_BOUNDS: tuple[tuple[str, Callable[[float, float], bool], str], ...] = (
+    ("minimum", lambda value, bound: value < bound, "write {} or more"),
+    ("exclusiveMinimum", lambda value, bound: value <= bound, "write more than {}"),
+    ("maximum", lambda value, bound: value > bound, "write {} or less"),
+    ("exclusiveMaximum", lambda value, bound: value >= bound, "write less than {}"),
 )
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Problem]:
+def explain(error: ValidationError, stated: Stated) -> list[Problem]:
     """One problem per wrong setting, missing settings last.
 
     A missing setting is left out when an unknown key is explained as its misspelling.
     """
-    by_key: dict[str, tuple[list[str | int], str]] = {}
-    for error in errors:
-        path = path_of(error["loc"])
-        kind = error["type"]
+    kinds: dict[KeyPath, str] = {}
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        path, kind = path_of(one["loc"]), one["type"]
+        if one["loc"][-1] == "[key]":
+            path, kind = (*path, one["loc"][-2]), "extra_forbidden"
         if kind == "missing" and path and isinstance(path[-1], int):
             path, kind = path[:-1], "too_short"
-        by_key.setdefault(dotted(path), (path, kind))
+        kinds.setdefault(path, kind)
     # A list is also reported as too short when one of its items is wrong.
-    lists = {key[:end] for key in by_key for end, c in enumerate(key) if c == "["}
-    problems, meant = (
-        list[Problem](),
-        {key for key, one in by_key.items() if one[1] != "missing"},
-    )
-    for key, (path, kind) in by_key.items():
+    around = {path[:end] for path in kinds for end in range(len(path))}
+    lists = {path for path in around if isinstance(stated.at(path), list)}
+    meant = {dotted(path) for path, kind in kinds.items() if kind != "missing"}
+    problems: list[Problem] = []
+    for path, kind in kinds.items():
         if kind == "extra_forbidden":
-            problem, keys = _unknown(path, root, len(problems) < MAX_PROBLEMS)
+            problem, keys = _unknown(path, stated, len(problems) < MAX_PROBLEMS)
             problems.append(problem)
             meant.update(keys)
-        elif kind != "missing" and key not in lists:
-            problems.append(_wrong_value(path, kind, root))
-    for key, (path, kind) in by_key.items():
-        if kind == "missing" and not any(is_inside(other, key) for other in meant):
-            problems.append(_missing(path, key, root))
+        elif kind.startswith("union_tag"):
+            problems.append(_wrong_kind(path, stated))
+        elif kind != "missing" and path not in lists:
+            problems.append(_wrong_value(path, kind, stated))
+    for path, kind in kinds.items():
+        if kind == "missing" and not any(_is_inside(other, dotted(path)) for other in meant):
+            problems.append(_missing(path, stated))
     return problems
 
 
-def dotted(path: Sequence[str | int]) -> str:
-    """`["data", "train", "files", 0]` → `data.train.files[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def parts_of(key: str) -> list[str | int]:
-    """The reverse of `dotted`."""
-    parts = re.split(r"\.|(?=\[\d+\](?:[.\[]|$))", key)
-    return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
-
-
-def setting_of(path: Sequence[str | int]) -> str:
-    """`["data", "train", 0, "path"]` → `data.train.path`: its name in `settings()`."""
+def setting_of(path: KeyPath) -> str:
+    """`("data", "train", 0, "path")` → `data.train.path`: its name in `settings()`."""
     return ".".join(part for part in path if isinstance(part, str))
 
 
-def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Location:
-    """Where a setting is stated: its value, else the nearest section around it."""
-    place = root.place
-    for end in range(1, len(path) + 1):
-        parent, node = node_at(path[: end - 1], root), node_at(path[:end], root)
-        if node is None:
-            break
-        if (isinstance(node, Scalar) and node.text) or not isinstance(
-            parent, yaml_nodes.Mapping
-        ):
-            place = node.place
-        else:
-            place = parent.entries[str(path[end - 1])].place
-    return place
-
-
-def place_of_key(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Location:
-    """Where the key of a stated setting stands."""
-    parent = node_at(path[:-1], root)
-    assert isinstance(parent, yaml_nodes.Mapping)
-    return parent.entries[str(path[-1])].place
-
-
-def node_at(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Node | None:
-    """The node at a path; None when the recipe does not state it."""
-    node: Node = root
-    for part in path:
-        if isinstance(node, yaml_nodes.Mapping) and part in node.entries:
-            node = node.entries[str(part)].node
-        elif isinstance(node, yaml_nodes.Sequence) and isinstance(part, int):
-            if part >= len(node.items):
-                return None
-            node = node.items[part]
-        else:
-            return None
-    return node
-
-
-def is_inside(key: str, section: str) -> bool:
-    """Whether a setting is a section, or a part of it."""
-    return key == section or key.startswith((f"{section}.", f"{section}["))
-
-
-def path_of(loc: Sequence[str | int]) -> list[str | int]:
+def path_of(loc: KeyPath) -> KeyPath:
     """The recipe's own path in pydantic's location, without names of union members."""
     path: list[str | int] = []
-    sections: Sequence[type[Section]] = (Recipe,)
+    is_kind = False
     for part in loc:
         if isinstance(part, int):
             path.append(part)
-        elif part in (GPU_NAME, GPU_MAP, ONE_SOURCE, SOURCE_LIST):
-            continue
-        elif len(sections) > 1:
-            sections = [section for section in sections if kind_of(section) == part]
-        elif sections:
+        elif is_kind and not part.startswith("("):
+            is_kind = False
+        elif not part.startswith("("):
+            above = settings().get(setting_of(tuple(path)))
+            if above is not None and not above.sections:
+                break  # a member of a union of plain values
             path.append(part)
-            info = sections[0].model_fields.get(part)
-            sections = Setting(part, info).sections if info else ()
-        else:
-            break  # a member of a union of plain values
-    return path
+            setting = settings().get(setting_of(tuple(path)))
+            is_kind = setting is not None and len(setting.sections) > 1
+    return tuple(path)
 
 
-def _wrong_value(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Problem:
-    key = dotted(path)
-    if error in ("union_tag_invalid", "union_tag_not_found"):
-        return _wrong_kind(path, root)
-    node = node_at(path, root)
-    assert node is not None, f"pydantic reports {key}, which the recipe does not state"
-    annotation, metadata, info = _expected(path)
-    found = describe_node(node)
-    if isinstance(node, yaml_nodes.Sequence) and error in ("too_short", "too_long"):
-        found = f"a list of {len(node.items)}"
-    fix = _fix(key, node, annotation, metadata, info)
-    return Problem(key, found, allowed(annotation, metadata), fix, *place_of(path, root))
+def _is_inside(key: str, section: str) -> bool:
+    return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
-def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]:
-    """What the setting (or the list's item) at `path` accepts."""
-    info = settings()[setting_of(path)].info
-    if not isinstance(path[-1], int):
-        return info.annotation, info.metadata, info
-    arguments = next(
-        get_args(listed)
-        for listed, _ in members(info.annotation)
-        if get_origin(listed) is tuple
-    )
-    item = arguments[0] if arguments[-1] is Ellipsis else arguments[path[-1]]
-    return item, (), info
+def _wrong_value(path: KeyPath, error: str, stated: Stated) -> Problem:
+    schema, value = settings()[setting_of(path)].schema, stated.at(path)
+    if isinstance(path[-1], int):
+        lists = next(one for one in words.members(schema) if one.get("type") == "array")
+        pair = lists.get("prefixItems")
+        schema = pair[path[-1]] if pair else lists["items"]
+    found = stated.text(path)
+    if isinstance(value, list) and error in ("too_short", "too_long"):
+        found = f"a list of {len(value)}"
+    accepted = words.allowed(schema)
+    fix = _fix(path, schema, stated) or f"write {accepted}"
+    return Problem(dotted(path), found, accepted, fix, *stated.place(path))
 
 
-def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Problem:
-    kinds = [kind_of(section) for section in settings()[setting_of(path)].sections]
-    node = node_at([*path, "kind"], root)
-    found = describe_node(node) if node else "nothing"
-    fix = _similar(_kind(path, root), kinds) or f"add `kind: {kinds[0]}`"
-    place, accepted = place_of([*path, "kind"], root), f"one of {', '.join(kinds)}"
-    return Problem(f"{dotted(path)}.kind", found, accepted, fix, *place)
+def _wrong_kind(path: KeyPath, stated: Stated) -> Problem:
+    kinds = words.kinds(settings()[setting_of(path)].sections)
+    here = (*path, "kind")
+    fix = _similar(stated.at(here), [*kinds]) or f"add `kind: {next(iter(kinds))}`"
+    accepted = f"one of {', '.join(kinds)}"
+    return Problem(dotted(here), stated.text(here), accepted, fix, *stated.place(here))
 
 
-def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Problem:
-    info = settings()[setting_of(path)].info
-    accepted = allowed(info.annotation, info.metadata)
-    section = dotted(path[:-1])
+def _missing(path: KeyPath, stated: Stated) -> Problem:
+    *above, name = path
+    section = dotted(tuple(above))
     where = f"under `{section}`" if section else "at the top level"
-    place = place_of(path[:-1], root)
-    return Problem(key, "nothing", accepted, f"add `{path[-1]}:` {where}", *place)
+    accepted, place = settings()[setting_of(path)].allowed, stated.place(tuple(above))
+    return Problem(dotted(path), "nothing", accepted, f"add `{name}:` {where}", *place)
 
 
-def _unknown(
-    path: list[str | int], root: yaml_nodes.Mapping, look_up: bool
-) -> tuple[Problem, list[str]]:
+def _unknown(path: KeyPath, stated: Stated, look_up: bool) -> tuple[Problem, list[str]]:
     """An unknown key: another tool's name, a key of another section, or a misspelling; and the
     settings that may be meant.
 
     Only looked up for the problems that are shown: thousands would take a minute.
     """
-    key, name, section = dotted(path), str(path[-1]), dotted(path[:-1])
-    here = fields_of(setting_of(path[:-1]), _kind(path[:-1], root))
-    where = f"`{section}`" if section else "the top level"
-    place, accepted = place_of_key(path, root), f"in {where}: {', '.join(here)}"
+    *above, name = path
+    section, place = dotted(tuple(above)), stated.place(path)
+    here = words.fields_of(setting_of(tuple(above)), stated.at((*above, "kind")))
+    accepted = f"in {f'`{section}`' if section else 'the top level'}: {', '.join(here)}"
     if instead := SETTINGS.get(setting_of(path)):
-        return Problem(key, "a setting that was removed", accepted, instead, *place), []
-    fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
-    return Problem(key, UNKNOWN_KEY, accepted, fix, *place), meant
+        found = "a setting that was removed"
+        return Problem(dotted(path), found, accepted, instead, *place), []
+    fix, meant = _what_was_meant(str(name), section, here) if look_up else (_REMOVE, [])
+    return Problem(dotted(path), UNKNOWN_KEY, accepted, fix, *place), meant
 
 
-def _what_was_meant(
-    name: str, section: str, here: Mapping[str, FieldInfo]
-) -> tuple[str, list[str]]:
+def _what_was_meant(name: str, section: str, here: dict[str, Schema]) -> tuple[str, list[str]]:
     """The fix for an unknown key, and the settings that the user may have meant."""
-    elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
-    other = foreign(name) or foreign(f"{section}.{name}")
-    around = settings().get(setting_of(parts_of(section)))
-    sections = around.sections if around else ()
+    around = settings().get(re.sub(r"\[\d+\]", "", section))
+    members = words.kinds(around.sections) if around else {}
 
     def kinds(key: str) -> str:
-        return " or ".join(kind_of(one) for one in sections if key in one.model_fields)
+        return " or ".join(kind for kind, one in members.items() if key in one["properties"])
 
     if needed := kinds(name):
         return f"remove it, or set kind to {needed}", []
     # A name that some section has is at the wrong place, unless it is everywhere.
+    elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
     if 0 < len(elsewhere) <= _MOST_PLACES:
-        parents = [path.rpartition(".")[0] for path in elsewhere]
-        if not any(parents):
-            return f"`{name}` belongs at the top level", elsewhere
-        named = " or ".join(f"`{parent}`" for parent in parents if parent)
-        return f"`{name}` belongs under {named}", elsewhere
-    if other is not None:
+        parents = [f"`{parent}`" for path in elsewhere if (parent := path.rpartition(".")[0])]
+        where = f"under {' or '.join(parents)}" if parents else "at the top level"
+        return f"`{name}` belongs {where}", elsewhere
+    if other := foreign(name) or foreign(f"{section}.{name}"):
         return other.advice, [other.target] if other.target else []
-    prefix = f"{section}." if section else ""
     if close := closest(name.lower(), here):
-        return f"did you mean `{close}`?", [prefix + close]
-    if close := closest(name.lower(), {key for one in sections for key in one.model_fields}):
+        return f"did you mean `{close}`?", [f"{section}.{close}" if section else close]
+    inside = {key for one in members.values() for key in one["properties"]}
+    if close := closest(name.lower(), inside):
         return f"did you mean `{close}`, with kind {kinds(close)}?", []
     names = [path.rpartition(".")[2] for path in settings()]
     if close := closest(name.lower(), names, _ELSEWHERE):
@@ -274,63 +183,51 @@ def _what_was_meant(
     return _REMOVE, []
 
 
-def _fix(
-    key: str, node: Node, annotation: Any, metadata: Sequence[Any], info: FieldInfo
-) -> str:
-    """What to type instead of a value that does not fit."""
-    if isinstance(node, Scalar):
-        fix = _fix_scalar(key, node, annotation, metadata) or _completed(node, info.default)
-    elif isinstance(node, yaml_nodes.Sequence):
-        single = len(node.items) == 1 and not _takes_list(annotation)
-        fix = f"without brackets: {describe_node(node.items[0])}" if single else ""
-    else:
-        fix = ""
-    if fix:
-        return fix
-    if not (info.is_required() or info.default is None or isinstance(info.default, Section)):
-        return f"remove it for the default, {default_text(info)}"
-    return f"write {allowed(annotation, metadata)}"
-
-
-def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]) -> str:
-    if isinstance(node.value, str):
-        return _fix_text(key, node, annotation)
-    if _takes_list(annotation) and node.value is not None:
-        return "" if _is_pair(annotation) else f"put it in brackets: [{node.text}]"
-    if translated := _translated(key, node.text):
+def _fix(path: KeyPath, schema: Schema, stated: Stated) -> str:
+    """What to type instead of a value that does not fit; empty where nothing is known."""
+    value, takes_list = stated.at(path), words.takes(schema, "array")
+    if isinstance(value, list):
+        single = len(value) == 1 and not takes_list
+        return f"without brackets: {stated.text((*path, 0))}" if single else ""
+    if isinstance(value, dict) or value is None:
+        return ""
+    if isinstance(value, str):
+        return _fix_text(path, value, schema, stated)
+    key, text = setting_of(path), stated.unquoted(path)
+    if takes_list:
+        return _in_brackets(value, text, schema)
+    if translated := _translated(key, text):
         return translated
-    if isinstance(node.value, bool):
-        word = "auto" if node.value else "none"
-        return f"write {word}" if word in choices(annotation) else later_value(key, node.value)
-    if isinstance(node.value, float) and accepts(annotation, int) and abs(node.value) < 1e18:
-        if node.value.is_integer():
-            return f"write {int(node.value)}"
-        return f"write a whole number, e.g. {round(node.value)}"
-    if isinstance(node.value, int | float):
-        if accepts(annotation, str) and not choices(annotation):
-            return f'put it in quotes: "{node.text}"'
-        return _nearest(float(node.value), annotation, metadata)
-    return ""
+    if isinstance(value, bool):
+        word = "auto" if value else "none"
+        return f"write {word}" if word in words.choices(schema) else later_value(key, value)
+    if isinstance(value, float) and words.takes(schema, "integer") and abs(value) < 1e18:
+        if value.is_integer():
+            return f"write {int(value)}"
+        return f"write a whole number, e.g. {round(value)}"
+    if words.takes(schema, "string") and not words.choices(schema):
+        return f'put it in quotes: "{text}"'
+    return _nearest(value, schema)
 
 
-def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
-    text = str(node.value)
-    wants_number = accepts(annotation, int) or accepts(annotation, float)
-    if accepts(annotation, bool) and text.lower() in _YES_NO:
+def _fix_text(path: KeyPath, text: str, schema: Schema, stated: Stated) -> str:
+    key, choices = setting_of(path), words.choices(schema)
+    numbers = words.takes(schema, "integer", "number")
+    if words.takes(schema, "boolean") and text.lower() in _YES_NO:
         return f"write {_YES_NO[text.lower()]}"
-    value = _plain_value(text) if node.quoted else None
-    fits = accepts(annotation, type(value)) or (wants_number and isinstance(value, int))
-    if value is not None and fits:
+    value = _plain_value(text) if stated.is_quoted(path) else None
+    is_boolean = isinstance(value, bool) and words.takes(schema, "boolean")
+    if is_boolean or (numbers and isinstance(value, int | float)):
         return f"remove the quotes: {text}"
-    if wants_number and (number := _spelt_out(text)):
+    if numbers and (number := _spelt_out(text)):
         return f"write {number}"
     if translated := _translated(key, text):
         return translated
-    if _takes_list(annotation):
-        return f"put it in brackets: [{describe_node(node)}]"
+    if words.takes(schema, "array"):
+        return f"put it in brackets: [{stated.text(path)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
         return f"write {slug}"
-    return _similar(text, choices(annotation))
+    return _similar(text, choices)
 
 
 def _translated(key: str, text: str) -> str:
@@ -342,28 +239,21 @@ def _translated(key: str, text: str) -> str:
     return later_value(key, text)
 
 
-def _takes_list(annotation: Any) -> bool:
-    return any(get_origin(member) is tuple for member, _ in members(annotation))
-
-
-def _is_pair(annotation: Any) -> bool:
-    lists = [get_args(one) for one, _ in members(annotation) if get_origin(one) is tuple]
-    return bool(lists) and Ellipsis not in lists[0]
-
-
-def _completed(node: Scalar, default: object) -> str:
-    """One number where a list of several is wanted: the others as by default."""
-    number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
-    if not number or not isinstance(default, tuple) or len(default) < 2:
+def _in_brackets(value: Any, text: str, schema: Schema) -> str:
+    """One value where a list is wanted; of a pair, the others as by default."""
+    default = schema.get("default") or []
+    if not any("prefixItems" in one for one in words.members(schema)):
+        return f"put it in brackets: [{text}]"
+    if isinstance(value, bool) or len(default) < 2:
         return ""
-    return f"write {len(default)} values, e.g. {plain_text((node.value, *default[1:]))}"
+    return f"write {len(default)} values, e.g. {plain_text([value, *default[1:]])}"
 
 
 def _plain_value(text: str) -> object:
     """What the text would be without its quotes, unless that is text as well."""
     try:
-        value = yaml_nodes.resolve_plain(text)
-    except yaml_nodes.NumberError:
+        value = resolve_plain(text)
+    except NumberError:
         return None
     return None if isinstance(value, str) else value
 
@@ -380,22 +270,15 @@ def _spelt_out(text: str) -> str:
     return plain_text(int(product) if product == int(product) else product)
 
 
-def _nearest(value: float, annotation: Any, metadata: Sequence[Any]) -> str:
+def _nearest(value: float, schema: Schema) -> str:
     """For a number out of range: the bound that it misses."""
-    for _, constraints in members(annotation, metadata):
-        for bound in constraints:
-            for name, misses, fix in _BOUNDS:
-                limit = getattr(bound, name, None)
-                if limit is not None and misses(value, limit):
-                    return fix.format(limit)
+    for one in words.members(schema):
+        for name, misses, fix in _BOUNDS:
+            if name in one and misses(value, one[name]):
+                return fix.format(one[name])
     return ""
 
 
-def _similar(value: object, words: Iterable[str]) -> str:
-    close = closest(value.lower(), words) if isinstance(value, str) else ""
+def _similar(value: object, choices: list[str]) -> str:
+    close = closest(value.lower(), choices) if isinstance(value, str) else ""
     return f"did you mean {close}?" if close else ""
-
-
-def _kind(path: Sequence[str | int], root: yaml_nodes.Mapping) -> object:
-    node = node_at([*path, "kind"], root)
-    return node.value if isinstance(node, Scalar) else None

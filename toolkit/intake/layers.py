@@ -1,28 +1,22 @@
-"""From a recipe file to one merged tree: reading, `extends`, `--set`, relative paths.
+"""From a recipe file to what it states: reading, `extends`, `--set`, relative paths.
 
 Each file is a layer on top of those that it extends, of which a later one is on top of
-an earlier one, with the overrides of the command line on top of all. Every node still
-knows the file and line that state it.
+an earlier one, with the overrides of the command line on top of all.
 """
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.recipe import yaml_nodes
+from toolkit.recipe import yaml_text
 from toolkit.recipe.places import SHIPPED, find_recipe, is_remote, shipped_recipes
-from toolkit.recipe.yaml_nodes import (
-    TOP,
-    WHOLE_FILE,
-    Location,
-    Mapping,
-    Node,
-    Scalar,
-    YamlEntry,
-)
+from toolkit.recipe.yaml_text import TOP, WHOLE_FILE, KeyPath, Location, Stated
+from toolkit.text.dotted import leaves, put
 from toolkit.text.suggest import closest
 
 OVERRIDE_FILE = "--set"
@@ -40,10 +34,10 @@ _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".gz", ".zst")
 class Layers:
     """Everything that was read for one recipe."""
 
-    root: Mapping
-    """The merged recipe, without `extends`."""
-    trees: tuple[Mapping, ...]
-    """Each file's own tree and the overrides', the recipe itself first."""
+    merged: Stated
+    """The whole recipe, without `extends`."""
+    each: tuple[Stated, ...]
+    """What each file states, the lowest first, and the overrides."""
     problems: tuple[Problem, ...]
     """Mistakes that did not stop reading."""
     files: tuple[str, ...]
@@ -56,49 +50,36 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
 
     Raises RecipeError when a file cannot be read or is no YAML map.
     """
-    problems: list[Problem] = []
-    read: list[tuple[str, Mapping]] = []
     path = find_recipe(path)
-    origin = Problem(WHOLE_FILE, "", "a readable file", file=str(path))
-    _read_file(path, (), origin, read, problems)
-    # From the lowest layer to the highest; a file that two others extend is below both.
-    layers = dict(reversed(read))
-    root, *above = layers.values()
-    for tree in above:
-        root = merge(root, tree)
-    trees, files = [*reversed(layers.values())], [*reversed(layers), OVERRIDE_FILE]
+    reader = _Files([], [])
+    reader.read(path, (), Problem(WHOLE_FILE, "", "a readable file", file=str(path)))
+    # A file that two others extend is below both: its last place counts.
+    layers = dict(reversed(reader.layers))
+    files = (*reversed(layers), OVERRIDE_FILE)
     if overrides:
-        layer = _absolute_paths(_overrides(overrides, problems), Path.cwd())
-        root = merge(root, layer)
-        trees.append(layer)
-    return Layers(root, tuple(trees), tuple(problems), tuple(files))
+        layers[OVERRIDE_FILE] = _overrides(overrides, reader.problems)
+    each = tuple(layers.values())
+    return Layers(reduce(merge, each), each, tuple(reader.problems), files)
 
 
-def merge(base: Mapping, over: Mapping) -> Mapping:
-    """`over` on top of `base`: maps deeply, lists and values replaced.
+def merge(below: Stated, above: Stated) -> Stated:
+    """`above` on top of `below`: maps deeply, lists and values replaced.
 
     A map whose `kind` (or `model_type`) differs replaces the other whole, because the
     rest of its keys then mean something else.
     """
-    for tag in _TAGS:
-        old, new = base.entries.get(tag), over.entries.get(tag)
-        if old and new and yaml_nodes.to_data(old.node) != yaml_nodes.to_data(new.node):
-            return over
-    entries = dict(base.entries)
-    for key, entry in over.entries.items():
-        below = entries.get(key)
-        if below and isinstance(below.node, Mapping) and isinstance(entry.node, Mapping):
-            entries[key] = YamlEntry(entry.place, merge(below.node, entry.node))
-        else:
-            entries[key] = entry
-    return Mapping(over.place, entries)
+    places = {**below.places, **above.places}
+    written = {**below.written, **above.written}
+    return Stated(_merged(below.data, above.data), places, written)
 
 
-def layer_of(key: str, stated: YamlEntry) -> Mapping:
-    """A tree with one setting, by its dotted key, at the place of its entry."""
-    root = Mapping(stated.place, {})
-    _put(root, key.split("."), stated.node)
-    return root
+def _merged(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    if any(tag in below and tag in above and below[tag] != above[tag] for tag in _TAGS):
+        return above
+    shared = {key: _merged(below[key], one) for key, one in above.items() if key in below}
+    return {**below, **above, **shared}
 
 
 def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
@@ -108,197 +89,147 @@ def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
     Raises RecipeError when a file cannot be read.
     """
     layers = read_layers(path, overrides)
-    found = dict(_places(layers.root))
+    found = {
+        key: layers.merged.place(tuple(key.split("."))).file
+        for key, _ in leaves(layers.merged.data)
+    }
     own = (layers.files[0], OVERRIDE_FILE)
     return dict(sorted(found.items(), key=lambda one: one[1] not in own))
 
 
-def _places(node: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, entry in node.entries.items():
-        if isinstance(entry.node, Mapping) and entry.node.entries:
-            yield from _places(entry.node, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", entry.place.file
+@dataclass(frozen=True)
+class _Files:
+    """The files of one recipe as they are read."""
+
+    layers: list[tuple[str, Stated]]
+    problems: list[Problem]
+
+    def read(self, path: Path, chain: tuple[Path, ...], origin: Problem) -> None:
+        """Append what a file states, then the files that it extends, the last one first.
+
+        `chain`: the files that led to this one. `origin` is the place to blame when it cannot
+        be read.
+        """
+        if len(self.layers) == MAX_FILES:
+            allowed = f"at most {MAX_FILES}"
+            raise self.stop(origin, "more files", allowed, "extend fewer files")
+        name = normpath(path) if chain else str(path)
+        text = self.text(path, name, origin)
+        try:
+            stated, problems = yaml_text.parse(text, name)
+        except RecipeError as error:
+            raise RecipeError([*self.problems, *error.problems]) from None
+        self.problems.extend(problems)
+        data = stated.data
+        if not isinstance(data, dict):
+            found, fix = stated.text(()), "write `key: value` lines"
+            if data is None:
+                found, fix = "an empty file", "copy a recipe from recipes/ and change it"
+            here = Problem(TOP, "", "", file=name, line=stated.places[()].line)
+            raise self.stop(here, found, "a map of settings", fix)
+        own = {key: value for key, value in data.items() if key != "extends"}
+        self.layers.append((name, replace(stated, data=_located(own, path.parent))))
+        if "extends" in data:
+            for parent, origin in reversed(self.extended(stated, path, (*chain, path))):
+                self.read(parent, (*chain, path), origin)
+
+    def text(self, path: Path, name: str, origin: Problem) -> str:
+        try:
+            if not path.exists():
+                raise self.stop(origin, f"no file {name}", "an existing file", _similar(path))
+            if not path.is_file():
+                found = f"{name}, which is no regular file"
+                raise self.stop(origin, found, "a YAML file", "name a file")
+            with path.open("rb") as file:
+                data = file.read(yaml_text.MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            found = f"{name}: {reason}"
+            raise self.stop(origin, found, "a readable file", "check name and rights") from None
+        if len(data) > yaml_text.MAX_BYTES:
+            limit = f"at most {yaml_text.MAX_BYTES // 1024} KiB"
+            found = f"{name} of {path.stat().st_size / 1024:,.0f} KiB"
+            fix = "name a recipe: this file is too large to be one"
+            raise self.stop(origin, found, limit, fix)
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
+            here = Problem(WHOLE_FILE, "", "", file=name, line=line)
+            raise self.stop(here, "bytes that are no UTF-8", "UTF-8 text", fix) from None
+
+    def extended(
+        self, stated: Stated, path: Path, chain: Sequence[Path]
+    ) -> list[tuple[Path, Problem]]:
+        """The files named by `extends`, each with the place that names it."""
+        named, parents = stated.data["extends"], []
+        paths: list[KeyPath] = [("extends",)]
+        if isinstance(named, list) and named:
+            paths = [("extends", number) for number in range(len(named))]
+        for here in paths:
+            origin = Problem("extends", "", "", "", *stated.place(here))
+            value = stated.at(here)
+            if not isinstance(value, str) or not value:
+                found, fix = stated.text(here), "extends: ../base/pretrain.yml"
+                raise self.stop(origin, found, "a file name, or a list of them", fix)
+            shipped = value.startswith(SHIPPED)
+            parent = find_recipe(Path(value)) if shipped else path.parent / value
+            if _real(parent) in map(_real, chain):
+                circle = " → ".join(normpath(file) for file in [*chain, parent])
+                found, fix = f"a cycle: {circle}", "break the cycle"
+                raise self.stop(origin, found, "a chain that ends", fix)
+            parents.append((parent, origin))
+        return parents
+
+    def stop(self, at: Problem, found: str, allowed: str, fix: str) -> RecipeError:
+        problem = Problem(at.key, found, allowed, fix, at.file, at.line)
+        return RecipeError([*self.problems, problem])
 
 
-def _read_file(
-    path: Path,
-    chain: tuple[Path, ...],
-    origin: Problem,
-    read: list[tuple[str, Mapping]],
-    problems: list[Problem],
-) -> None:
-    """Append a file's name and tree to `read`, then those that it extends, the last one first.
-
-    `chain`: the files that led to this one. `origin` is the place to blame when it cannot be
-    read.
-    """
-    name = normpath(path) if chain else str(path)
-    text = _read_text(path, name, origin, problems)
-    try:
-        node, found = yaml_nodes.parse(text, name)
-    except RecipeError as error:
-        raise RecipeError([*problems, *error.problems]) from None
-    problems.extend(found)
-    if not isinstance(node, Mapping):
-        empty = isinstance(node, Scalar) and node.value is None
-        stated = "an empty file" if empty else describe_node(node)
-        fix = (
-            "copy a recipe from recipes/ and change it" if empty else "write `key: value` lines"
-        )
-        at = max(node.place.line, 1)
-        wrong = Problem(TOP, stated, "a map of settings", fix, name, at)
-        raise RecipeError([*problems, wrong])
-    own = {key: value for key, value in node.entries.items() if key != "extends"}
-    read.append((name, _absolute_paths(Mapping(node.place, own), path.parent)))
-    if entry := node.entries.get("extends"):
-        for parent, origin in reversed(_extended(entry, path, (*chain, path), problems)):
-            if len(read) == MAX_FILES:
-                allowed = f"at most {MAX_FILES}"
-                raise _stop(problems, origin, "more files", allowed, "extend fewer files")
-            _read_file(parent, (*chain, path), origin, read, problems)
-
-
-def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) -> str:
-    def stop(found: str, allowed: str, fix: str) -> RecipeError:
-        return _stop(problems, origin, found, allowed, fix)
-
-    try:
-        if not path.exists():
-            raise stop(f"no file {name}", "an existing file", _similar_file(path))
-        if not path.is_file():
-            raise stop(f"{name}, which is no regular file", "a YAML file", "name a file")
-        with path.open("rb") as file:
-            data = file.read(yaml_nodes.MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise stop(f"{name}: {reason}", "a readable file", "check name and rights") from None
-    if len(data) > yaml_nodes.MAX_BYTES:
-        limit = f"at most {yaml_nodes.MAX_BYTES // 1024} KiB"
-        found = f"{name} of {path.stat().st_size / 1024:,.0f} KiB"
-        raise stop(found, limit, "name a recipe: this file is too large to be one")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
-        at = Problem(WHOLE_FILE, "bytes that are no UTF-8", "UTF-8 text", fix, name, line)
-        raise RecipeError([*problems, at]) from None
-
-
-def _extended(
-    entry: YamlEntry, path: Path, chain: Sequence[Path], problems: list[Problem]
-) -> list[tuple[Path, Problem]]:
-    """The files named by `extends`, each with the place that names it.
-
-    Raises RecipeError when they cannot be followed.
-    """
-    stated = entry.node
-    parents = []
-    for node in stated.items if isinstance(stated, yaml_nodes.Sequence) else [stated]:
-        origin = Problem("extends", "", "", file=node.place.file, line=node.place.line)
-        value = node.value if isinstance(node, Scalar) else None
-        if not isinstance(value, str) or not value:
-            found, fix = describe_node(node), "extends: ../base/pretrain.yml"
-            raise _stop(problems, origin, found, "a file name, or a list of them", fix)
-        parent = find_recipe(Path(value)) if value.startswith(SHIPPED) else path.parent / value
-        if _real(parent) in map(_real, chain):
-            circle = " → ".join(normpath(file) for file in [*chain, parent])
-            found, fix = f"a cycle: {circle}", "break the cycle"
-            raise _stop(problems, origin, found, "a chain that ends", fix)
-        parents.append((parent, origin))
-    return parents
-
-
-def _stop(
-    problems: list[Problem], origin: Problem, found: str, allowed: str, fix: str
-) -> RecipeError:
-    at = Problem(origin.key, found, allowed, fix, origin.file, origin.line)
-    return RecipeError([*problems, at])
-
-
-def describe_node(node: Node) -> str:
-    """What a node holds, as the user wrote it."""
-    if isinstance(node, Mapping):
-        return "a map"
-    if isinstance(node, yaml_nodes.Sequence):
-        return "a list"
-    if node.value is None:
-        return "nothing" if not node.text else node.text
-    return f'"{node.text}"' if node.quoted else node.text
-
-
-def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Mapping:
-    """One tree of all `KEY.PATH=VALUE` texts; later ones win."""
-    root = Mapping(Location(OVERRIDE_FILE, 0), {})
+def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Stated:
+    """What all `KEY.PATH=VALUE` texts state; later ones win."""
+    data: dict[str, Any] = {}
+    places: dict[KeyPath, Location] = {(): Location(OVERRIDE_FILE, 0)}
+    written: dict[KeyPath, str] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts) or len(parts) > yaml_nodes.MAX_DEPTH:
+        key = key.strip()
+        parts: KeyPath = tuple(key.split("."))
+        if not equals or not all(parts) or len(parts) > yaml_text.MAX_DEPTH:
             allowed, fix = "KEY.PATH=VALUE", "e.g. --set parallel.tensor=4"
             problems.append(Problem(OVERRIDE_FILE, text, allowed, fix, OVERRIDE_FILE))
-            continue
-        if parts == ["extends"]:
+        elif key == "extends":
             fix = "write it into the recipe file"
             problems.append(Problem("extends", text, "settings", fix, OVERRIDE_FILE))
-            continue
-        try:
-            node, found = yaml_nodes.parse(value, OVERRIDE_FILE, has_lines=False)
-            _put(root, parts, node)
-        except RecipeError as error:
-            found = list(error.problems)
-        problems.extend(
-            Problem(key, problem.found, problem.allowed, problem.fix, OVERRIDE_FILE)
-            for problem in found
-        )
-    return root
+        else:
+            try:
+                stated, found = yaml_text.parse(value, OVERRIDE_FILE, has_lines=False)
+            except RecipeError as error:
+                found = [*error.problems]
+            else:
+                put(data, key, stated.data)
+                places |= dict.fromkeys((parts[:n] for n in range(len(parts))), places[()])
+                places |= {(*parts, *path): one for path, one in stated.places.items()}
+                written |= {(*parts, *path): one for path, one in stated.written.items()}
+            problems.extend(replace(problem, key=key) for problem in found)
+    return Stated(_located(data, Path.cwd()), places, written)
 
 
-def _put(root: Mapping, parts: Sequence[str], node: Node) -> None:
-    for part in parts[:-1]:
-        entry = root.entries.get(part)
-        if entry is None or not isinstance(entry.node, Mapping):
-            entry = YamlEntry(root.place, Mapping(root.place, {}))
-            root.entries[part] = entry
-        assert isinstance(entry.node, Mapping)
-        root = entry.node
-    root.entries[parts[-1]] = YamlEntry(root.place, node)
-
-
-def _absolute_paths(tree: Mapping, folder: Path, prefix: str = "") -> Mapping:
-    """The tree with every setting that names a file or folder made absolute."""
-    entries = {}
-    for key, entry in tree.entries.items():
-        path = f"{prefix}{key}"
-        node = entry.node
-        if isinstance(node, Mapping):
-            node = _absolute_paths(node, folder, f"{path}.")
-        elif isinstance(node, yaml_nodes.Sequence) and path not in _PATHS:
-            items = (
-                _absolute_paths(item, folder, f"{path}.") if isinstance(item, Mapping) else item
-                for item in node.items
-            )
-            node = yaml_nodes.Sequence(node.place, tuple(items))
-        elif resolve := _PATHS.get(path):
-            node = _absolute(node, folder, resolve)
-        entries[key] = YamlEntry(entry.place, node)
-    return Mapping(tree.place, entries)
-
-
-def _absolute(node: Node, folder: Path, resolve: Callable[[str, Path], bool]) -> Node:
-    if isinstance(node, yaml_nodes.Sequence):
-        items = tuple(_absolute(item, folder, resolve) for item in node.items)
-        return yaml_nodes.Sequence(node.place, items)
-    if not isinstance(node, Scalar) or not isinstance(node.value, str) or not node.value:
-        return node
-    if not resolve(node.value, folder):
-        return node
-    if resolve in (_is_glob, _is_local_data) and not _exists(folder / node.value):
+def _located(value: Any, folder: Path, key: str = "") -> Any:
+    """The data with every setting that names a file or folder made absolute."""
+    if isinstance(value, dict):
+        inside = f"{key}." if key else ""
+        return {name: _located(one, folder, f"{inside}{name}") for name, one in value.items()}
+    if isinstance(value, list):
+        return [_located(one, folder, key) for one in value]
+    is_path = _PATHS.get(key)
+    if is_path is None or not isinstance(value, str) or not value:
+        return value
+    if not is_path(value, folder):
+        return value
+    if is_path in (_is_glob, _is_local_data) and not _exists(folder / value):
         folder = Path(glob.escape(str(folder.absolute())))  # its own name is no glob
-    return Scalar(node.place, _join(folder, node.value), node.text, node.quoted)
-
-
-def _join(folder: Path, value: str) -> str:
     try:
         return str(folder.absolute() / Path(value).expanduser())
     except RuntimeError:  # `~someone` without a home directory
@@ -377,7 +308,7 @@ def _real(path: Path) -> Path:
         return path
 
 
-def _similar_file(path: Path) -> str:
+def _similar(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:

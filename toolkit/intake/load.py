@@ -1,9 +1,4 @@
-"""A recipe file → a frozen, checked `Recipe`, or every mistake at once.
-
-read_layers   files, `extends`, `--set`, relative paths   (layers.py, yaml_nodes.py)
-explain       types, ranges, unknown and missing keys     (schema.py, explain.py)
-broken_rules  settings that disagree                      (checks.py)
-"""
+"""A recipe file → a frozen, checked `Recipe`, or every mistake at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,17 +10,10 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.checks import broken_rules
-from toolkit.intake.explain import (
-    MAX_PROBLEMS,
-    UNKNOWN_KEY,
-    explain,
-    parts_of,
-    place_of,
-)
-from toolkit.intake.layers import layer_of, merge, read_layers
-from toolkit.recipe import yaml_nodes
+from toolkit.intake.explain import MAX_PROBLEMS, UNKNOWN_KEY, explain
+from toolkit.intake.layers import merge, read_layers
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.yaml_nodes import WHOLE_FILE
+from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, dotted, parts_of
 from toolkit.text.redact import MASK, Redactor
 from toolkit.text.units import shortened
 
@@ -46,63 +34,53 @@ def load_recipe(
     broken rule. They are in file order: the recipe's own lines, then those of the files it
     extends, then overrides. Secrets are masked in it.
     """
-    section = {} if cluster is None else {"groups": []} | find_cluster(cluster).section
+    section = {} if cluster is None else find_cluster(cluster).section
     there = [f"cluster.{key}={value}" for key, value in section.items()]
     stated = [overrides] if isinstance(overrides, str) else overrides
-    redactor, problems, files = Redactor(), list[Problem](), tuple[str, ...]()
+    redactor = Redactor()
     try:
         layers = read_layers(Path(path), [*stated, *there])
-        problems += (
-            problem for tree in layers.trees for problem in _secrets(tree, "", redactor)
-        )
-        problems += layers.problems
-        files = layers.files
-        recipe = Recipe.model_validate(yaml_nodes.to_data(layers.root))
+    except RecipeError as error:
+        raise RecipeError(_presentable(error.problems, (), redactor)) from None
+    problems = [one for layer in layers.each for one in _secrets(layer, redactor)]
+    problems += layers.problems
+    try:
+        recipe = Recipe.model_validate(layers.merged.data)
         if not problems:
-            problems += (_placed(one, layers.root) for one in broken_rules(recipe))
+            problems += (_placed(one, layers.merged) for one in broken_rules(recipe))
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        problems += explain(details, layers.root)
+        problems += explain(error, layers.merged)
     except RecipeError as error:
         problems += error.problems
     if problems:
-        raise RecipeError(_presentable(problems, files, redactor))
+        raise RecipeError(_presentable(problems, layers.files, redactor))
     return recipe
 
 
-def refused_value(
-    path: Path, overrides: Sequence[str], key: str, stated: yaml_nodes.YamlEntry
-) -> Problem | None:
-    """What the schema finds wrong when another file states a value for a setting of a recipe.
+def refused_value(path: Path, overrides: Sequence[str], stated: Stated) -> Problem | None:
+    """The first mistake that the schema finds in settings of another file, on top of a recipe.
 
-    `stated`: the value, and the place of the key, in that file. Settings that disagree are not
-    looked for. Raises RecipeError as `read_layers`.
+    Settings that disagree are not looked for. Raises RecipeError as `read_layers`.
     """
-    above = layer_of(key, stated)
-    root = merge(read_layers(path, overrides).root, above)
+    whole = merge(read_layers(path, overrides).merged, stated)
     try:
-        Recipe.model_validate(yaml_nodes.to_data(root))
+        Recipe.model_validate(whole.data)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        ours = [one for one in explain(details, root) if one.file == stated.place.file]
-        return _presentable(ours, (), Redactor())[0] if ours else None
+        found = [one for one in explain(error, whole) if one.file == stated.places[()].file]
+        return _presentable(found, (), Redactor())[0] if found else None
     return None
 
 
-def _secrets(node: yaml_nodes.Node, key: str, redactor: Redactor) -> Iterator[Problem]:
-    """Credentials anywhere in a file's tree; the values themselves are never shown."""
-    if isinstance(node, yaml_nodes.Mapping):
-        for name, entry in node.entries.items():
-            yield from _secrets(entry.node, f"{key}.{name}" if key else name, redactor)
-    elif isinstance(node, yaml_nodes.Sequence):
-        for index, item in enumerate(node.items):
-            yield from _secrets(item, f"{key}[{index}]", redactor)
-    else:
-        # The text as written: a value that is a path has been made absolute.
-        value = node.text if isinstance(node.value, str) else node.value
-        if redactor.looks_secret(key, value):
+def _secrets(stated: Stated, redactor: Redactor) -> Iterator[Problem]:
+    """Credentials anywhere in a file; the values themselves are never shown."""
+    for path in stated.written:
+        value = stated.at(path)
+        if isinstance(value, str):  # as written: a path has been made absolute
+            value = stated.unquoted(path)
+        if redactor.looks_secret(dotted(path), value):
             fix = "remove it and set the environment variable (HF_TOKEN, WANDB_API_KEY) instead"
-            yield Problem(key, MASK, "no credentials in a recipe", fix, *node.place)
+            place = stated.place(path)
+            yield Problem(dotted(path), MASK, "no credentials in a recipe", fix, *place)
 
 
 def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
@@ -111,11 +89,11 @@ def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
     redacted = replace(problem, found=Redactor().redact(problem.found))
     if problem.file:
         return redacted
-    return _placed(redacted, read_layers(path, overrides).root)
+    return _placed(redacted, read_layers(path, overrides).merged)
 
 
-def _placed(problem: Problem, root: yaml_nodes.Mapping) -> Problem:
-    file, line = place_of(parts_of(problem.key), root)
+def _placed(problem: Problem, stated: Stated) -> Problem:
+    file, line = stated.place(parts_of(problem.key))
     return replace(problem, file=file, line=line)
 
 
@@ -131,17 +109,20 @@ def _presentable(
     if more := ordered[MAX_PROBLEMS:]:
         unknown = sum(problem.found == UNKNOWN_KEY for problem in more)
         found = f"{len(more):,} more problems, {unknown:,} of them unknown keys"
-        last = Problem(
-            WHOLE_FILE, found, "none", "is this a recipe?", more[0].file, more[0].line
-        )
+        place = more[0].file, more[0].line
+        last = Problem(WHOLE_FILE, found, "none", "is this a recipe?", *place)
         ordered = [*ordered[:MAX_PROBLEMS], last]
+
+    def short(text: str) -> str:
+        return shortened(redactor.redact(text), _LONGEST_TEXT)
+
     return [
         replace(
-            problem,
-            key=shortened(redactor.redact(problem.key), _LONGEST_TEXT),
-            found=shortened(redactor.redact(problem.found), _LONGEST_TEXT),
-            allowed=redactor.redact(problem.allowed),
-            fix=shortened(redactor.redact(problem.fix), _LONGEST_TEXT),
+            one,
+            key=short(one.key),
+            found=short(one.found),
+            allowed=redactor.redact(one.allowed),
+            fix=short(one.fix),
         )
-        for problem in ordered
+        for one in ordered
     ]

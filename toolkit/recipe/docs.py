@@ -5,12 +5,9 @@ python -m toolkit.recipe.docs --check    exit 1 when the file is not current
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.recipe.describe import Setting, default_text, kind_of
-from toolkit.recipe.schema import Recipe
-from toolkit.recipe.section import Section
+from toolkit.recipe.words import Schema, Setting, kinds, schema_of, settings
 from toolkit.text.generated import write_or_check
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
@@ -46,36 +43,32 @@ accepts and its default.
 
 def render() -> str:
     """The document's text."""
-    lines = [_PREFACE, "## Top level", "", *_table(Recipe)]
-    for heading, section in _sections(Recipe, ""):
-        lines += ["", f"## {heading}", "", _flat(section.__doc__ or ""), "", *_table(section)]
+    lines = [_PREFACE, "## Top level", "", *_table(schema_of())]
+    seen: set[str] = set()
+    for path, setting in settings().items():
+        several = kinds(setting.sections)
+        for section in setting.sections:
+            if section["title"] in seen:
+                continue
+            seen.add(section["title"])
+            kind = next((kind for kind, one in several.items() if one is section), "")
+            heading = f"`{path}`" + f" with `kind: {kind}`" * bool(kind)
+            lines += ["", f"## {heading}", "", _flat(section["description"])]
+            lines += ["", *_table(section)]
     return "\n".join(lines) + "\n"
 
 
-def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    """(heading, class) of all sections below `section`, depth first; each class once."""
-    seen: set[type[Section]] = set()
-    for name, info in section.model_fields.items():
-        path = f"{prefix}{name}"
-        for child in Setting(path, info).sections:
-            kind = kind_of(child)
-            if child in seen:
-                continue
-            seen.add(child)
-            yield (f"`{path}`" + f" with `kind: {kind}`" * bool(kind)), child
-            yield from _sections(child, f"{path}.")
-
-
-def _table(section: type[Section]) -> list[str]:
+def _table(section: Schema) -> list[str]:
     rows = ["| setting | accepts | default | |", "|---|---|---|---|"]
-    for name, info in section.model_fields.items():
-        setting = Setting(name, info)
-        accepts, default = setting.allowed, default_text(info)
+    for name, schema in section["properties"].items():
+        setting = Setting(name, schema, name in section.get("required", ()))
+        accepts, default = setting.allowed, setting.default
         if len(setting.sections) == 1 and accepts.startswith("a map"):
-            accepts = f"the section `{name}`" + ", or null" * (info.default is None)
+            accepts = f"the section `{name}`" + ", or null" * setting.takes("null")
         if default not in ("required", "see below"):
             default = f"`{default}`"
-        rows.append(f"| `{name}` | {accepts} | {default} | {_flat(info.description or '')} |")
+        about = "" if "properties" in schema else _flat(schema.get("description", ""))
+        rows.append(f"| `{name}` | {accepts} | {default} | {about} |")
     return rows
 
 

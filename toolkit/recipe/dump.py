@@ -8,8 +8,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
-from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.yaml_text import NumberError, resolve_plain
 
 _SAFE_UNQUOTED = re.compile(r"[A-Za-z_./][A-Za-z0-9_./ -]*[A-Za-z0-9_./-]|[A-Za-z]")
 _YAML_1_1_WORDS = frozenset(("y", "n", "yes", "no", "on", "off"))
@@ -66,6 +66,6 @@ def _is_plain(text: str) -> bool:
     if not _SAFE_UNQUOTED.fullmatch(text) or text.lower() in _YAML_1_1_WORDS:
         return False
     try:
-        return isinstance(yaml_nodes.resolve_plain(text), str)
-    except yaml_nodes.NumberError:
+        return isinstance(resolve_plain(text), str)
+    except NumberError:
         return False

@@ -23,7 +23,7 @@ _CONTROL = {r"\P{Cc}": r"[^\x00-\x1f\x7f-\x9f]", r"\p{Cc}": r"\x00-\x1f\x7f-\x9f
 """Of Unicode's classes, the one in our patterns: not every validator knows them."""
 _RENAMED = {"prefixItems": "items", "oneOf": "anyOf"}
 """Draft 7's word; a map whose `kind` another file states may be one of several."""
-_LEFT_OUT = ("title", "required", "discriminator")
+_LEFT_OUT = ("accepts", "title", "required", "discriminator")
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,6 +13,10 @@ class Wording:
 
     text: str
 
+    def __get_pydantic_json_schema__(self, core: Any, schema_of: Any) -> dict[str, Any]:
+        """The type's JSON Schema with `accepts`, which only this project reads."""
+        return {**schema_of(core), "accepts": self.text}
+
 
 Auto: TypeAlias = Literal["auto"]
 Name: TypeAlias = Annotated[

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import RecipeError
-from toolkit.recipe import yaml_nodes
+from toolkit.recipe import yaml_text
 from toolkit.run import jsonl
 from toolkit.system.untrusted import parse_json
 
@@ -33,12 +33,12 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
 def parse_recipe(text: str) -> dict[str, Any]:
     """The values of a recorded recipe, within the bounds of a user's. Raises ValueError."""
     try:
-        root, problems = yaml_nodes.parse(text, "recipe.yaml")
+        stated, problems = yaml_text.parse(text, "recipe.yaml")
     except RecipeError as error:
         problems = list(error.problems)
     if problems:
         raise ValueError(f"line {problems[0].line}: found {problems[0].found}")
-    return _mapping(yaml_nodes.to_data(root))
+    return _mapping(stated.data)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

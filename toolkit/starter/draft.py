@@ -16,7 +16,6 @@ from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import placed_on
-from toolkit.recipe import yaml_nodes
 from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.registry import load
@@ -142,7 +141,7 @@ def _usual_recipe(
 ) -> Recipe:
     """What the recipes of a task share, with the numbers that the model's size decides."""
     spec = model_spec(model["config"])
-    base = yaml_nodes.to_data(read_layers(RECIPES / "base" / f"{task}.yml", ()).root)
+    base = read_layers(RECIPES / "base" / f"{task}.yml", ()).merged.data
     longest = base["training"].get("sequence_length", _LONGEST)
     training = {"sequence_length": min(longest, spec.max_positions or longest)}
     data: dict[str, Any] = {

@@ -32,7 +32,7 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
     """Set the value at a dotted name, adding sections as needed."""
     *sections, name = key.split(".")
     for section in sections:
-        if values.get(section) is None:
+        if not isinstance(values.get(section), dict):
             values[section] = {}
         values = values[section]
     values[name] = value

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.product import curve, dmt, events, run, started, steps_logged
 from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
-from toolkit.recipe import yaml_nodes
+from toolkit.recipe import yaml_text
 
 STEPS = 16
 RECIPE = f"""\
@@ -94,9 +94,9 @@ def test_the_sweep_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     page = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(method: bayes.*?)```", page, re.DOTALL)
-    node, problems = yaml_nodes.parse(block, "sweep.yaml")
+    stated, problems = yaml_text.parse(block, "sweep.yaml")
     assert not problems
-    sweep = yaml_nodes.to_data(node)
+    sweep = stated.data
     args = {"optimizer.learning_rate": 0.02, "optimizer.betas": "[0.9, 0.99]"}
     job = {"args": {key: {"value": value} for key, value in args.items()}}
     known = utils.create_sweep_command_args(job)

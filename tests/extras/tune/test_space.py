@@ -49,7 +49,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("schedule.warmup_steps: {low: 0.5, high: 2}", "schedule.warmup_steps", "integers"),
         ("training.seed: {low: 0, high: 9, step: 0.5}", "training.seed", "integers"),
         ("schedule.name: {low: 1, high: 2}", "schedule.name", "write choices"),
-        ("parallel.zero.stage: [1, 5]", "parallel.zero.stage", "remove it"),
+        ("parallel.zero.stage: [1, 5]", "parallel.zero.stage", "write one of 0"),
         ("optimizer: {eps: [1, 2]}", "optimizer", "`optimizer.eps: …`"),
         ("training.seed: 3", "training.seed", "--set training.seed=3"),
         ("training.seed: [3, 3]", "training.seed", "--set training.seed=VALUE"),

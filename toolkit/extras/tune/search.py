@@ -26,7 +26,6 @@ from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.process import StopSignals
 from toolkit.planning import plan_recipe
-from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.run.claim import claimed
@@ -272,9 +271,9 @@ class HyperparameterSearch:
         optuna, request = self._optuna, self.request
         address = f"sqlite:///{(request.folder / STUDY).absolute()}"
         study = optuna.create_study(study_name="search", storage=address, load_if_exists=True)
-        stated = read_layers(request.recipe, request.overrides).root
+        stated = read_layers(request.recipe, request.overrides).merged
         asked = {
-            "recipe": in_yaml(yaml_nodes.to_data(stated)),
+            "recipe": in_yaml(stated.data),
             "space": json.dumps([asdict(one) for one in request.space]),
         }
         for name, value in asked.items():

@@ -16,10 +16,10 @@ from typing import Any
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.load import refused_value
-from toolkit.recipe import yaml_nodes
-from toolkit.recipe.describe import accepts, settings
 from toolkit.recipe.dump import in_yaml
-from toolkit.recipe.yaml_nodes import WHOLE_FILE, YamlEntry
+from toolkit.recipe.words import settings
+from toolkit.recipe.yaml_text import WHOLE_FILE, KeyPath, Location, Stated, parse
+from toolkit.text.dotted import nested
 
 _EXAMPLE = "optimizer.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}"
 _FORM = "a list of two or more choices, or {low, high} with low < high, and log or step"
@@ -71,42 +71,43 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> list[
     Raises RecipeError with every mistake in it, or if it cannot be read.
     """
     try:
-        root, problems = yaml_nodes.parse(path.read_text(encoding="utf-8-sig"), str(path))
+        root, problems = parse(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         fix = f"name a YAML file, for example with `{_EXAMPLE}`"
         raise RecipeError(
             [Problem(WHOLE_FILE, str(error), "a file", fix, str(path))]
         ) from error
-    if not isinstance(root, yaml_nodes.Mapping) or not root.entries:
+    if not isinstance(root.data, dict) or not root.data:
         fix = f"write for example `{_EXAMPLE}`"
         wrong = Problem(WHOLE_FILE, "none", "a map of settings", fix, str(path), 1)
         raise RecipeError([*problems, wrong])
     space = []
-    for key, entry in root.entries.items():
-        wrong_here = [*_problems(key, entry)] or [*_refused(key, entry, recipe, overrides)]
+    for key, value in root.data.items():
+        place = root.place((key,))
+        wrong_here = [*_problems(key, value, place)]
+        wrong_here = wrong_here or [*_refused(key, root, recipe, overrides)]
         problems += wrong_here
         if not wrong_here:
-            space.append(_parameter(key, yaml_nodes.to_data(entry.node)))
+            space.append(_parameter(key, value))
     if problems:
         raise RecipeError(problems)
     return space
 
 
-def _problems(key: str, entry: YamlEntry) -> Iterator[Problem]:
+def _problems(key: str, value: Any, place: Location) -> Iterator[Problem]:
     """Mistakes in the form of one entry, whatever its setting is."""
-    value = yaml_nodes.to_data(entry.node)
     found = in_yaml(value)
     if any(key == one or key.startswith(f"{one}.") for one in _SAME_FOR_ALL):
         allowed = "a setting that changes what is learned, not what a loss means"
-        yield Problem(key, "the same for all trials", allowed, "remove it", *entry.place)
+        yield Problem(key, "the same for all trials", allowed, "remove it", *place)
     elif isinstance(value, list):
         if len({*map(in_yaml, value)}) < max(2, len(value)):
             fix = f"for one value use --set {key}=VALUE"
-            yield Problem(key, found, "two or more different choices", fix, *entry.place)
+            yield Problem(key, found, "two or more different choices", fix, *place)
     elif not isinstance(value, dict):
-        yield Problem(key, found, _FORM, f"for one value use --set {key}={found}", *entry.place)
+        yield Problem(key, found, _FORM, f"for one value use --set {key}={found}", *place)
     elif reason := _wrong_range(key, value):
-        yield Problem(key, found, _FORM, reason, *entry.place)
+        yield Problem(key, found, _FORM, reason, *place)
 
 
 def _wrong_range(key: str, value: Mapping[str, Any]) -> str:
@@ -143,27 +144,29 @@ def _is_whole(key: str, value: Mapping[str, Any]) -> bool:
     """Whether a range has integers only: as its setting, or as its bounds where the setting
     may be anything."""
     if setting := settings().get(key):
-        return not accepts(setting.info.annotation, float)
+        return not setting.takes("number")
     return isinstance(value["low"], int) and isinstance(value["high"], int)
 
 
 def _refused(
-    key: str, entry: YamlEntry, recipe: Path, overrides: Sequence[str]
+    key: str, space: Stated, recipe: Path, overrides: Sequence[str]
 ) -> Iterator[Problem]:
     """The first objection of the recipe's schema to the bounds or choices of a setting."""
-    node = entry.node
-    if isinstance(node, yaml_nodes.Sequence):
-        values = node.items
-    else:
-        assert isinstance(node, yaml_nodes.Mapping)
-        values = tuple(node.entries[name].node for name in ("low", "high"))
-        info = settings().get(key)
-        if info and not any(accepts(info.info.annotation, kind) for kind in (int, float)):
-            fix = f"write choices: {key}: [VALUE, VALUE]"
-            yield Problem(key, "a range", f"choices of {info.allowed}", fix, *entry.place)
-            return
-    for value in values:
-        if problem := refused_value(recipe, overrides, key, YamlEntry(entry.place, value)):
+    place, value = space.place((key,)), space.data[key]
+    inside: Sequence[str | int] = ("low", "high")
+    if isinstance(value, list):
+        inside = range(len(value))
+    setting = settings().get(key)
+    if isinstance(value, dict) and setting and not setting.takes("integer", "number"):
+        fix = f"write choices: {key}: [VALUE, VALUE]"
+        yield Problem(key, "a range", f"choices of {setting.allowed}", fix, *place)
+        return
+    path: KeyPath = tuple(key.split("."))
+    for part in inside:
+        places = {path[:end]: place for end in range(len(path) + 1)}
+        written = {path: space.written.get((key, part), "")}
+        one = Stated(nested({key: value[part]}), places, written)
+        if problem := refused_value(recipe, overrides, one):
             yield problem
             return
 

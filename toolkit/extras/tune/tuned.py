@@ -10,7 +10,6 @@ from toolkit.extras.tune.throughput import Measurement, Tuning, key_of, searched
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
-from toolkit.recipe import yaml_nodes
 from toolkit.recipe.dump import dump, in_yaml
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import Recipe
@@ -48,7 +47,7 @@ def write_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster 
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
     """Write the recipe with these `KEY=VALUE` settings."""
-    settings = yaml_nodes.to_data(read_layers(recipe, overrides).trees[-1])
+    settings = read_layers(recipe, overrides).each[-1].data
     _write(recipe, file, settings, f"{HEADER} --search`: {note}")
 
 

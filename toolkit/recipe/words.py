@@ -1,0 +1,200 @@
+"""The schema in words: what a setting accepts, its dotted path, its default.
+
+Everything is read from pydantic's JSON Schema, so that errors, `docs/recipe.md` and
+`dmt schema` always say the same thing.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.section import Section
+
+Schema: TypeAlias = Mapping[str, Any]
+
+_TYPES = {"integer": "an integer", "number": "a number", "string": "text",
+          "boolean": "true or false", "null": "null", "object": "a map"}  # fmt: skip
+_PLURALS = {"integer": "integers", "number": "numbers", "string": "texts"}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "≤"}
+_GUARD = 2**32
+"""Upper bounds above this only guard against nonsense; texts leave them out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One field of the schema, at its place in the recipe."""
+
+    path: str
+    """Dotted path, e.g. `parallel.zero.stage`."""
+    schema: Schema
+    is_required: bool
+
+    @property
+    def allowed(self) -> str:
+        """What it accepts, in words."""
+        return allowed(self.schema)
+
+    @property
+    def default(self) -> str:
+        """The default as YAML would show it; "required" when there is none."""
+        if self.is_required:
+            return "required"
+        if "properties" in self.schema:
+            return "see below"
+        return plain_text(self.schema["default"])
+
+    @property
+    def sections(self) -> list[Schema]:
+        """The sections that its value or its items may be: none for plain values."""
+        return sections(self.schema)
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that the value may be, e.g. `auto` or `cosine`."""
+        return choices(self.schema)
+
+    def takes(self, *types: str) -> bool:
+        """Whether a value may be of one of JSON's types (`integer`, `array`)."""
+        return takes(self.schema, *types)
+
+
+@cache
+def schema_of(section: type[Section] = Recipe) -> Schema:
+    """The JSON Schema of a section, with every reference replaced by what it names."""
+    whole = section.model_json_schema()
+
+    def resolved(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolved(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        if reference := node.get("$ref"):
+            return node | resolved(whole["$defs"][reference.rpartition("/")[2]])
+        return {key: resolved(one) for key, one in node.items() if key != "$defs"}
+
+    return dict(resolved(whole))
+
+
+@cache
+def settings(section: type[Section] = Recipe) -> dict[str, Setting]:
+    """Every setting below `section` by dotted path, sections before their content."""
+    return dict(_settings(schema_of(section), ""))
+
+
+def _settings(section: Schema, prefix: str) -> Iterator[tuple[str, Setting]]:
+    required = section.get("required", ())
+    for name, schema in section["properties"].items():
+        setting = Setting(f"{prefix}{name}", schema, name in required)
+        yield setting.path, setting
+        for child in setting.sections:
+            yield from _settings(child, f"{setting.path}.")
+
+
+def members(schema: Schema) -> list[Schema]:
+    """The alternatives of a (possibly nested) union; of any other schema, itself."""
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    return [member for one in inner for member in members(one)] if inner else [schema]
+
+
+def sections(schema: Schema) -> list[Schema]:
+    """The sections that a value or its items may be, each once."""
+    found: dict[str, Schema] = {}
+    for one in members(schema):
+        if "properties" in one:
+            found[one["title"]] = one
+        elif one.get("items"):
+            found |= {item["title"]: item for item in sections(one["items"])}
+    return list(found.values())
+
+
+def kinds(some: list[Schema]) -> dict[str, Schema]:
+    """Sections by the `kind` that chooses one of them; empty unless they are several."""
+    if len(some) < 2:
+        return {}
+    return {one["properties"]["kind"]["const"]: one for one in some}
+
+
+def fields_of(path: str, kind: object = None) -> dict[str, Schema]:
+    """Fields of the section at a dotted path ("" is the recipe itself).
+
+    For a union of sections, those of the member that `kind` names, else of all; for a map with
+    fixed keys, those.
+    """
+    if not path:
+        return dict(schema_of()["properties"])
+    schema = settings()[path].schema if path in settings() else {}
+    names = [one.get("propertyNames", {}).get("enum", ()) for one in members(schema)]
+    found = sections(schema)
+    chosen = kinds(found).get(str(kind))
+    return {name: {} for some in names for name in some} | {
+        name: field
+        for one in ([chosen] if chosen else found)
+        for name, field in one["properties"].items()
+    }
+
+
+def takes(schema: Schema, *types: str) -> bool:
+    """Whether a value may be of one of JSON's types."""
+    return any(one.get("type") in types for one in members(schema))
+
+
+def choices(schema: Schema) -> list[str]:
+    """The words that a value may be."""
+    found = (one.get("enum") or [one.get("const")] for one in members(schema))
+    return [word for words in found for word in words if isinstance(word, str)]
+
+
+def allowed(schema: Schema) -> str:
+    """What a value may be: "an integer ≥ 1, or auto"."""
+    maps = [one for one in members(schema) if "properties" in one]
+    tags = kinds(maps)
+    texts = [f"a map with `kind` one of {', '.join(tags)}"] if tags else []
+    texts += [_member(one) for one in members(schema) if not (tags and one in maps)]
+    return ", or ".join(texts)
+
+
+def _member(schema: Schema) -> str:
+    if "accepts" in schema:
+        return str(schema["accepts"])
+    if "properties" in schema:
+        return f"a map of {', '.join(schema['properties'])}"
+    if "const" in schema:
+        return plain_text(schema["const"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(plain_text, schema['enum']))}"
+    if schema["type"] == "array":
+        return _list(schema)
+    return _TYPES[schema["type"]] + _range(schema)
+
+
+def _list(schema: Schema) -> str:
+    pair = schema.get("prefixItems")
+    count = f"a list of {len(pair)}" if pair else "a list of"
+    item = pair[0] if pair else schema["items"]
+    if len(members(item)) > 1:
+        return f"{count} such maps"
+    if "properties" in item:
+        return f"{count} maps of {', '.join(item['properties'])}"
+    return f"{count} {_PLURALS[item['type']]}{_range(item)}"
+
+
+def _range(schema: Schema) -> str:
+    bounds = [
+        f"{sign} {schema[name]}"
+        for name, sign in _BOUNDS.items()
+        if name in schema and schema[name] < _GUARD
+    ]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def plain_text(value: object) -> str:
+    """A value as a recipe would state it on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(plain_text(item) for item in value)}]"
+    return str(value)

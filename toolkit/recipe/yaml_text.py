@@ -1,0 +1,358 @@
+"""YAML text → plain data, with the line of every key and the text of every value.
+
+ruamel.yaml composes a tree without types, whose size and depth are bounded here, aliases
+included; plain scalars are read by the YAML 1.2 core schema. No constructor ever runs, so a tag
+cannot create an object.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
+
+from toolkit.errors import Problem, RecipeError
+
+MAX_BYTES = 256 * 1024
+"""Largest file; ruamel's scanner needs more than linear time for some inputs."""
+MAX_NODES = 20_000
+"""Most nodes of a document, aliases counted as often as they are used."""
+MAX_DEPTH = 32
+"""Deepest nesting, aliases included."""
+MAX_NUMBER_LENGTH = 64
+"""Longest number, in characters."""
+
+TOP = "(top level)"
+"""Key of a mistake in the recipe's outermost map itself."""
+WHOLE_FILE = "(file)"
+"""Key of a mistake that is not about one setting."""
+
+_TAG = "tag:yaml.org,2002:"
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_PYYAML_BOOLS = {"yes": True, "on": True, "no": False, "off": False}
+_UNDERSCORED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
+_OCTAL = re.compile(r"[-+]?0[0-7]+")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+_SYNTAX_FIXES = {
+    "mapping values are not allowed here": "put a value that contains `: ` in quotes, "
+    "and check the indentation",
+    "found character '\\t' that cannot start any token": "indent with spaces, not tabs",
+    "but found another document": "keep one document per file",
+}
+
+Value: TypeAlias = bool | int | float | str | None
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""`("data", "train", 0, "path")`: names of keys and numbers of items."""
+
+
+class Location(NamedTuple):
+    """File name as shown to the user, 1-based line (0: none)."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The data of a document, or of several on top of each other."""
+
+    data: Any
+    """Dicts, lists and values."""
+    places: Mapping[KeyPath, Location]
+    """Where each key and item stands, () for the document."""
+    written: Mapping[KeyPath, str]
+    """Each value as the user wrote it, a quoted one in double quotes."""
+
+    def place(self, path: KeyPath) -> Location:
+        """Where a setting is stated, or else the nearest section around it."""
+        while path and not self.states(path):
+            path = path[:-1]
+        return self.places[path]
+
+    def states(self, path: KeyPath) -> bool:
+        """Whether there is a key or item at a path."""
+        around, part = self.at(path[:-1]), path[-1]
+        if isinstance(around, list):
+            return isinstance(part, int) and part < len(around)
+        return isinstance(around, dict) and part in around
+
+    def at(self, path: KeyPath) -> Any:
+        """The value at a path; None when it is not stated."""
+        node = self.data
+        for part in path:
+            try:
+                node = node[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return node
+
+    def text(self, path: KeyPath) -> str:
+        """What is stated at a path, as the user wrote it."""
+        value = self.at(path)
+        if isinstance(value, dict | list):
+            return "a map" if isinstance(value, dict) else "a list"
+        return self.written.get(path) or "nothing"
+
+    def unquoted(self, path: KeyPath) -> str:
+        """The text of a value, without its quotes."""
+        text = self.written.get(path, "")
+        return text[1:-1] if self.is_quoted(path) else text
+
+    def is_quoted(self, path: KeyPath) -> bool:
+        """Whether a value is in quotes."""
+        return self.written.get(path, "").startswith('"')
+
+
+class NumberError(ValueError):
+    """A number that is too long, or not finite."""
+
+
+def dotted(path: KeyPath) -> str:
+    """`("data", "train", "files", 0)` → `data.train.files[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def parts_of(key: str) -> KeyPath:
+    """The reverse of `dotted`."""
+    parts = re.split(r"\.|(?=\[\d+\](?:[.\[]|$))", key)
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def resolve_plain(text: str) -> Value:
+    """Value of an unquoted scalar by the YAML 1.2 core schema.
+
+    Raises NumberError for numbers that are not finite or longer than
+    `MAX_NUMBER_LENGTH`.
+    """
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _NOT_FINITE.fullmatch(text):
+        raise NumberError("a finite number")
+    is_int = _INT.fullmatch(text)
+    if not is_int and not _FLOAT.fullmatch(text):
+        return text
+    if len(text) > MAX_NUMBER_LENGTH:
+        raise NumberError(f"a number of at most {MAX_NUMBER_LENGTH} characters")
+    if is_int:
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    number = float(text)
+    if not math.isfinite(number):
+        raise NumberError("a finite number")
+    return number
+
+
+def _in_pyyaml(text: str, value: Value) -> Value:
+    """An unquoted scalar by YAML 1.1, where that differs: `on`, `500_000`, `0777`."""
+    if _UNDERSCORED.fullmatch(text):
+        return resolve_plain(text.replace("_", ""))
+    if _OCTAL.fullmatch(text):
+        return int(text, 8)
+    return _PYYAML_BOOLS.get(text.lower(), value)
+
+
+def parse(
+    text: str, file: str, *, has_lines: bool = True, is_foreign: bool = False
+) -> tuple[Stated, list[Problem]]:
+    """Read one YAML document.
+
+    `file` is only shown in errors; `has_lines=False` leaves line numbers out (for
+    command-line values); `is_foreign`: of a tool that reads it by PyYAML, where merge keys
+    count and `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the mistakes
+    that do not stop reading (tags, keys stated twice, keys that are not text).
+
+    Raises RecipeError when the text is no YAML or exceeds a bound.
+    """
+    reader = _Reader(file, has_lines, is_foreign)
+    root = reader.compose(text)
+    reader.places[()] = reader.place(root)
+    data = reader.value(root, ()) if root is not None else None
+    return Stated(data, reader.places, reader.written), reader.problems
+
+
+class _NoTypes(VersionedResolver):
+    """Leaves the type of values without a tag open."""
+
+    def resolve(self, *_: object) -> Tag:
+        return Tag(suffix="")
+
+
+@lru_cache(maxsize=64)
+def _composed(text: str) -> Any:
+    """The tree of ruamel's composer, which nobody changes: recipes share the files that they
+    extend."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = _NoTypes
+    yaml.composer.warn_double_anchors = False
+    return yaml.compose(text)
+
+
+@dataclass
+class _Reader:
+    file: str
+    has_lines: bool
+    is_foreign: bool
+    problems: list[Problem] = field(default_factory=list)
+    places: dict[KeyPath, Location] = field(default_factory=dict)
+    written: dict[KeyPath, str] = field(default_factory=dict)
+    nodes: int = 0
+    around: list[Any] = field(default_factory=list)
+    """The collections that the present node is in."""
+
+    def compose(self, text: str) -> Any:
+        """The tree of ruamel's composer, its errors turned into ours."""
+        if len(text) > MAX_BYTES:
+            raise self.too_much("a longer text", f"at most {MAX_BYTES} characters")
+        try:
+            return _composed(text)
+        except RecursionError:
+            raise self.too_much("deeper nesting", f"at most {MAX_DEPTH} levels") from None
+        except ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise self.syntax(f"the character {error.character!r}", line) from None
+        except MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            reason = error.problem or error.context or "no YAML"
+            raise self.syntax(str(reason), mark.line + 1 if mark else 1) from None
+        except (YAMLError, ValueError, LookupError, AssertionError, AttributeError) as error:
+            # ruamel reports some malformed directives and escapes this way.
+            raise self.syntax(type(error).__name__, 1) from None
+
+    def syntax(self, reason: str, line: int) -> RecipeError:
+        fix = _SYNTAX_FIXES.get(reason, "fix the YAML at this line or just above it")
+        found = reason.removeprefix("but ").removeprefix("found ")
+        return self.stop(found, "valid YAML", fix, line)
+
+    def too_much(self, found: str, allowed: str, node: Any = None) -> RecipeError:
+        return self.stop(found, allowed, "shorten the recipe", self.place(node).line or 1)
+
+    def stop(self, found: str, allowed: str, fix: str, line: int) -> RecipeError:
+        line = line if self.has_lines else 0
+        problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
+        return RecipeError([*self.problems, problem])
+
+    def place(self, node: Any) -> Location:
+        line = node.start_mark.line + 1 if node is not None else 1
+        return Location(self.file, line if self.has_lines else 0)
+
+    def report(self, path: KeyPath, node: Any, found: str, allowed: str, fix: str) -> None:
+        key = dotted(path) or TOP
+        self.problems.append(Problem(key, found, allowed, fix, *self.place(node)))
+
+    def value(self, node: Any, path: KeyPath) -> Any:
+        """The data of one of ruamel's nodes, at a path of the document."""
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            found = "more values, aliases counted at each use"
+            raise self.too_much(found, f"at most {MAX_NODES}", node)
+        if len(self.around) > MAX_DEPTH:
+            raise self.too_much("deeper nesting", f"at most {MAX_DEPTH} levels", node)
+        if isinstance(node, ScalarNode):
+            return self.scalar(node, path)
+        if node in self.around:
+            found = f"the alias `*{node.anchor}` inside the value that it stands for"
+            raise self.syntax(found, node.start_mark.line + 1)
+        self.around.append(node)
+        is_map = isinstance(node, MappingNode)
+        if node.tag.removeprefix(_TAG) not in ("", "map" if is_map else "seq"):
+            self.bad_tag(node, path)
+        built = self.mapping(node, path) if is_map else self.sequence(node, path)
+        self.around.pop()
+        return built
+
+    def mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value in node.value:
+            if self.is_foreign and key_node.value == "<<" and key_node.style is None:
+                merged = self.merged(value, path) | merged
+                continue
+            name = self.key_name(key_node, path)
+            here = (*path, name) if name else path
+            if name and name in entries:
+                line = self.places[here].line
+                before = f"already stated on line {line}" if line else "stated twice"
+                found = f"the key again, {before}"
+                self.report(here, key_node, found, "each key once", "remove one of the two")
+            elif name:
+                self.places[here] = self.place(key_node)
+                entries[name] = self.value(value, here)
+        return merged | entries
+
+    def merged(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        """What a merge key brings: a map's entries, or those of several; the first win."""
+        entries: dict[str, Any] = {}
+        for one in node.value if isinstance(node, SequenceNode) else (node,):
+            places = dict(self.places)
+            built = self.value(one, path)
+            self.places |= places
+            if not isinstance(built, dict):
+                raise self.syntax("no map behind the merge key", node.start_mark.line + 1)
+            entries = built | entries
+        return entries
+
+    def key_name(self, node: Any, path: KeyPath) -> str:
+        """The key's text; empty, with a problem reported, when it cannot be a key."""
+        if not isinstance(node, ScalarNode):
+            fix = "write a text key before the colon"
+            self.report(path, node, "a list or map as a key", "text keys", fix)
+            return ""
+        text = str(node.value)
+        if text == "<<" and node.style is None:
+            fix = "write the settings out, or use `extends:`"
+            self.report((*path, "<<"), node, "a merge key", "text keys", fix)
+            return ""
+        value = self.scalar(node, path, is_key=True)
+        if not isinstance(value, str) or not value:
+            fix = f'put it in quotes: "{text}"' if text else "write a key first"
+            self.report(path, node, f"the key {text!r}", "text keys", fix)
+            return ""
+        return value
+
+    def sequence(self, node: Any, path: KeyPath) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self.places[(*path, index)] = self.place(item)
+            items.append(self.value(item, (*path, index)))
+        return items
+
+    def scalar(self, node: Any, path: KeyPath, *, is_key: bool = False) -> Value:
+        text, is_quoted = str(node.value), node.style is not None
+        if not is_key:
+            self.written[path] = f'"{text}"' if is_quoted else text
+        if found := _UNSTORABLE.search(text):
+            fix = "remove the character"
+            self.report(path, node, f"the character {found[0]!r}", "text", fix)
+            return ""
+        try:
+            value: Value = text if is_quoted else resolve_plain(text)
+            if self.is_foreign and not is_quoted:
+                value = _in_pyyaml(text, value)
+        except NumberError as error:
+            self.report(path, node, text, str(error), "write another number")
+            return None
+        if node.tag:
+            self.bad_tag(node, path)
+        return value
+
+    def bad_tag(self, node: Any, path: KeyPath) -> None:
+        shown = node.tag.replace(_TAG, "!!")
+        fix = "remove the tag: a recipe holds plain values only"
+        self.report(path, node, f"the tag `{shown}`", "no tags", fix)
