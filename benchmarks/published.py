@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GPUS
-from toolkit.hardware.cluster import default_cluster, link, usual_gpus_per_node
+from toolkit.hardware.catalogue import GPUS, link
+from toolkit.hardware.cluster import default_cluster, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec, ParameterCounts
 from toolkit.plan.cost.memory import peak_memory, stage_memory

@@ -7,8 +7,8 @@ import pytest
 
 from tests.recipe.good import GOOD
 from toolkit.errors import PlanError, RecipeError
-from toolkit.hardware.catalogue import GPUS
-from toolkit.hardware.cluster import default_cluster, link, parse_cluster
+from toolkit.hardware.catalogue import GPUS, link
+from toolkit.hardware.cluster import default_cluster, parse_cluster
 from toolkit.hardware.cluster_file import find_cluster, load_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
@@ -20,21 +20,45 @@ LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "
 """shared: processes of one machine that communicate through its memory."""
 
 
-class UsualMachine(NamedTuple):
-    """The usual surroundings of an accelerator; bandwidths in GB/s, links' each way."""
+@dataclass(frozen=True)
+class Link:
+    """A link of one accelerator, in one direction."""
+
+    bytes_per_s: float
+    """Peak bandwidth of one accelerator's share of the link, each way."""
+    kind: LinkKind = "infiniband"
+    """Decides which share of the peak collectives reach."""
+    measured_bytes_per_s: float | None = None
+    """Measured bandwidth of large collectives, if available."""
+
+
+def link(kind: LinkKind, gb_per_s: float) -> Link:
+    """A link of a kind."""
+    return Link(gb_per_s * GIGA, kind)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The node of an accelerator, and its links."""
 
     gpus_per_node: int
-    node_link: LinkKind
-    node_gb_per_s: float
-    network: LinkKind
-    network_gb_per_s: float
-    """Of one accelerator."""
+    node_link: Link
+    """Between accelerators of one node (NVLink, PCIe)."""
+    network: Link
+    """Between nodes: one accelerator's share of its node's network cards."""
     host_memory_gib: float
-    host_gb_per_s: float
-    nvme_gb_per_s: float
-    host_memory_gb_per_s: float
+    """Of one node."""
+    host_link_bytes_per_s: float
+    """Between one accelerator and its host's memory (PCIe, C2C), each way."""
+    nvme_bytes_per_s: float
+    """Local disks of one node, reading or writing."""
+    host_memory_bytes_per_s: float
+    """Memory bandwidth of one node's processors."""
     nvme_gib: float
+    """Local disks of one node."""
     link_domain: int | None = None
+    """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
+    NVL72 rack); None: those of one node."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class Gpu:
     user's own; None: its own."""
     measured: "Gpu | None" = None
     """Speeds that were measured on this machine, in the fields of the peaks."""
-    machine: UsualMachine | None = None
+    usual: Surroundings | None = None
     """What it is usually built into."""
 
     def peak_flops(self, precision: str) -> float | None:
@@ -84,23 +108,27 @@ class Gpu:
 # a DGX's per GB200 tray, which has two Grace of 480 GB), with 3.2 GB/s per PCIe 3 disk and 6.5
 # per PCIe 4 disk. Host memory bandwidth by channels: two processors with 4 × DDR4-2400 (DGX-1),
 # 8 × DDR4-3200 (A100), 8 × DDR5-4800 (H100); 512 GB/s per Grace.
-_DGX_1 = UsualMachine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154, 7_000)
-_DGX_A100 = UsualMachine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410, 28_000)
-_DGX_H100 = UsualMachine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614, 28_000)
-_DGX_B200 = UsualMachine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614, 28_000)
-_DGX_B300 = UsualMachine(8, "nvlink", 900, "infiniband", 100, 2048, 64, 52, 614, 28_000)
-_NVL72 = UsualMachine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 14_000, 72)
-_GRACE = UsualMachine(1, "nvlink", 450, "infiniband", 50, 480, 450, 13, 512, 7_000)
-_XGMI = UsualMachine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614, 28_000)
-_PCIE_A100 = UsualMachine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410, 7_000)
-_PCIE_H100 = UsualMachine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26, 614, 7_000)
+_NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = (link("nvlink", x) for x in (150, 300, 450, 900))
+_PCIE_3, _PCIE_4, _PCIE_5 = (link("pcie", x) for x in (16, 32, 64))
+_EDR, _HDR, _NDR, _XDR = (link("infiniband", x) for x in (12.5, 25, 50, 100))
+_GBE_10, _GBE_25 = (link("ethernet", x) for x in (1.25, 3.125))
+_DGX_1 = Surroundings(8, _NVLINK_2, link("infiniband", 6.25), 512, 16e9, 13e9, 154e9, 7_000)
+_DGX_A100 = Surroundings(8, _NVLINK_3, _HDR, 2048, 32e9, 52e9, 410e9, 28_000)
+_DGX_H100 = Surroundings(8, _NVLINK_4, _NDR, 2048, 64e9, 52e9, 614e9, 28_000)
+_DGX_B200 = Surroundings(8, _NVLINK_5, _NDR, 2048, 64e9, 52e9, 614e9, 28_000)
+_DGX_B300 = Surroundings(8, _NVLINK_5, _XDR, 2048, 64e9, 52e9, 614e9, 28_000)
+_NVL72 = Surroundings(4, _NVLINK_5, _NDR, 960, 450e9, 26e9, 1024e9, 14_000, 72)
+_GRACE = Surroundings(1, _NVLINK_4, _NDR, 480, 450e9, 13e9, 512e9, 7_000)
+_XGMI = Surroundings(8, link("xgmi", 448), link("roce", 50), 2048, 64e9, 52e9, 614e9, 28_000)
+_PCIE_A100 = Surroundings(8, _PCIE_4, _EDR, 1024, 32e9, 13e9, 410e9, 7_000)
+_PCIE_H100 = Surroundings(8, _PCIE_5, _HDR, 1024, 64e9, 26e9, 614e9, 7_000)
 # Parts without an HGX board, as they are commonly built in: assumed, without NVLink bridges.
-_INFERENCE = UsualMachine(4, "pcie", 32, "ethernet", 3.125, 512, 32, 13, 410, 4_000)
-_TURING = UsualMachine(4, "pcie", 16, "ethernet", 3.125, 256, 16, 6.4, 154, 1_000)
-_DESKTOP = UsualMachine(2, "pcie", 32, "ethernet", 1.25, 128, 32, 6.5, 51, 1_000)
-_DESKTOP_5 = UsualMachine(2, "pcie", 64, "ethernet", 1.25, 128, 64, 6.5, 77, 1_000)
+_INFERENCE = Surroundings(4, _PCIE_4, _GBE_25, 512, 32e9, 13e9, 410e9, 4_000)
+_TURING = Surroundings(4, _PCIE_3, _GBE_25, 256, 16e9, 6.4e9, 154e9, 1_000)
+_DESKTOP = Surroundings(2, _PCIE_4, _GBE_10, 128, 32e9, 6.5e9, 51e9, 1_000)
+_DESKTOP_5 = Surroundings(2, _PCIE_5, _GBE_10, 128, 64e9, 6.5e9, 77e9, 1_000)
 # A host with two channels of DDR4, 10 Gb/s Ethernet and one disk.
-_HOST = UsualMachine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40, 500)
+_HOST = Surroundings(1, link("shared", 5), _GBE_10, 64, 20e9, 3.2e9, 40e9, 500)
 
 _A100 = (19.5, 156.0, 312.0)
 # H100 and H200 sheets print figures with 2:4 sparsity: half of 989, 1,979 and 3,958.
@@ -110,7 +138,7 @@ _H100 = (67.0, 494.5, 989.5, 1979.0)
 # vendors' data sheets; of GeForce and RTX cards the white papers' (appendix A), whose tensor
 # cores' rate is that with fp32 sums, which training needs.
 _ROWS: tuple[
-    tuple[str, Generation, float, float, UsualMachine, tuple[float | None, ...]], ...
+    tuple[str, Generation, float, float, Surroundings, tuple[float | None, ...]], ...
 ] = (
     ("v100-32gb", "volta", 31.7, 900, _DGX_1, (15.7, None, 125.0)),  # neither bf16 nor TF32
     ("a100-40gb", "ampere", 39.4, 1555, _DGX_A100, _A100),
@@ -144,17 +172,15 @@ _ROWS: tuple[
 
 
 def _listed() -> Iterator[Gpu]:
-    for name, generation, memory_gib, gb_per_s, machine, peaks in _ROWS:
+    for name, generation, memory_gib, gb_per_s, usual, peaks in _ROWS:
         fp32, tf32, half, fp8 = (
             None if peak is None else peak * TERA for peak in (*peaks, None)[:4]
         )
         bf16 = None if generation in ("volta", "turing") else half
         speed = gb_per_s * GIGA
-        yield Gpu(
-            name, memory_gib, fp32, tf32, half, bf16, fp8, speed, generation, machine=machine
-        )
+        yield Gpu(name, memory_gib, fp32, tf32, half, bf16, fp8, speed, generation, usual=usual)
     # The host's processor: memory and speed depend on the machine.
-    yield Gpu("cpu", None, machine=_HOST)
+    yield Gpu("cpu", None, usual=_HOST)
 
 
 GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _listed()}
@@ -191,32 +217,17 @@ _ONE_KEY = 0.9
 """Similarity of names that differ by about one character."""
 _ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb"}
 """Names of products that are sold with several memories, and the usual one."""
-_SOLD_AS: Mapping[str, Generation] = {
-    r"v100|titanv": "volta",
-    r"(rtx)?20\d\d|titanrtx|gtx16|(quadrortx|rtx)[4-8]000$|t[4-8]": "turing",
-    r"a\d+|(rtx)?30\d\d|rtxa\d+": "ampere",
-    r"(rtx)?40\d\d|l\d+|rtx\d+ada": "ada",
-    r"g?h\d+": "hopper",
-    r"g?b\d+|(rtx)?50\d\d|rtxpro": "blackwell",
-    r"mi3\d\d": "cdna3",
-}
-"""Beginnings of product names, without spaces and the vendor."""
 
 
 def _similar(name: str) -> str:
-    """What a name that is not in the catalogue may mean: a slip of the keys, a longer name of
-    the product, or the nearest of its generation."""
+    """What a name that is not in the catalogue may mean: a slip of the keys, or a longer name
+    of the product."""
     words = re.findall(r"[a-z0-9]+", name[:80].lower())
     family = [one for one in GPUS if one.partition("-")[0] in words]
     near = closest(name.lower(), GPUS, _ONE_KEY)
     if not near and family:
         usual = _ALIASES.values()
         near = max(family, key=lambda one: (len({*words} & {*one.split("-")}), one in usual))
-    if not near:
-        sold = re.sub("nvidia|geforce|amd|instinct|tesla", "", "".join(words))
-        found = [kind for start, kind in _SOLD_AS.items() if re.match(start, sold)]
-        same = [one.name for one in GPUS.values() if one.generation in found[:1]]
-        near = closest(sold, same, 0.0)
     return f"did you mean `{near}`?" if near else "choose one of these,"
 
 

@@ -5,50 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GIGA, Gpu, LinkKind, UsualMachine, accelerator, gpu
+from toolkit.hardware.catalogue import Gpu, Surroundings, accelerator, gpu
 from toolkit.recipe.schema import ClusterSection, GpuSection
 
 Basis = Literal["calibrated", "data sheet", "nominal"]
 
 
-@dataclass(frozen=True)
-class Link:
-    """A link of one accelerator, in one direction."""
-
-    bytes_per_s: float
-    """Peak bandwidth of one accelerator's share of the link, each way."""
-    kind: LinkKind = "infiniband"
-    """Decides which share of the peak collectives reach."""
-    measured_bytes_per_s: float | None = None
-    """Measured bandwidth of large collectives, if available."""
-
-
-@dataclass(frozen=True)
-class Cluster:
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Surroundings):
     """The hardware of a layout. Ranks fill a node before the next one."""
 
     name: str
     nodes: int
-    gpus_per_node: int
     gpu: Gpu
-    node_link: Link
-    """Between accelerators of one node (NVLink, PCIe)."""
-    network: Link
-    """Between nodes: one accelerator's share of its node's network cards."""
-    host_memory_gib: float
-    """Of one node."""
-    host_link_bytes_per_s: float
-    """Between one accelerator and its host's memory (PCIe, C2C), each way."""
-    nvme_bytes_per_s: float
-    """Local disks of one node, reading or writing."""
-    host_memory_bytes_per_s: float
-    """Memory bandwidth of one node's processors."""
-    nvme_gib: float
-    """Local disks of one node."""
     price_per_gpu_hour: float | None = None
-    link_domain: int | None = None
-    """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
-    NVL72 rack); None: those of one node."""
     memory_fraction: float = 1.0
     """Share of each accelerator's memory that layouts may need; `gpu.memory_gib` is this share
     of it."""
@@ -87,19 +57,14 @@ class Cluster:
         return self.link_domain or self.gpus_per_node
 
 
-def link(kind: LinkKind, gb_per_s: float) -> Link:
-    """A link of a kind."""
-    return Link(gb_per_s * GIGA, kind)
-
-
 def usual_gpus_per_node(name: str) -> int:
     """Accelerators of a node as vendors sell them. Raises PlanError for unknown names."""
-    return _machine(gpu(name)).gpus_per_node
+    return _usual(gpu(name)).gpus_per_node
 
 
-def _machine(device: Gpu) -> UsualMachine:
-    assert device.machine is not None, "of the catalogue, or like one of it"
-    return device.machine
+def _usual(device: Gpu) -> Surroundings:
+    assert device.usual is not None, "of the catalogue, or like one of it"
+    return device.usual
 
 
 def default_cluster(nodes: int, gpus_per_node: int, name: str | GpuSection) -> Cluster:
@@ -108,21 +73,9 @@ def default_cluster(nodes: int, gpus_per_node: int, name: str | GpuSection) -> C
     Raises PlanError for an accelerator that the catalogue lacks.
     """
     device = accelerator(name)
-    machine = _machine(device)
-    return Cluster(
-        name=f"{nodes}x{gpus_per_node}x{device.name}",
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=device,
-        node_link=link(machine.node_link, machine.node_gb_per_s),
-        network=link(machine.network, machine.network_gb_per_s),
-        host_memory_gib=machine.host_memory_gib,
-        host_link_bytes_per_s=machine.host_gb_per_s * GIGA,
-        nvme_bytes_per_s=machine.nvme_gb_per_s * GIGA,
-        host_memory_bytes_per_s=machine.host_memory_gb_per_s * GIGA,
-        nvme_gib=machine.nvme_gib,
-        link_domain=machine.link_domain,
-    )
+    here = {"gpus_per_node": gpus_per_node, "nodes": nodes, "gpu": device}
+    label = f"{nodes}x{gpus_per_node}x{device.name}"
+    return Cluster(**(vars(_usual(device)) | here), name=label)
 
 
 def usual_cluster(where: ClusterSection) -> Cluster:

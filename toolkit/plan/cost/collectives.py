@@ -7,7 +7,8 @@ Latencies are not counted.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.hardware.cluster import Cluster, Link
+from toolkit.hardware.catalogue import Link
+from toolkit.hardware.cluster import Cluster
 from toolkit.plan.cost.efficiency import Efficiency
 
 
