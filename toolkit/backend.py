@@ -7,7 +7,7 @@ never compare engine names. The heavy half, which trains, is an `Engine` (engine
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from toolkit.errors import PlanError, Problem
 from toolkit.layout import (
@@ -25,9 +25,6 @@ from toolkit.plan.request import PlanRequest
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.registry import ENGINES, Registry
-
-if TYPE_CHECKING:
-    pass
 
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
@@ -152,8 +149,6 @@ class Backend:
     """The environment variable by which its users choose `cpu` or another device."""
     configured: ClassVar[bool] = False
     """Whether it reads a configuration (`NAME.json` in the run directory)."""
-    fixed: ClassVar[Mapping[str, object]] = {}
-    """Settings of that configuration, by dotted name, whose value no recipe changes."""
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
     accelerate: ClassVar[InAccelerate | None] = None

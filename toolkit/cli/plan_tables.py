@@ -10,8 +10,7 @@ from rich.text import Text
 from toolkit.cli.output import Table
 from toolkit.layout import Layout
 from toolkit.plan.alternatives import Alternative, what_if
-from toolkit.plan.dimensions import DEGREES, degrees, recompute_text
-from toolkit.plan.plan import Plan
+from toolkit.plan.dimensions import DEGREES, degrees, degrees_text
 from toolkit.plan.planned import Planned
 from toolkit.plan.search import Candidate, Search, room
 from toolkit.text.units import GIB, MIB_PER_GIB, seconds, size
@@ -72,11 +71,11 @@ def _tight(found: Search, one: Candidate) -> str:
 
 
 def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
-    """The header, and a line per recipe and cluster; empty columns are omitted."""
+    """The header, and a line per recipe and cluster; without columns that say nothing."""
     columns: dict[str, Callable[[Planned], str]] = {
         "recipe": lambda one: one.recipe.name,
         "cluster": lambda one: one.cluster.name,
-        "layout": lambda one: " ".join(_short(one.plan)),
+        "layout": lambda one: degrees_text(one.plan.engine, one.plan.model, one.plan.layout),
         "GiB": _needed,
         "step": lambda one: _or_dash(one.plan.step_time_s, seconds),
         "tok/s/GPU": lambda one: _or_dash(one.plan.tokens_per_s_per_gpu, "{:,.0f}".format),
@@ -84,8 +83,7 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
         "run": lambda one: _or_dash(one.run, lambda run: run.duration),
         "cost": lambda one: _or_dash(one.run and one.run.cost, "{:,.0f}".format),
     }
-    same = len({one.recipe.name for one in planned}) == 1
-    if same:
+    if same := len({one.recipe.name for one in planned}) == 1:
         del columns["recipe"]
     if all(columns["cost"](one) == "-" for one in planned):
         del columns["cost"]
@@ -156,16 +154,6 @@ def _needed(one: Planned) -> str:
     need = _or_dash(one.plan.memory_gib, "{:.1f}".format)
     found = one.search
     return need + (_tight(found, found.best) if found.fits else " too much")
-
-
-def _short(plan: Plan) -> Iterator[str]:
-    """`megatron tp8 pp16 vpp4 z1 full`."""
-    layout = plan.layout
-    yield plan.engine
-    yield from (f"{name}{degree}" for name, degree in degrees(layout).items())
-    yield f"z{layout.zero_stage}{_offloaded(layout)}"
-    if layout.recompute != "none":
-        yield recompute_text(layout).replace(" ", "-")
 
 
 def _offloaded(layout: Layout) -> str:

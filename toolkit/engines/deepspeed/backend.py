@@ -9,7 +9,6 @@ from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
     HPZ,
     LESS_EXACT,
-    REQUIRED,
     DeepSpeedRequest,
     communication_bytes,
     offload_of,
@@ -169,7 +168,6 @@ class DeepSpeedBackend(Backend):
     packages = {"deepspeed": "deepspeed"}
     device_variable = "DS_ACCELERATOR"
     configured = True
-    fixed = REQUIRED
     distributed_types = ("DEEPSPEED",)
     accelerate = DeepSpeedInAccelerate()
     rehearsals = (
