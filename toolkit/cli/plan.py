@@ -212,15 +212,15 @@ def _facts(planned: Planned, by_part: Estimate) -> Iterator[Text]:
     yield Text.assemble(
         (recipe.name, "bold"), f"  {human(plan.parameters)} parameters{of_them}; {where}"
     )
-    whole = layout_text(plan.engine, plan.model, replace(layout, recompute="none"))
-    degrees, _, kernels = whole.split(", ", 2) if whole.count(", ") > 1 else (whole, "", "")
+    computed = replace(layout, recompute="none")
+    degrees, _, *kernels = layout_text(plan.engine, plan.model, computed).split(", ")
     ways = [f"recompute {recompute_text(layout)}", f"attention {plan.attention_kernel}"]
     utilization = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}"
     nominal = "" if limited or cluster.gpu.measured else " (nominal)"
     per = "GPU" if limited else "process"
-    yield _fact("layout", degrees.partition(", ")[0])
+    yield _fact("layout", degrees)
     yield _fact("batch", batch_text(layout))
-    yield _fact("kernels", ", ".join([*ways, *filter(None, [kernels])]))
+    yield _fact("kernels", ", ".join([*ways, *kernels]))
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
     yield _fact("step", f"{seconds(time.total_s)}{nominal}: {speed}{utilization}")
     if (run := planned.run) is not None:

@@ -91,34 +91,26 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
 
 
 def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
-    """Each part of memory and time: its formula, the symbols' values, its source."""
-    told: set[str] = set()
+    """Each part of memory and time, and each symbol that is derived: value, formula, source;
+    then the values of all other symbols."""
     for what, parts in derived.items():
         yield Text(f"  why each number: {what}", "dim")
-        for part, one in parts.items():
-            unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
-            yield from _formula(part, _amount(unit, one["value"]), one, "  - ", told)
-
-
-def _formula(
-    name: str, value: str, one: Mapping[str, Any], bullet: str, told: set[str]
-) -> Iterator[Text]:
-    """The number, what its symbols are, and those that are derived in turn, unless `told`."""
-    indent = " " * len(bullet)
-    formula = one["formula"].replace(" * ", " · ")
-    yield from wrapped(f"{name} {value} = {formula}", bullet, f"{indent}  ")
-    nested = {key: x for key, x in one["symbols"].items() if isinstance(x, dict)}
-    shown = {key: x["value"] if key in nested else x for key, x in one["symbols"].items()}
-    values = [f"{key} {_amount(key, x)}".replace(" ", "\0") for key, x in shown.items() if x]
-    zeros = [key for key, x in shown.items() if not x]
-    values += [f"0: {zeros[0]}", *zeros[1:]] if zeros else []
-    yield from wrapped(", ".join(values), indent, indent)
-    if one["source"]:
-        yield from wrapped(f"({one['source']})", indent, indent, "dim")
-    for key, inner in nested.items():
-        if key not in told:
-            told.add(key)
-            yield from _formula(key, _amount(key, inner["value"]), inner, f"{indent}  ", told)
+        unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
+        rows = [(part, unit, one) for part, one in parts.items()]
+        values: dict[str, float] = {}
+        for name, unit, one in rows:  # to which derived symbols are added
+            formula = one["formula"].replace(" * ", " · ")
+            amount = _amount(unit, one["value"])
+            yield from wrapped(f"{name} {amount} = {formula}", "  - ", "      ")
+            if one["source"]:
+                yield from wrapped(f"({one['source']})", "    ", "    ", "dim")
+            for key, symbol in one["symbols"].items():
+                if not isinstance(symbol, dict):
+                    values[key] = symbol
+                elif (key, key, symbol) not in rows:
+                    rows.append((key, key, symbol))
+        shown = (f"{key} {_amount(key, x)}".replace(" ", "\0") for key, x in values.items())
+        yield from wrapped(", ".join(shown), "  where ", "    ")
 
 
 def wrapped(text: str, first: str, rest: str, style: str = "") -> Iterator[Text]:
