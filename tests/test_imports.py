@@ -31,7 +31,6 @@ LIGHT = (
 )  # fmt: skip
 
 PROGRAMS = (
-    "toolkit.extras.launchers.ray_job",
     "toolkit.launchers.agent",
     "toolkit.train.__main__",
 )

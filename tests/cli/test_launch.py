@@ -19,7 +19,7 @@ def test_a_restart_takes_the_gpus_that_work(tmp_path, monkeypatch, capsys):
     planned = decide(recipe, tmp_path / "run")
     write(planned, ["dmt"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    # Asking GPUs needs GPUs: tests/launchers/test_supervisor.py has the asking.
+    # Asking GPUs needs GPUs: tests/launchers/test_restarts.py has the asking.
     monkeypatch.setattr(launch, "working_gpus", lambda _: ["4", "5", "6", "7"])
     assert launch._still_possible(planned, recipe, None, []) is planned
     monkeypatch.setattr(launch, "working_gpus", lambda _: ["4", "6", "7"])

@@ -3,33 +3,34 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launchers.watching import STAND_IN
-from tests.processes import HANG_S, wait_until
-
-_LAUNCH = """
-import sys
-from pathlib import Path
+from tests.launchers.watching import STAND_IN, WarmProcess
+from tests.processes import wait_until
+from toolkit.launchers import ranks as ranks_of_a_machine
 from toolkit.launchers.base import Job, starter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 
-name, run_dir, ranks, grace_s, *worker = sys.argv[1:]
-chosen = starter(name)
-cluster = ClusterSection(gpus_per_node=int(ranks))
-launch = LaunchSection(grace_s=float(grace_s) or None)
-spec = chosen.spec(Job(Path(run_dir), cluster, launch, worker=tuple(worker)))
-spec.write_files()
-with StopSignals() as signals:
-    outcome = chosen.run(spec, signals)
-sys.exit(outcome.exit_code)
-"""
+
+def run_stand_ins(
+    name: str, run_dir: Path, behaviour: str, ranks: int, grace_s: float, failed_grace_s: float
+) -> int:
+    """Launch stand-in workers; returns the exit code."""
+    ranks_of_a_machine.FAILED_GRACE_S = failed_grace_s
+    cluster, launch = (
+        ClusterSection(gpus_per_node=ranks),
+        LaunchSection(grace_s=grace_s or None),
+    )
+    worker = tuple(map(str, (STAND_IN, run_dir, behaviour)))
+    chosen = starter(name)
+    spec = chosen.spec(Job(run_dir, cluster, launch, worker=worker))
+    spec.write_files()
+    with StopSignals() as signals:
+        return chosen.run(spec, signals).exit_code
 
 
 class Launch:
@@ -40,21 +41,14 @@ class Launch:
         name: str,
         run_dir: Path,
         behaviour: str,
-        ranks: int,
-        grace_s: float,
-        inside: Sequence[str],
+        ranks: int = 2,
+        grace_s: float = 0,
+        failed_grace_s: float = ranks_of_a_machine.FAILED_GRACE_S,
     ) -> None:
         self.run_dir = run_dir
         self.ranks = ranks
-        argv = [name, run_dir, ranks, grace_s, STAND_IN, run_dir, behaviour]
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-c", _LAUNCH, *map(str, argv)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A shell's foreground job: its own process group, which Ctrl-C signals.
-            process_group=0,
-        )
+        arguments = name, run_dir, behaviour, ranks, grace_s, failed_grace_s
+        self.process = WarmProcess(run_dir / "said", run_stand_ins, *arguments)
 
     def worker_pids(self) -> list[int]:
         """Wait until all workers are there; return their process ids by rank."""
@@ -69,29 +63,20 @@ class Launch:
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher; return its exit code and standard error."""
-        _, errors = self.process.communicate(timeout=HANG_S)
-        return self.process.returncode, errors
+        return self.process.end()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     launches: list[Launch] = []
 
-    def start(
-        name: str,
-        behaviour: str,
-        ranks: int = 2,
-        grace_s: float = 0,
-        inside: Sequence[str] = (),
-    ) -> Launch:
-        launches.append(Launch(name, tmp_path, behaviour, ranks, grace_s, inside))
+    def start(name: str, behaviour: str, **more: float) -> Launch:
+        launches.append(Launch(name, tmp_path, behaviour, **more))
         return launches[-1]
 
     yield start
     for launch in launches:
-        if launch.process.poll() is None:
-            launch.process.kill()
-        launch.process.communicate()
+        launch.process.kill()
         for file in tmp_path.glob("pid-*"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)

@@ -2,35 +2,32 @@
 
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.processes import HANG_S, wait_until
-from toolkit.launchers.base import free_port
-
-WORKER = Path(__file__).with_name("progressing.py")
-_AGENT = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from toolkit.launchers.base import Job
+from tests.launchers.watching import WarmProcess
+from tests.processes import wait_until
+from toolkit.launchers.base import Job, free_port
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 
-run_dir, port, restarts, *worker = sys.argv[1:]
-launch = LaunchSection(rendezvous=f"127.0.0.1:{port}", max_restarts=int(restarts))
-launcher = LocalStarter()
-spec = launcher.spec(Job(Path(run_dir), ClusterSection(nodes=2), launch))
-spec = replace(spec, argv=(sys.executable, "-S", *worker))
-with StopSignals() as signals:
-    sys.exit(launcher.run(spec, signals).exit_code)
-"""
+WORKER = Path(__file__).with_name("progressing.py")
+
+
+def run_agent(run_dir: Path, port: int, max_restarts: int, *worker: str) -> int:
+    """Launch a worker on one of two machines; returns the exit code."""
+    launch = LaunchSection(rendezvous=f"127.0.0.1:{port}", max_restarts=max_restarts)
+    launcher = LocalStarter()
+    spec = launcher.spec(Job(run_dir, ClusterSection(nodes=2), launch))
+    spec = replace(spec, argv=(sys.executable, "-S", *worker))
+    with StopSignals() as signals:
+        return launcher.run(spec, signals).exit_code
 
 
 class Agents:
@@ -38,19 +35,19 @@ class Agents:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.port = run_dir, free_port()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[WarmProcess] = []
 
     def start(self, restarts: int, last: int, code: int = 0) -> None:
         """Start another one; see progressing.py."""
-        words = [self.run_dir, self.port, restarts, WORKER, self.run_dir, last, code]
-        argv = [sys.executable, "-c", _AGENT, *map(str, words)]
-        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        self.processes.append(process)
+        said = self.run_dir / f"said-{len(self.processes)}"
+        worker = map(str, (WORKER, self.run_dir, last, code))
+        arguments = self.run_dir, self.port, restarts, *worker
+        self.processes.append(WarmProcess(said, run_agent, *arguments))
 
     def end(self) -> tuple[list[int], str]:
         """Their exit codes, and what they printed."""
-        printed = [process.communicate(timeout=HANG_S)[1] for process in self.processes]
-        return [process.returncode for process in self.processes], "\n".join(printed)
+        codes, printed = zip(*(process.end() for process in self.processes), strict=True)
+        return [*codes], "\n".join(printed)
 
     def starts(self) -> list[list[str]]:
         """Meeting port and number of ranks of each start, by rank."""
@@ -63,9 +60,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     made = Agents(tmp_path)
     yield made
     for process in made.processes:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
+        process.kill()
 
 
 @pytest.mark.slow
@@ -118,8 +113,9 @@ def test_a_stop_while_it_waits_for_others(agents: Agents, host_is_there: bool) -
             with suppress(OSError), socket.create_connection(("127.0.0.1", agents.port), 1):
                 return True
             return False
-        status = Path(f"/proc/{process.pid}/maps").read_text()
-        return "libtorch_python" in status
+        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        (caught,) = (int(line.split()[1], 16) for line in status if "SigCgt" in line)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
 
     wait_until(waits, "the agent")
     process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.launchers.watching import STAND_IN, alive
+from tests.launchers.watching import alive
 from tests.needs import NAMESPACES, require
 from tests.processes import HANG_S, wait_until
 from toolkit.launchers.outcome import RankExit, report_failure
@@ -34,23 +34,22 @@ def test_all_ranks_done(start):
         assert argv[1:] == [str(launch.run_dir), "done"], "no launcher adds an argument"
 
 
-def test_ranks_that_cannot_connect_to_each_other_are_not_started(start):
+_ALONE = """
+from pathlib import Path
+from toolkit.launchers.base import check_loopback
+check_loopback()
+"""
+
+
+def test_ranks_that_cannot_connect_to_each_other_are_not_started():
     """They waited for each other in silence, for minutes."""
     require(NAMESPACES)
-    launch = start("local", "done", inside=("unshare", "--net"))  # where loopback is down
-    code, errors = launch.end()
-    assert code != 0
-    assert "BackendUnavailable: the ranks meet at 127.0.0.1" in errors
-    assert "ip link set lo up" in errors
-    assert not [*launch.run_dir.glob("pid-*")]
-
-
-def test_ctrl_c_saves_and_stops(start):
-    launch = start("local", "sleep")
-    pids = launch.worker_pids()
-    launch.signal_group(signal.SIGINT)
-    assert launch.end()[0] == 75
-    assert_gone(pids)
+    inside = "unshare", "--net"  # where loopback is down
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert "BackendUnavailable: the ranks meet at 127.0.0.1" in done.stderr
+    assert "ip link set lo up" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
@@ -62,11 +61,12 @@ def test_a_signal_to_the_launcher_saves_and_stops(start, number):
     assert_gone(pids)
 
 
-def test_a_signal_reaches_each_rank_once(start):
+def test_ctrl_c_reaches_each_rank_once_which_saves(start):
     launch = start("local", "sleep")
-    launch.worker_pids()
+    pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
-    launch.end()
+    assert launch.end()[0] == 75
+    assert_gone(pids)
     assert [(launch.run_dir / f"asked-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
 def test_a_stop_before_the_workers_listen_is_no_failure(start):
     launch = start("local", "early")
     pids = launch.worker_pids()
-    launch.process.terminate()
+    launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 75
     assert_gone(pids)
 
@@ -163,41 +163,20 @@ def test_a_stopped_rank_does_not_hold_up_the_end(start):
     assert_gone(pids)
 
 
-_SHORT_GRACE = """
-import sys
-from pathlib import Path
-from toolkit.launchers import local
-from toolkit.launchers.base import Job
-from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
-local.FAILED_GRACE_S = 0.5
-launcher = local.LocalStarter()
-run_dir, *worker = sys.argv[1:]
-with StopSignals() as signals:
-    job = Job(Path(run_dir), ClusterSection(gpus_per_node=2), worker=tuple(worker))
-    spec = launcher.spec(job)
-    sys.exit(launcher.run(spec, signals).exit_code)
-"""
-
-
-def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(tmp_path):
-    worker = [str(STAND_IN), str(tmp_path), "fail=1:1 stubborn"]
-    done = subprocess.run(
-        [sys.executable, "-c", _SHORT_GRACE, str(tmp_path), *worker],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 4
-    assert "rank 1 failed with exit code 1" in done.stderr
-    assert not alive(int((tmp_path / "pid-0").read_text()))
+def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(start):
+    launch = start("local", "fail=1:1 stubborn", failed_grace_s=0.5)
+    pids = launch.worker_pids()
+    code, errors = launch.end()
+    assert code == 4
+    assert "rank 1 failed with exit code 1" in errors
+    assert not alive(pids[0])
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, saved):
     launch = start("local", "saved" if saved else "stubborn", grace_s=0.5)
     launch.worker_pids()
-    launch.process.terminate()
+    launch.process.send_signal(signal.SIGTERM)
     code, errors = launch.end()
     said = "step 7 is saved, but ranks were not gone" if saved else "not saved and gone"
     assert f"error: {said} within launch.grace_s (0.5 s): killed" in errors
@@ -215,7 +194,7 @@ def test_the_third_ctrl_c_kills(start):
     launch = start("local", "stubborn")
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
-    assert any("Ctrl-C twice more" in line for line in launch.process.stderr)
+    wait_until(lambda: "Ctrl-C twice more" in launch.process.said(), "the first message")
     assert launch.process.poll() is None
     # Signals that come at once count as one: the user goes on until the third is seen.
     while any(map(alive, pids)):

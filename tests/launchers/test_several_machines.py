@@ -20,7 +20,7 @@ def job(run_dir: Path = RUN, **launch: object) -> Job:
 def test_machines_meet_at_the_rendezvous_and_plan_on_rank_0():
     changing = ElasticSection(min_nodes=1, max_nodes=4)
     spec = LocalStarter().spec(job(rendezvous="node-1:29400", max_restarts=3, elastic=changing))
-    assert spec.meeting == Meeting("node-1:29400", "tiny", 1, 4, 3, True)
+    assert spec.meeting == Meeting("node-1:29400", "tiny", 3, 1, 4, True)
     assert spec.argv == (
         *(sys.executable, "-u", "-m", "toolkit.cli.main", "train"),
         *("/runs/one/launch/recipe.yaml", "--run-dir", "/runs/one"),

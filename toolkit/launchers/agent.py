@@ -1,10 +1,11 @@
-"""The agent of one machine of several: torch's elastic agent, whose ranks are those of `local`.
+"""The agent of one machine: torch's elastic agent, whose ranks are those of `local`.
 
 torch's agent lets machines meet, restarts all ranks if one fails, and if a machine waits to
 join. In addition:
 
-- Exit codes 0, 2, 3 and 75 end the run; only a failure is started again. Restarts count as
-  those of `supervisor`: a newer checkpoint renews them.
+- Exit codes 0, 2, 3 and 75 end the run; only a failure is started again. A newer checkpoint
+  renews the restarts.
+- A run on one machine starts again after a pause, on the GPUs that still work.
 - Ranks that wait for a lost machine are killed as soon as that machine's agent is silent;
   `launch.hang_timeout_s` is only for ranks that hang by themselves.
 - Before a machine joins, all ranks save the same step and leave. Their exit code 75 is not
@@ -15,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -37,13 +38,20 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import LaunchSpec, Meeting, Outcome
-from toolkit.launchers.outcome import USER_CODES, failure_code
+from toolkit.launchers.outcome import (
+    USER_CODES,
+    failure_code,
+    failure_reason,
+    given_up,
+    newest_step,
+    not_retryable,
+)
 from toolkit.launchers.process import POLL_S, Deadline, StopRequested, StopSignals
 from toolkit.launchers.ranks import RankWatch
-from toolkit.launchers.supervisor import failure_reason, given_up, newest_step, not_retryable
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import cause_of, events_offset
+from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 
@@ -55,6 +63,8 @@ how long one after that; a machine that comes later is taken in without the loss
 BEAT_S, BEATS = 2, 3
 """In an elastic run, a machine whose agent has been silent for six seconds is lost (torch: 5 s
 and 3). All ranks wait for that; an agent is late only where memory runs out."""
+LONGEST_PAUSE_S = 30.0
+"""Before a restart on one machine: 1 s, doubled each time, up to this."""
 _TALKATIVE = (
     "agent.server.api",
     "rendezvous.dynamic_rendezvous",
@@ -69,8 +79,9 @@ _LEFT = "dmt/left"
 
 def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outcome:
     """Meet the other machines, start this one's ranks, and wait for the end of the run."""
-    # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if meeting.several:
+        # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name in _TALKATIVE:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     run, offset, handler = RunDirectory(spec.run_dir), events_offset(spec.run_dir), None
@@ -148,7 +159,7 @@ class Agent(SimpleElasticAgent):
         )
         self.outcome = Outcome(EXIT_FAILED)
         """The last one of this machine's ranks."""
-        self._spec, self._signals = spec, signals
+        self._spec, self._signals, self._several = spec, signals, meeting.several
         self._directory = RunDirectory(spec.run_dir)
         self._newest = newest_step(self._directory)
         self._watch: RankWatch | None = None
@@ -157,6 +168,8 @@ class Agent(SimpleElasticAgent):
         """The machines of the last meeting."""
         self._failed = False
         """Whether a rank of this machine has failed since."""
+        self._restart: Mapping[str, Any] = {}
+        """Fields of the event about the restart to come."""
 
     def run(self, role: str = "default") -> RunResult:
         """See torch's. Raises RendezvousClosedError for a machine that waited beyond
@@ -187,6 +200,17 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks at their places."""
         self._offset = events_offset(self._directory.path)
+        spec = self._spec
+        if self._several:
+            spec = self._placed(worker_group)
+        elif self._restart:
+            spec = spec.again() if spec.again is not None else spec
+            EventLog(self._directory.events).write("restart", **self._restart)
+        self._watch = RankWatch(spec, self._signals)
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _placed(self, worker_group: WorkerGroup) -> LaunchSpec:
+        """The ranks with their places among those of all machines."""
         shared = {
             "MASTER_ADDR": str(worker_group.master_addr),
             "MASTER_PORT": str(worker_group.master_port),
@@ -202,9 +226,7 @@ class Agent(SimpleElasticAgent):
             }
             for worker in worker_group.workers
         )
-        env = {**self._spec.env, **shared}
-        self._watch = RankWatch(replace(self._spec, env=env, rank_env=places), self._signals)
-        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        return replace(self._spec, env={**self._spec.env, **shared}, rank_env=places)
 
     def _lost_a_machine(self) -> bool:
         """Whether one of the meeting is gone, other than to meet again with a new one."""
@@ -231,22 +253,43 @@ class Agent(SimpleElasticAgent):
         if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
-        self._failed = True
-        step = newest_step(self._directory)
-        if step > self._newest:
-            self._newest = step
-            self._remaining_restarts = worker_group.spec.max_restarts
+        self._failed, ended_at = True, time.time()
         events = read_events(self._directory.events, self._offset)
+        reason, step = failure_reason(events, outcome.reason), newest_step(self._directory)
+        if not self._several:
+            failure = {"time": ended_at, "exit_code": outcome.exit_code, "reason": reason}
+            EventLog(self._directory.events).write("failure", **failure)
+        most = worker_group.spec.max_restarts
+        if step > self._newest:
+            self._newest, self._remaining_restarts = step, most
+        attempt = most - self._remaining_restarts + 1
         ends = self._signals.stop_requested or outcome.exit_code in USER_CODES
-        most, left = worker_group.spec.max_restarts, self._remaining_restarts
         if ends or not most or not_retryable(events):
             self._remaining_restarts = 0
-        elif left:
-            reason = failure_reason(events, outcome.reason)
-            tell(f"restart {most - left + 1} of {most} from step {step}: {reason}")
+        elif attempt > most:
+            tell(given_up(most, step, reason))
         else:
-            tell(given_up(most, step, failure_reason(events, outcome.reason)))
+            pause_s = 0.0 if self._several else pause_before(attempt)
+            wait = "" if self._several else f", in {pause_s:g} s"
+            tell(f"restart {attempt} of {most} from step {step}{wait}: {reason}")
+            # From `ended_at` on, the time belongs to the restart, including the pause and the
+            # check of the GPUs.
+            fields = {"attempt": attempt, "reason": reason, "from_step": step}
+            self._restart = {"time": ended_at, **fields}
+            self._pause(pause_s, step)
         return RunResult(WorkerState.FAILED)
+
+    def _pause(self, seconds: float, step: int) -> None:
+        """Wait before a restart, which a request to stop cancels."""
+        pause = Deadline()
+        pause.start(seconds)
+        while not (pause.passed or self._signals.stop_requested):
+            time.sleep(POLL_S)
+        if self._signals.stop_requested:
+            self._remaining_restarts = 0
+            saved = f"step {step} is saved\n  fix: start the same command again to resume"
+            tell(f"dmt: stopped by a signal before a restart; {saved if step else _UNSAVED}")
+            self.outcome = Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a machine joins, let the ranks save; kill what is left."""
@@ -266,3 +309,11 @@ class Agent(SimpleElasticAgent):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+_UNSAVED = "nothing was saved"
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds before a restart on one machine."""
+    return min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S)

@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
@@ -82,18 +82,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How machines that each run `dmt launch` find each other."""
+    """How the agents of machines that each run `dmt launch` find each other."""
 
     endpoint: str
     """`HOST:PORT` of one of them."""
     name: str
-    least: int
-    """Machines without which the run waits."""
-    most: int
-    """Machines beyond it wait until one is lost."""
     max_restarts: int
-    elastic: bool
+    least: int = 1
+    """Machines without which the run waits."""
+    most: int = 1
+    """Machines beyond it wait until one is lost."""
+    elastic: bool = False
     """Whether machines may leave and join."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be other machines."""
+        return self.most > 1
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,10 @@ class LaunchSpec:
     """Time that ranks have to save and exit after a stop request, before they are killed."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """Written before anything is started."""
-    remote: bool = False
-    """The ranks are not descendants of the process started here."""
     meeting: Meeting | None = None
-    """With several machines: the ranks get their places in it."""
+    """Of this machine's agent; on several machines, the ranks get their places in it."""
+    again: "Callable[[], LaunchSpec] | None" = None
+    """What is started after a failure; None: the same."""
 
     @property
     def ranks(self) -> list[int]:
@@ -130,7 +135,7 @@ class LaunchSpec:
     def printable(self) -> str:
         """Return the shell commands that would do the same, and the files; secrets masked."""
         lines = []
-        if self.meeting is not None:
+        if self.meeting is not None and self.meeting.several:
             lines.append(
                 f"# on each machine, after they have met at {self.meeting.endpoint}:\n:"
             )

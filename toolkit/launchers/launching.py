@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
@@ -16,10 +16,11 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.layers import stated_in
 from toolkit.launcher import LAUNCHERS
-from toolkit.launchers.base import LaunchSpec, Starter, starter
+from toolkit.launchers.base import LaunchSpec, starter
+from toolkit.launchers.gpus import visible_gpus, working_gpus
 from toolkit.launchers.job import job_of
+from toolkit.launchers.outcome import newest_step
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
@@ -108,9 +109,13 @@ def launch_recipe(
         origin.check(assignment.recipe)
         _request(changes, assignment)
         if oversees:
-            code = _oversee(starter(name), assignment, spec, recipe, where, origin)
-        else:
-            code = _hand_over(starter(name), assignment, spec)
+            _prepare(assignment, origin)
+            spec = replace(spec, again=lambda: _again(assignment, recipe, where, origin))
+        else:  # a scheduler, or the machines together
+            refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
+        spec.write_files()
+        with StopSignals() as signals:
+            code = starter(name).run(spec, signals).exit_code
     command = spec.printable()
     result = LaunchResult(assignment.run_dir, assignment.plan, command, code)
     if check and code != EXIT_DONE:
@@ -129,18 +134,10 @@ def _request(changes: Sequence[str], assignment: Assignment) -> None:
         request_changes(run, assignment.recipe, changes, newest_step(run))
 
 
-def _oversee(
-    launcher: Starter,
-    assignment: Assignment,
-    spec: LaunchSpec,
-    loaded: Recipe,
-    where: Cluster | None,
-    origin: Origin,
-) -> int:
-    """Write the run directory, start the ranks, and supervise them to the end."""
-    places = origin.places()
+def _prepare(assignment: Assignment, origin: Origin) -> None:
+    """Write the run directory for ranks that are about to start."""
     assignment.prepare(tell)
-    run = write(assignment, origin.command, places)
+    run = write(assignment, origin.command, origin.places())
     show_run_directory(run)
     events = EventLog(run.events)
     events.write("launch", time=origin.started)
@@ -149,20 +146,6 @@ def _oversee(
     tell(f"starting {ranks}: loading the libraries")
     for lost in lost_output():  # the ranks inherit what is left of it
         events.write("warning", source="output", message=lost)
-    return supervise(
-        launcher,
-        spec,
-        lambda: _spec(_still_possible(assignment, loaded, where, origin.command), where),
-        assignment.recipe.launch.max_restarts,
-    )
-
-
-def _hand_over(launcher: Starter, assignment: Assignment, spec: LaunchSpec) -> int:
-    """Start this machine's part, or queue the job: others supervise the run."""
-    refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
-    spec.write_files()
-    with StopSignals() as signals:
-        return launcher.run(spec, signals).exit_code
 
 
 def _spec(assignment: Assignment, where: Cluster | None) -> LaunchSpec:
@@ -170,6 +153,15 @@ def _spec(assignment: Assignment, where: Cluster | None) -> LaunchSpec:
     return starter(assignment.recipe.launch.launcher).spec(
         job_of(assignment, settle=where is not None)
     )
+
+
+def _again(
+    assignment: Assignment, recipe: Recipe, where: Cluster | None, origin: Origin
+) -> LaunchSpec:
+    """What is started after a failure; its files are written."""
+    spec = _spec(_still_possible(assignment, recipe, where, origin.command), where)
+    spec.write_files()
+    return spec
 
 
 def _still_possible(

@@ -1,6 +1,6 @@
-"""`local`: DMT itself starts one process per rank on this machine.
+"""`local`: an agent on this machine starts one process per rank (agent.py).
 
-On several machines, `dmt launch` runs on each; they meet at `launch.rendezvous` (agent.py).
+On several machines, `dmt launch` runs on each; they meet at `launch.rendezvous`.
 """
 
 import sys
@@ -18,7 +18,6 @@ from toolkit.launchers.base import (
     spec_of,
 )
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.ranks import RankWatch
 
 
 class LocalStarter:
@@ -54,22 +53,17 @@ class LocalStarter:
             (*start, *job.train),
             env=rendezvous,
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks),
+            meeting=Meeting(f"{LOOPBACK}:0", job.name, job.launch.max_restarts),
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start all ranks and wait for them; see Starter. Raises as `check_loopback` does."""
-        if spec.meeting is not None:
-            from toolkit.launchers.agent import run_agent  # imports torch
+        from toolkit.launchers.agent import run_agent  # imports torch
 
-            return run_agent(spec, spec.meeting, signals)
-        check_loopback()
-        watch = RankWatch(spec, signals)
-        try:
-            while watch.running():
-                pass
-            return watch.outcome()
-        finally:
-            watch.close()
+        assert spec.meeting is not None, "as `spec` states it"
+        if not spec.meeting.several:
+            check_loopback()
+        return run_agent(spec, spec.meeting, signals)
 
 
 def _meeting(job: Job) -> Meeting:
@@ -83,5 +77,5 @@ def _meeting(job: Job) -> Meeting:
         )
     elastic = launch.elastic
     least, most = (elastic.min_nodes, elastic.max_nodes) if elastic else (nodes, nodes)
-    restarts = launch.max_restarts
-    return Meeting(launch.rendezvous, job.name, least, most, restarts, elastic is not None)
+    restarts, changes = launch.max_restarts, elastic is not None
+    return Meeting(launch.rendezvous, job.name, restarts, least, most, changes)

@@ -1,4 +1,4 @@
-"""The outcome of a run: exit codes of its ranks, and the message of a failed one."""
+"""The outcome of a run: exit codes of its ranks, the message of a failed one, its restarts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from signal import SIGABRT, Signals
 from typing import Any
 
+from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -15,7 +16,7 @@ from toolkit.errors import (
 )
 from toolkit.launchers.base import Outcome
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_of, stopped_at
+from toolkit.run.ending import PEER_LOST, cause_of, hang_of
 from toolkit.run.recorded import read_events
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
@@ -98,49 +99,62 @@ def log_tail(path: Path) -> str:
     return redact("\n".join(text.splitlines()[-_TAIL_LINES:]))
 
 
-def outcome_from_events(
-    run_dir: Path, offset: int, launcher_code: int, stop_requested: bool
-) -> Outcome:
-    """Report how a run under another launcher ended.
-
-    torchrun and deepspeed do not report which rank ended how, so the workers' own `end` events
-    name the first failure. A worker that saved and stopped means a stopped run only if the stop
-    was requested here: these launchers also stop the other workers if one was killed.
-    """
-    if launcher_code == EXIT_DONE:
-        return Outcome(EXIT_DONE)  # perhaps after its own restarts
-    events = read_events(RunDirectory(run_dir).events, offset)
-    starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
-    events = events[starts[-1] if starts else 0 :]  # the launcher may have restarted the ranks
-    if failed := _first_failure(events):
-        return report_failure(run_dir, offset, [failed])
-    if launcher_code == EXIT_RESUMABLE:
-        return Outcome(launcher_code)
-    saved = stopped_at(events) is not None
-    nothing_started = all(event.get("kind") != "start" for event in events)
-    if stop_requested and (saved or nothing_started):
-        return Outcome(EXIT_RESUMABLE)
-    reason = f"the launcher ended with code {launcher_code}"
-    tell(f"error: {reason}; its messages are above")
-    return Outcome(failure_code(launcher_code), reason)
-
-
-def has_failed(run_dir: Path, offset: int) -> bool:
-    """Whether a rank of this launch has reported a failure."""
-    return _first_failure(read_events(RunDirectory(run_dir).events, offset)) is not None
-
-
-def has_started(run_dir: Path, offset: int) -> bool:
-    """Whether the ranks of this launch have started training."""
-    events = read_events(RunDirectory(run_dir).events, offset)
-    return any(event.get("kind") == "start" for event in events)
-
-
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
     """The first rank that reported why it failed, otherwise the first that lost another."""
-    ends = [event for event in events if event.get("kind") == "end"]
-    failed = [e for e in ends if e.get("exit_code") not in (EXIT_DONE, EXIT_RESUMABLE, None)]
+    failed = [
+        e for e in _ends(events) if e.get("exit_code") not in (EXIT_DONE, EXIT_RESUMABLE, None)
+    ]
     failed.sort(key=lambda event: event.get("error") == PEER_LOST)
     if not failed:
         return None
     return RankExit(rank=int(failed[0].get("rank", 0)), code=int(failed[0]["exit_code"]))
+
+
+def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank reported a failure that would come again; says so."""
+    found = any(event.get("retry") is False for event in _ends(events))
+    if found:
+        tell("not started again: it would not help, the message above says what may")
+    return found
+
+
+def given_up(max_restarts: int, step: int, reason: str) -> str:
+    """The message after the last restart."""
+    return (
+        f"error: {max_restarts} restarts in a row without a new checkpoint behind step {step}; "
+        f"the last time {reason}"
+    )
+
+
+def newest_step(run: RunDirectory) -> int:
+    """The step of the newest committed checkpoint; 0 without one."""
+    return CheckpointStore(run.checkpoints, keep=1).newest_step()
+
+
+def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
+    """Why a launch failed, in one line: a hang, otherwise a rank's error, otherwise the
+    launcher's reason.
+
+    A killed rank reports nothing, but its peers report that they lost it.
+    """
+    worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
+    hangs = [event for event in events if event.get("kind") == "hang"]
+    if hangs:
+        ranks = hang_of(hangs, range(max(worlds, default=0))).ranks
+        who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
+        return f"{who} in step {max(int(event.get('step') or 0) for event in hangs) + 1}"
+    failed = [event for event in _ends(events) if event.get("error")]
+    for event in failed:
+        first_line = str(event["error"]).partition("\n")[0]
+        if first_line != PEER_LOST:
+            return f"rank {event.get('rank', 0)}: {first_line}"
+    heard = {event.get("rank") for event in _ends(events)}
+    silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
+    who = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
+    if not failed or " was killed by " in outcome or outcome.startswith(f"{who} "):
+        return outcome
+    return f"{who} was killed, or its machine is gone"
+
+
+def _ends(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event.get("kind") == "end"]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.launchers import SlurmSection
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
-from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
+from toolkit.launchers.submission import submit
 from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 
@@ -61,12 +61,11 @@ class SlurmStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `sbatch`."""
         del signals
-        require_program("slurm", spec, f"on the cluster: {shlex.join(spec.argv)}")
         # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         for warning in _WARNING.findall(spec.printable()):
             tell(warning)
-        return run_submission(spec)
+        return submit("slurm", spec, f"on the cluster: {shlex.join(spec.argv)}")
 
 
 def _directives(job: Job) -> Iterator[str]:

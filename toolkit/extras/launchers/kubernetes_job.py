@@ -18,8 +18,8 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 from toolkit.errors import PlanError
 from toolkit.extras.launchers.kubernetes import KubernetesSection
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
-from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
+from toolkit.launchers.submission import submit
 from toolkit.system.interpreter import SAFE
 from toolkit.text.terminal import tell
 
@@ -72,8 +72,7 @@ class KubernetesStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `kubectl`."""
         del signals
-        require_program("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
-        outcome = run_submission(spec)
+        outcome = submit("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
         if outcome.exit_code:
             again = shlex.join(("kubectl", "delete", *spec.argv[2:]))
             tell(f"  fix: if the job of an earlier start is in the way: {again}")

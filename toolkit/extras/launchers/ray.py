@@ -13,7 +13,7 @@ class RaySection(Section):
 
 RAY = Launcher(
     "ray",
-    "toolkit.extras.launchers.ray_start:RayStarter",
+    "toolkit.extras.launchers.ray_job:RayStarter",
     section=RaySection,
     oversees="never",
     elastic=True,

@@ -21,9 +21,9 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
-from toolkit.launchers.outcome import log_tail
+from toolkit.launchers.gpus import visible_gpus, working_gpus
+from toolkit.launchers.outcome import failure_reason, log_tail
 from toolkit.launchers.process import ORPHAN_GRACE_S, Deadline, die_with_parent
-from toolkit.launchers.supervisor import failure_reason, visible_gpus, working_gpus
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.report.record import Logs
 from toolkit.run.claim import refuse_if_claimed

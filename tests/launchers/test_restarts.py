@@ -1,10 +1,9 @@
-"""`--max-restarts` with real processes: what is started again, how often, and what is not."""
+"""`--max-restarts` on one machine: what is started again, how often, and what is not."""
 
 import json
 import signal
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,19 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launchers.watching import alive
-from tests.processes import HANG_S, wait_until
-from toolkit.launchers import supervisor
-from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
+from tests.launchers.watching import WarmProcess, alive
+from tests.processes import wait_until
+from toolkit.launchers import agent, gpus
+from toolkit.launchers.base import Job, LaunchSpec
+from toolkit.launchers.gpus import working_gpus
+from toolkit.launchers.local import LocalStarter
+from toolkit.launchers.outcome import failure_reason, newest_step
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
 
-# Supervises a worker of one line: `$STARTS` counts its starts, `save(step)` commits.
-_SUPERVISE = """
-import sys
-from pathlib import Path
-from toolkit.launchers import supervisor
-from toolkit.launchers.base import Job
-from toolkit.launchers.local import LocalStarter
-from toolkit.recipe.schema import ClusterSection
-
-supervisor._LONGEST_PAUSE_S = float(sys.argv[4])
-launcher = LocalStarter()
-spec = lambda: launcher.spec(
-    Job(Path(sys.argv[1]), ClusterSection(), worker=("-c", sys.argv[2]))
-)
-sys.exit(supervisor.supervise(launcher, spec(), spec, int(sys.argv[3])))
-"""
+# A worker of one line: `starts` counts its starts, `save(step)` commits.
 _WORKER = """
 import os, sys
 from pathlib import Path
@@ -50,25 +39,32 @@ def save(step):
 """
 
 
-def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> Any:
+def launch(run: Path, worker: str, max_restarts: int, pause_s: float) -> int:
+    """Launch the worker; returns the exit code."""
+    agent.LONGEST_PAUSE_S = pause_s
+    launcher, section = LocalStarter(), LaunchSection(max_restarts=max_restarts)
+
+    def spec() -> LaunchSpec:
+        return launcher.spec(Job(run, ClusterSection(), section, worker=("-c", worker)))
+
+    with StopSignals() as signals:
+        return launcher.run(replace(spec(), again=spec), signals).exit_code
+
+
+def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> WarmProcess:
     worker = _WORKER.format(run=str(run), does=does)
-    return subprocess.Popen(
-        [sys.executable, "-c", _SUPERVISE, str(run), worker, str(max_restarts), str(pause_s)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return WarmProcess(run / "said", launch, run, worker, max_restarts, pause_s)
 
 
 def run_to_end(
     run: Path, does: str, max_restarts: int
 ) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, standard error, and the events that do not only state a failure."""
-    process = start(run, does, max_restarts)
-    errors = process.communicate(timeout=HANG_S)[1]
+    code, errors = start(run, does, max_restarts).end()
     events = run / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     found = [json.loads(line) for line in lines]
-    return process.returncode, errors, [one for one in found if one["kind"] != "failure"]
+    return code, errors, [one for one in found if one["kind"] != "failure"]
 
 
 def ports(run: Path) -> list[str]:
@@ -101,15 +97,6 @@ def test_progress_renews_the_restarts(tmp_path):
     ]
 
 
-def test_progress_in_the_memory_of_other_machines_renews_the_restarts(tmp_path):
-    """It shows where the next start continues."""
-    line = """'{"kind": "start", "step": %d}' % min(5 * starts, 15) + chr(10)"""
-    does = f"(run / 'events.jsonl').open('a').write({line}); sys.exit(1)"
-    code, _, events = run_to_end(tmp_path, does, 1)
-    restarts = [event["from_step"] for event in events if event["kind"] == "restart"]
-    assert (code, restarts) == (4, [5, 10, 15])
-
-
 def test_half_a_checkpoint_is_no_progress(tmp_path):
     does = "(run / 'checkpoints' / f'step-{starts:08}').mkdir(parents=True); sys.exit(1)"
     code, _, events = run_to_end(tmp_path, does, 1)
@@ -134,7 +121,7 @@ def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
 
 def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
     process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
-    process.communicate(timeout=HANG_S)
+    process.end()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     failure, restart, *_ = map(json.loads, lines)
     assert (failure["kind"], failure["time"]) == ("failure", restart["time"])
@@ -180,11 +167,6 @@ def test_the_reason_of_a_restart(events, outcome, reason):
     assert failure_reason(events, outcome) == reason
 
 
-def test_the_pause_has_a_limit_at_any_number_of_restarts():
-    assert supervisor.pause_before(1) == 1
-    assert supervisor.pause_before(5000) == supervisor._LONGEST_PAUSE_S
-
-
 def test_children_of_a_rank_that_died_do_not_stay(tmp_path):
     does = (
         "import subprocess; child = subprocess.Popen(['sleep', '3600']); "
@@ -206,14 +188,12 @@ def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
 @pytest.mark.parametrize(
     ("does", "expected"), [("save(3); sys.exit(1)", 75), ("sys.exit(1)", 4)]
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected, number):
+def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected):
     process = start(tmp_path, does, 5, pause_s=60)
-    process.stderr.readline()  # "rank 0 failed", and the pause after it begins
-    assert "restart 1 of 5" in process.stderr.readline()
-    process.send_signal(number)
-    errors = process.communicate(timeout=HANG_S)[1]
-    assert process.returncode == expected
+    wait_until(lambda: "restart 1 of 5" in process.said(), "the pause")
+    process.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == expected
     assert ("step 3 is saved" in errors) == (expected == 75)
     assert len(ports(tmp_path)) == 1
 
@@ -230,15 +210,14 @@ def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):
     while any(alive(rank.pid) for rank in ranks):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    process.communicate(timeout=HANG_S)
-    assert process.returncode == 4
+    assert process.end()[0] == 4
     assert len(ports(tmp_path)) == 1
 
 
 def test_gpus_are_asked_one_by_one(monkeypatch):
     # Without a GPU, a probe that knows which numbers "work" takes the place of torch's.
     probe = "import os; assert os.environ['CUDA_VISIBLE_DEVICES'] != '5'"
-    monkeypatch.setattr(supervisor, "_PROBE", probe)
+    monkeypatch.setattr(gpus, "_PROBE", probe)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert working_gpus(3) == ["4", "6"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -246,7 +225,7 @@ def test_gpus_are_asked_one_by_one(monkeypatch):
 
 
 def test_a_gpu_that_hangs_does_not_work(monkeypatch):
-    monkeypatch.setattr(supervisor, "_PROBE", "import time; time.sleep(60)")
-    monkeypatch.setattr(supervisor, "_PROBE_LIMIT_S", 0.2)
+    monkeypatch.setattr(gpus, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(gpus, "_PROBE_LIMIT_S", 0.2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert working_gpus(1) == []
