@@ -158,11 +158,6 @@ class Backend:
     cost: ClassVar[EngineCost]
     """Its memory, traffic and time terms."""
 
-    def rehearsed_alone(self, precision: Precision) -> bool:
-        """Is a rank on a GPU that is not there run as if it were the only one? Where what
-        reduces gradients reads tensors in C++."""
-        return False
-
     def adopt(self, recipe: Recipe) -> Recipe:
         """The recipe with what the engine's own file, which the recipe names, decides."""
         return recipe

@@ -130,7 +130,5 @@ def saved(case: Case, checkpoint: Path) -> dict[str, Any]:
 
 
 def held(case: Case, weight: torch.Tensor) -> torch.Tensor:
-    """A weight as the engine keeps it: DeepSpeed and megatron-core round it to 16 bits."""
-    rounded = case.engine in ("deepspeed", "megatron")
-    kept = DTYPES.get(case.precision, torch.float32) if rounded else torch.float32
-    return weight.to(kept).float()
+    """A frozen weight as every engine keeps it: rounded to the precision of training."""
+    return weight.to(DTYPES.get(case.precision, torch.float32)).float()

@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from tests.models.small import FAMILIES
 from tests.plan.making import TINY, recipe
 from toolkit.backend import BACKENDS
-from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import Ranks
+from toolkit.engines.fsdp.engine import loss_scaler
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families import attention, megatron_model, unsupported
 from toolkit.models.weights import WeightSource
@@ -38,13 +38,11 @@ def scale_of_a_ranks_mean_loss(plan: Plan, config: dict[str, Any]) -> float:
         tokens = 64 * plan.layout.micro_batch * plan.layout.gradient_accumulation
         return float(config["optimizer"]["initial_loss_scale"] * tokens)
     setup = SimpleNamespace(
-        ranks=SimpleNamespace(world=2, device=SimpleNamespace(type="cpu")),
-        optimizer=SimpleNamespace(clip_grad_norm=None),
+        ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         precision="fp16",
         loss_scale=plan.loss_scale,
-        context_group=lambda: None,
     )
-    return float(DataParallelEngine(cast(EngineSetup, setup)).scaler.get_scale())
+    return float(loss_scaler(cast(EngineSetup, setup)).get_scale())
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron", "ddp", "fsdp"])

@@ -58,8 +58,8 @@ def _without_reduction(engine: Any, bug: ExitStack) -> None:
 
     kind = type(engine).__name__
     if kind == "DdpEngine":
-        unreduced = engine.replica.no_sync
-        bug.enter_context(patch.object(engine, "accumulating", lambda **_: unreduced()))
+        engine.units[0].set_requires_all_reduce(False)
+        bug.enter_context(patch.object(engine, "prepare_backward", nothing))
     elif kind == "DeepSpeedEngine":  # stages 1 and 2: averages a bucket over the ranks
         bug.enter_context(patch.object(engine.optimizer, "average_tensor", nothing))
     else:  # sequence parallel: the norms' in a tensor group

@@ -1,11 +1,11 @@
 """The half of the toy engine that trains."""
 
-from toolkit.engines.ddp.engine import DdpEngine
+from toolkit.engines.fsdp.engine import DdpEngine
 from toolkit.engines.setup import EngineSetup
 
 
 class ToyEngine(DdpEngine):
-    """torch's DDP, which reads `toy.json`."""
+    """A copy on every rank, which reads `toy.json`."""
 
     def __init__(self, setup: EngineSetup) -> None:
         assert setup.engine_config == {"ranks": setup.ranks.world, "precision": "fp32"}

@@ -53,6 +53,8 @@ class FsdpCost(EngineCost):
             head, largest = 0.0, max(largest, head)
         if layout.zero_stage < 3:
             gathered = share.parameters
+        if layout.dp * layout.cp == layout.replicate:  # frozen weights are whole anyway
+            gathered = min(gathered, share.trained.parameters)
         return width * (gathered + head) + (width + FP32_BYTES) * largest
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:

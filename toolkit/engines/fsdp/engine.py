@@ -1,14 +1,18 @@
-"""Engine `fsdp`: torch's FSDP2 (`fully_shard`) around every decoder layer, and AdamW.
+"""Engines `fsdp` and `ddp`: torch's FSDP2 (`fully_shard`) around every decoder layer; AdamW.
 
-Each rank holds rows of every parameter, in fp32, with their gradients and moments; a layer's
-weights are gathered in the compute precision while they are used. The model is made without
-storage, sharded, and then filled shard by shard. With `replicate`, all shards are there that
-many times, each time in ranks that follow each other: weights are gathered among these, and
-gradients are summed over the copies once a step.
+Each rank holds rows of every trained parameter, in fp32, with their gradients and moments; a
+layer's weights are gathered in the compute precision while they are used. The model is made
+without storage, sharded, and then filled shard by shard. With `replicate`, all shards are there
+that many times, each time in ranks that follow each other: weights are gathered among these,
+and gradients are summed over the copies once a step. Engine `ddp` has a copy on every rank.
+
+Frozen weights are held in the compute precision. In fp16 torch's GradScaler scales the loss.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,23 +29,39 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from toolkit.adapters.huggingface import inject
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
+from toolkit.engines import totals
 from toolkit.engines.balance import Balance
-from toolkit.engines.data_parallel import DataParallelEngine
-from toolkit.engines.distributed import joint_norm
-from toolkit.engines.owners import owner_shards
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    Engine,
+    EvalResult,
+    StepResult,
+    refusal,
+)
+from toolkit.engines.distributed import RunningSum, joint_norm, to_device
+from toolkit.engines.fsdp import config as fsdp_config
+from toolkit.engines.owners import bind, new_optimizer, owned_by, owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
 
-class FsdpEngine(DataParallelEngine):
+class FsdpEngine(Engine):
     """Rows of a transformers model on every rank."""
 
+    optimizer: torch.optim.AdamW
+
     def __init__(self, setup: EngineSetup) -> None:
-        super().__init__(setup)
+        self.setup = setup
+        self.device = setup.ranks.device
+        self.world = setup.ranks.world
+        self.context = setup.context_group()
+        self.scaler = loss_scaler(setup)
         config = setup.engine_config
-        offloads = config["offload_policy"] is not None
+        self.offloads = config["offload_policy"] is not None
         self.keeps_gathered = not config["reshard_after_forward"]
         self.reduces_once = not config["reduce_every_micro_batch"]
         self.copies: int = config["replicate"]
@@ -50,27 +70,47 @@ class FsdpEngine(DataParallelEngine):
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
+        unmanaged = self._hold_frozen(getattr(torch, fsdp_config.DTYPES[setup.precision]))
         setup.settle_kernels(self.model)
         self.balance = Balance.of_transformers(setup, self.model, self.context)
-        self.units = self._shard(config)
+        self.units = self._shard(config, unmanaged)
         """What is gathered as one: the whole model's rest first, then in model order."""
-        self.model.to_empty(device=torch.device("cpu") if offloads else self.device)
+        self.model.to_empty(device=torch.device("cpu") if self.offloads else self.device)
         hf.restore_buffers(self.model, setup.model_config, self.device)
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
         """Kept: while weights are gathered, the model's own parameters are others."""
         self._fill()
         setup.enable_recompute(self.model)
         self.model.train()
-        self.replica = self.model
-        self.build_optimizer(self.model)
+        self._build_optimizer()
 
-    def _shard(self, config: dict[str, Any]) -> list[FSDPModule]:
+    def _hold_frozen(self, dtype: torch.dtype) -> set[nn.Parameter]:
+        """Hold what does not train in `dtype`, in which it is computed.
+
+        Returns what FSDP2 must not manage, as it would copy it: parameters that every rank has
+        whole. They are on the device; all others are without storage.
+        """
+        whole = self.sharded_over == 1 and not self.offloads
+        device = self.device if whole else torch.device("meta")
+        held: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    continue
+                if parameter not in held:
+                    values = torch.empty_like(parameter, dtype=dtype, device=device)
+                    held[parameter] = nn.Parameter(values, requires_grad=False)
+                setattr(module, name, held[parameter])
+        return {*held.values()} if whole else set()
+
+    def _shard(self, config: dict[str, Any], unmanaged: set[nn.Parameter]) -> list[FSDPModule]:
         """Wrap layers, embedding, head and model as `fsdp.json` says."""
         dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
         arguments: dict[str, Any] = {
-            "mesh": self._mesh(config["offload_policy"] is not None),
+            "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(**dtypes),
             "offload_policy": self._offload_policy(config["offload_policy"]),
+            "ignored_params": unmanaged,
         }
         parts = hf.decoder_layers(self.model)
         embedding = self.model.get_input_embeddings()
@@ -92,14 +132,14 @@ class FsdpEngine(DataParallelEngine):
         _prefetch(units, config["forward_prefetch"], config["backward_prefetch"])
         return units
 
-    def _mesh(self, offloads: bool) -> DeviceMesh:
+    def _mesh(self) -> DeviceMesh:
         """All ranks, or copies × shards. Where gradients lie in host memory, fp16's loss scaler
         sums there whether they are finite, which NCCL cannot."""
         if self.copies > 1:
             names = "replicate", "shard"
             shape = self.copies, self.sharded_over
             return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        if self.device.type == "cpu" or not (offloads and self.scaler.is_enabled()):
+        if self.device.type == "cpu" or not (self.offloads and self.scaler.is_enabled()):
             return init_device_mesh(self.device.type, (self.world,))
         both = dist.new_group(backend="cuda:nccl,cpu:gloo")
         return DeviceMesh.from_group(both, self.device.type)
@@ -130,8 +170,77 @@ class FsdpEngine(DataParallelEngine):
         first: int = min(self.setup.ranks.rank % self.sharded_over * run, rows)
         return first * (parameter.numel() // rows)
 
-    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced in every micro batch's backward pass, over copies once a step.
+    def _build_optimizer(self) -> None:
+        """Build the recipe's optimizer, the last part of an engine: one with owners is bound
+        to the tensors of this rank.
+
+        AdamW is fused: torch's default makes about ten passes over all states, and on GPUs
+        allocates a temporary as large as the weights.
+        """
+        settings = self.setup.optimizer
+        groups = adam.parameter_groups(hf.tensors_of(self.model), settings)
+        if settings.kind.whole is not None:
+            placed = ((p, parameter_blocks(n, p.shape)) for n, p in self.shards.items())
+            self.optimizer = optimizer = new_optimizer(groups, placed, settings)
+            bind(owned_by(optimizer), self.state, self.setup)
+            return
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        count: float,
+        learning_rate: float,
+        max_loss: float = math.inf,
+    ) -> StepResult:
+        objective = self.setup.objective
+        sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=self.device)
+        self.balance.begin_step(micro_batches)
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self.prepare_backward(last=last)
+            batch = to_device(micro_batch, self.device)
+            with self.balance.observing(batch):
+                log_probs = self.log_probs(batch)
+            loss, parts = totals.terms(objective, log_probs, batch)
+            self.balance.follow(loss, count)
+            sums += parts / count / self.setup.layout.cp
+            if last:
+                joint_sums = RunningSum(sums)
+                self.balance.sum_up()
+            # Gradients are averaged over ranks; the loss is a sum over them.
+            torch.autograd.backward(self.scaler.scale(loss / count * self.world))
+        self.scaler.unscale_(self.optimizer)
+        values = torch.cat([joint_sums.result(), self.gradient_norm()[None]]).tolist()
+        mean_loss, *metrics, norm = values
+        skipped = refusal(count, mean_loss, max_loss, norm)
+        if skipped is None:
+            self._update(learning_rate, norm)
+        # fp16's scale is lowered for gradients that overflow, not for a refused loss.
+        keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
+        self.scaler.update(self.scaler.get_scale() if keep_scale else None)
+        self.optimizer.zero_grad()
+        named = totals.named(objective, metrics)
+        named |= self.balance.end_step(applied=skipped is None)
+        return StepResult(mean_loss, norm, skipped, named)
+
+    def _update(self, learning_rate: float, norm: float) -> None:
+        """Clip gradients of this norm, and step."""
+        clip = self.setup.optimizer.clip_grad_norm
+        if clip is not None and norm + 1e-6 > clip:
+            # As torch.nn.utils.clip_grads_with_norm_ does, for shards too.
+            torch._foreach_mul_(list(self.gradients()), clip / (norm + 1e-6))
+        adam.set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+
+    def prepare_backward(self, *, last: bool) -> None:
+        """Reduce gradients in every micro batch's backward pass, over copies once a step.
 
         In stage 1 they are reduced once a step altogether: until then every rank holds the
         fp32 sum of all micro batches whole, 4 bytes per parameter. The last micro batch also
@@ -144,7 +253,6 @@ class FsdpEngine(DataParallelEngine):
             self.units[0].set_requires_all_reduce(last)
         if self.keeps_gathered:
             self.units[0].set_reshard_after_backward(last)
-        return nullcontext()
 
     def gradients(self) -> Iterator[Tensor]:
         """This rank's rows."""
@@ -155,16 +263,52 @@ class FsdpEngine(DataParallelEngine):
         dist.all_reduce(square)
         return square.div_(self.copies).sqrt()
 
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """See `hf.log_probs`."""
+        return hf.log_probs(self.model, batch, self.context)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        with self.evaluating():
+            return totals.evaluate(
+                self.setup.objective,
+                micro_batches,
+                self.log_probs,
+                self.device,
+                repeats=self.setup.layout.cp,
+            )
+
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        with self.evaluating():
+            return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with super().evaluating():
+        """Context of forward passes without a backward pass."""
+        with hf.evaluating(self.model):
             yield
         for unit in self.units:  # no backward pass comes and drops what is still gathered
             unit.reshard()
 
+    def follow_state(self) -> None:
+        """Nothing: the weights of the state are the model's, or are gathered from there."""
+
+    def counters(self) -> Counters:
+        scale = None
+        if self.scaler.is_enabled():
+            scale = {"scale": self.scaler.get_scale(), "detail": self.scaler.state_dict()}
+        return Counters(adam.steps_of([self.optimizer]), scale)
+
+    def set_counters(self, counters: Counters) -> None:
+        adam.set_steps([self.optimizer], counters.optimizer_steps)
+        if counters.loss_scale is not None and self.scaler.is_enabled():
+            own = self.scaler.state_dict()
+            saved = counters.loss_scale["detail"]
+            kept = saved if saved.keys() == own.keys() else own
+            self.scaler.load_state_dict({**kept, "scale": counters.loss_scale["scale"]})
+
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Nothing."""
-        return iter(())
+        if self.sharded_over == 1:
+            yield from ((name, local(parameter)) for name, parameter in self.shards.items())
 
     def state(self) -> Iterator[StateShard]:
         copy = self.setup.ranks.rank // self.sharded_over
@@ -179,13 +323,33 @@ class FsdpEngine(DataParallelEngine):
         yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)
 
     def close(self) -> None:
-        super().close()
-        del self.model, self.units, self.shards
+        if self.context is not None:
+            self.context.close()
+        del self.model, self.units, self.shards, self.optimizer
+
+
+class DdpEngine(FsdpEngine):
+    """A copy of the model on every rank."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        layout = replace(setup.layout, zero_stage=2, replicate=setup.ranks.world)
+        rendered = fsdp_config.render(layout, setup.precision)
+        super().__init__(replace(setup, engine_config=rendered))
+
+
+def loss_scaler(setup: EngineSetup) -> torch.amp.GradScaler:
+    """torch's scaler of the loss; it does nothing unless in fp16."""
+    return torch.amp.GradScaler(
+        setup.ranks.device.type,
+        init_scale=setup.loss_scale or 2.0**16,
+        enabled=setup.precision == "fp16",
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor: the memory itself, without history."""
-    return cast(DTensor, tensor.detach()).to_local()
+    """This rank's rows of a tensor: the memory itself, without history."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:

@@ -141,7 +141,7 @@ def _choose_moment(
 def _state_symbols(workload: Workload, layout: Layout, share: StageShare) -> dict[str, float]:
     """Model states of a rank that holds `share`. Gradients that are reduced go where the
     optimizer is."""
-    each, cost, trained = state_bytes(workload), workload.cost, share.trained
+    each, cost, trained = state_bytes(workload, share), workload.cost, share.trained
     away, reduced = layout.offload_optimizer != "none", not cost.whole_gradients(layout)
     kept = layout.zero_stage == 2 and cost.keeps_gradients(workload.width)
     spread, whole = shards(workload, layout), (1.0, 1.0)
@@ -246,16 +246,18 @@ class StateBytes(NamedTuple):
     optimizer: float
 
 
-def state_bytes(workload: Workload) -> StateBytes:
-    """Bytes per parameter of AdamW under an engine.
+def state_bytes(workload: Workload, share: StageShare) -> StateBytes:
+    """Bytes per parameter of AdamW under an engine, on average over the weights of `share`.
 
-    fp32, and FSDP2's mixed precision, which ddp also uses: 4 + 4 + 8. In 16 bits otherwise: a
+    fp32, and FSDP2's mixed precision, which ddp also uses: 4 + 4 + 8, but frozen weights are
+    held in the precision that they are computed in. In 16 bits otherwise: a
     weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the distributed
     optimizer: 18 bytes, 6 + 12/d sharded; DeepSpeed with our presets' `grad_accum_dtype`), and
     12 for the optimizer: fp32 weight and two moments (ZeRO, arXiv:1910.02054, figure 1).
     """
     if workload.precision == "fp32" or workload.cost.fp32_states:
-        return StateBytes(4.0, 4.0, 8.0)
+        frozen = 1 - share.trained.parameters / share.parameters
+        return StateBytes(4.0 - frozen * (4.0 - workload.width), 4.0, 8.0)
     return StateBytes(2.0, workload.gradient_bytes or 4.0, 12.0)
 
 
@@ -454,7 +456,8 @@ def offloaded_bytes(
     sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) gradients
     stay in memory, too, and buffers of `ds_configs` remain.
     """
-    each, share = state_bytes(workload), workload.share(*degrees(layout), 0)
+    share = workload.share(*degrees(layout), 0)
+    each = state_bytes(workload, share)
     ranks = layout.dp * layout.cp if layout.zero_stage else 1
     held, trained = share.parameters / ranks, share.trained.parameters / ranks
     copies = 0 if workload.cost.sends_fp32_weights else workload.width

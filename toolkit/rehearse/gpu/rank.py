@@ -59,8 +59,6 @@ def rehearse(assignment: Assignment, rank: int, mode: FakeTensorMode) -> Peak:
     layout, recipe = assignment.plan.layout, assignment.recipe
     world, samples = layout.world, layout.micro_batches[layout.data_rank(rank)]
     engine_name = assignment.plan.engine
-    if BACKENDS[engine_name].rehearsed_alone(recipe.training.precision):
-        rank, world = 0, 1
     device.join(rank, world)
     ranks = Ranks(rank, world, 0, 1, device.GPU)
     config = hf.build_config(recipe.model)
