@@ -14,7 +14,7 @@ import pytest
 
 from tests.ds_configs import train_worker
 from tests.forked import run_ranks
-from toolkit.engines.deepspeed.presets import PRESETS, preset_path
+from toolkit.engines.deepspeed.config import PRESETS, preset_path
 
 RUNNABLE = [name for name in PRESETS if name not in ("zeropp", "zero3_nvme")]
 """ZeRO++ quantizes with kernels that DeepSpeed has for CUDA only; NVMe has its own test."""

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from toolkit.engines.deepspeed.config import (
+    PRESETS,
     DeepSpeedRequest,
-    offload_of,
-    open_config,
+    adopted,
+    preset_for,
+    preset_path,
     render,
-    stage_of,
 )
-from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout
 from toolkit.recipe.schema import OptimizerSection
@@ -382,23 +382,18 @@ def test_nvme_needs_a_folder_from_the_recipe_or_the_file(tmp_path: Path) -> None
 
 
 def test_stage_and_offload_of_a_file(tmp_path: Path) -> None:
-    for preset, stage, offload in (
-        ("zero2_offload", 2, ("cpu", None)),
-        ("zero3_nvme", 3, ("nvme", "nvme")),
-        ("zero0", 0, (None, None)),
-    ):
-        file = open_config(preset)
-        assert stage_of(file) == stage
-        assert offload_of(file) == offload
-    file = open_config(own_file(tmp_path, {"zero_optimization": {"stage": "auto"}}))
-    assert stage_of(file) is None
+    zero = "parallel.zero."
+    both = {f"{zero}offload_optimizer": "nvme", f"{zero}offload_parameters": "nvme"}
+    assert adopted("zero3_nvme") == {f"{zero}stage": 3, **both}
+    assert adopted("zero2_offload") == {f"{zero}stage": 2, f"{zero}offload_optimizer": "cpu"}
+    assert adopted("zero0") == {f"{zero}stage": 0}
+    assert adopted(own_file(tmp_path, {"zero_optimization": {"stage": "auto"}})) == {}
     for stage in (4, "2", 2.0, True):
-        file = open_config(own_file(tmp_path, {"zero_optimization": {"stage": stage}}))
         with pytest.raises(RecipeError, match="allowed: 0, 1, 2 or 3"):
-            stage_of(file)
+            adopted(own_file(tmp_path, {"zero_optimization": {"stage": stage}}))
     block = {"offload_param": {"device": "disk"}}
     with pytest.raises(RecipeError, match="none, cpu or nvme"):
-        offload_of(open_config(own_file(tmp_path, {"zero_optimization": block})))
+        adopted(own_file(tmp_path, {"zero_optimization": block}))
 
 
 def test_rendering_does_not_change_the_file_or_import_anything_heavy() -> None:

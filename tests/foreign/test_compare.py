@@ -9,7 +9,7 @@ from tests.dmt import Dmt
 from tests.foreign.conftest import FILES, TINY, Planned
 from tests.processes import ROOT
 from toolkit.backend import BACKENDS
-from toolkit.engines.deepspeed.config import OWNED
+from toolkit.engines.deepspeed.keys import OWNED
 from toolkit.errors import PlanError
 from toolkit.foreign.accelerate_file import render
 from toolkit.foreign.compare import against
@@ -155,7 +155,7 @@ def test_what_the_command_prints(
         ("a.json", b"[1]", "a text without"),
         ("a.json", b'{"a": 1', "JSON"),
         ("a.json", b'{"a": 1}', "settings a"),
-        ("a.json", b'{"train_batch_size": 1, "train_batch_size": 2}', "stated again"),
+        ("a.json", b'{"train_batch_size": 1, "train_batch_size": 2}', "already stated on"),
         ("a.yaml", b"- 1", "no map"),
         ("a.yaml", b"a: [", "YAML"),
         ("a.yaml", b"name: x\nmodel: {}\ntraining: {}", "a recipe"),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
 from toolkit.backend import adopt_engine_config
-from toolkit.engines.deepspeed.presets import PRESETS
+from toolkit.engines.deepspeed.config import PRESETS
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import plan_recipe

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.backend import InAccelerate
-from toolkit.engines.deepspeed.presets import preset_for, preset_path
+from toolkit.engines.deepspeed.config import preset_for, preset_path
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
 from toolkit.text.dotted import put

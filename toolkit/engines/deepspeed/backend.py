@@ -1,21 +1,19 @@
 """Backend of engine `deepspeed`: everything except training."""
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
-    HPZ,
-    LESS_EXACT,
     DeepSpeedRequest,
+    adopted,
     communication_bytes,
-    offload_of,
-    open_config,
     render,
-    stage_of,
 )
+from toolkit.engines.deepspeed.keys import HPZ, LESS_EXACT
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
@@ -187,29 +185,18 @@ class DeepSpeedBackend(Backend):
     cost = DeepSpeedCost()
 
     def adopt(self, recipe: Recipe) -> Recipe:
-        """Take stage and offload from the recipe's own DeepSpeed file if the recipe does not
-        set them.
+        """Take stage and offload from `parallel.zero.config` if the recipe does not set them.
 
-        `parallel.zero.config` names that file. Values that the recipe states stay, and must
-        agree with the file (`render` checks that).
+        Values that the recipe states stay, and must agree with the file (`render` checks that).
         """
-        zero = recipe.parallel.zero
-        if zero.config is None:
-            return recipe
-        update: dict[str, object] = {}
-        file = open_config(zero.config)
-        optimizer, parameters = offload_of(file)
-        if zero.stage == "auto" and (stage := stage_of(file)) is not None:
-            update["stage"] = stage
-        if zero.offload_optimizer == "auto" and optimizer is not None:
-            update["offload_optimizer"] = optimizer
-        if zero.offload_parameters == "auto" and parameters is not None:
-            update["offload_parameters"] = parameters
-        return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
+        config = recipe.parallel.zero.config
+        found = {} if config is None else adopted(config)
+        open_keys = (key for key in found if attrgetter(key)(recipe) == "auto")
+        return recipe.with_values({key: found[key] for key in open_keys})
 
     def reduce_bytes(self, zero: ZeroSection) -> float | None:
         """That of `communication_data_type`."""
-        return None if zero.config is None else communication_bytes(open_config(zero.config))
+        return None if zero.config is None else communication_bytes(zero.config)
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""

@@ -12,11 +12,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
-from toolkit.engines.deepspeed.keys import GONE, KNOWN_KEYS, REMOVED
-from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
+from toolkit.engines.deepspeed.keys import (
+    ABSENT,
+    GONE,
+    HPZ,
+    KNOWN_KEYS,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMETERS,
+    OWNED,
+    QUANTIZED_GRADIENTS,
+    REQUIRED,
+    ZERO,
+)
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.foreign import later_value
 from toolkit.layout import Layout, Placement, Precision, Stage
@@ -25,9 +35,19 @@ from toolkit.recipe.schema import OptimizerSection
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
-ZERO = "zero_optimization"
-OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
-OFFLOAD_PARAMETERS = f"{ZERO}.offload_param"
+FOLDER = (Path(__file__).parents[2] / "ds_configs").resolve()
+"""`ds_configs/` of the checkout (`toolkit/ds_configs` is a link to it); in an installed
+package, the same files as package data."""
+
+OFFLOAD_PRESETS = {
+    (2, "cpu", "none"): "zero2_offload",
+    (3, "cpu", "cpu"): "zero3_offload",
+    (3, "nvme", "nvme"): "zero3_nvme",
+}
+"""By stage, and device of optimizer states and of parameters."""
+
+PRESETS = (*(f"zero{stage}" for stage in range(4)), *OFFLOAD_PRESETS.values(), "zeropp")
+"""Names of the shipped presets."""
 
 DEFAULTS: Mapping[str, object] = {
     # 0 is dynamic scaling; the other numbers are DeepSpeed's own defaults.
@@ -42,72 +62,15 @@ DEFAULTS: Mapping[str, object] = {
 }
 """Written if the file does not state them."""
 
-OWNED: Mapping[str, str] = {
-    "train_batch_size": "training.global_batch_size",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-    "gradient_accumulation_steps": (
-        "training.global_batch_size / (training.micro_batch_size · dp)"
-    ),
-    "gradient_clipping": "optimizer.clip_grad_norm",
-    "bf16.enabled": "training.precision",
-    "fp16.enabled": "training.precision",
-    "optimizer.type": "optimizer.name",
-    "optimizer.params.lr": "optimizer.learning_rate",
-    "optimizer.params.betas": "optimizer.betas",
-    "optimizer.params.eps": "optimizer.eps",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-    f"{ZERO}.stage": "parallel.zero.stage",
-    f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
-    f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
-    f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
-    f"{OFFLOAD_PARAMETERS}.nvme_path": "parallel.zero.nvme_path",
+ADOPTED: Mapping[str, tuple[object, ...]] = {
+    f"{ZERO}.stage": get_args(Stage),
+    f"{OFFLOAD_OPTIMIZER}.device": get_args(Placement),
+    f"{OFFLOAD_PARAMETERS}.device": get_args(Placement),
 }
-"""Settings that the recipe decides, and the recipe key of each."""
-
-REQUIRED: Mapping[str, object] = {
-    "optimizer.params.adam_w_mode": True,
-    "gradient_allreduce_op": "mean",
-    "bf16.check_grad_overflow": True,
-    f"{ZERO}.compute_grad_norm": True,
-    "fp16.fp16_master_weights_and_grads": False,
-    "torch_autocast.enabled": False,
-    "data_efficiency.enabled": False,
-    "use_data_before_expert_parallelism": False,
-}
-"""The only values that keep the loss equal under every layout (AdamW with fp32 master
-weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
-out of the weights."""
-
-HPZ = f"{ZERO}.zero_hpz_partition_size"
-QUANTIZED_GRADIENTS = f"{ZERO}.zero_quantized_gradients"
-LESS_EXACT: Mapping[str, tuple[str, str]] = {
-    f"{ZERO}.zero_quantized_weights": ("gathered weights", "sent in blocks of 8 bits"),
-    QUANTIZED_GRADIENTS: ("gradient reduction", "in blocks of 4 bits between nodes"),
-    "bf16.bf16_master_weights_and_grads": (
-        "AdamW",
-        "weights are updated in bf16: a change by less than 1/512 may be lost",
-    ),
-    "bf16.bf16_optimizer_states": ("moments", "kept in bf16"),
-}
-"""Switches of a DeepSpeed file that are handed over although they round more than the
-recipe's precision: what they apply to, and how it is rounded."""
-
-_NOT_RUN: Mapping[str, str] = {
-    f"{ZERO}.zenflow": "ZenFlow permutes the initial weights, updates some of them after every "
-    "micro batch, and keeps states that no checkpoint has",
-    f"{OFFLOAD_OPTIMIZER}.super_offload": "no checkpoint has the moments, which are in a "
-    "process of their own; without clipping a NaN in a gradient sets weights to 0",
-    "tensor_parallel": "tensor parallel is megatron-core's (parallel.tensor in the recipe)",
-    "expert_parallel": "expert parallel is megatron-core's (parallel.expert in the recipe)",
-    "compile.deepcompile": "its graphs reduce gradients before a step can be skipped; "
-    "kernels.compile compiles layers",
-}
-"""What DeepSpeed 0.19 has, and why no run can use it (docs/limitations.md)."""
+"""Settings that a recipe takes from its own DeepSpeed file, and their values."""
 
 MAX_LISTED = 12
 """For blocks with at most this many keys, an error lists all of them."""
-
-MAX_FLOAT = sys.float_info.max
 
 AUTO_IS_A_VALUE = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 """Settings for which DeepSpeed itself understands "auto"."""
@@ -129,6 +92,60 @@ class DeepSpeedRequest:
     """The plan's initial loss scale, a power of two; None unless fp16."""
 
 
+def preset_path(name: str) -> Path:
+    """File of a shipped preset; `name` is one of `PRESETS`."""
+    assert name in PRESETS, name
+    return FOLDER / f"{name}.json"
+
+
+def preset_for(layout: Layout) -> str:
+    """The preset that a layout starts from when the recipe names none.
+
+    Offload presets are made for one stage each. For another combination of offload, stage and
+    devices, it is the stage's plain preset, and the renderer adds the offload blocks.
+    """
+    offload = (layout.zero_stage, layout.offload_optimizer, layout.offload_parameters)
+    return OFFLOAD_PRESETS.get(offload, f"zero{layout.zero_stage}")
+
+
+def open_config(config: str) -> JsonFile:
+    """A preset by its name, or a JSON file.
+
+    Raises RecipeError when it is neither, or not a readable JSON object.
+    """
+    if config in PRESETS:
+        return read_json(preset_path(config))
+    if "." in config or "/" in config:
+        return read_json(Path(config))
+    allowed = f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own"
+    fix = did_you_mean(config, PRESETS)
+    raise RecipeError([Problem("parallel.zero.config", config, allowed, fix)])
+
+
+def adopted(config: str) -> dict[str, object]:
+    """Stage and offload that a preset or a file states, by the recipe's keys.
+
+    Raises RecipeError if one of them has no value of DeepSpeed's.
+    """
+    file, found = open_config(config), {}
+    for key, values in ADOPTED.items():
+        value = stated(file, key)
+        if value is None:
+            continue
+        if value not in values or type(value) is not type(values[0]):
+            *first, last = map(str, values)
+            raise RecipeError([file.problem(key, value, f"{', '.join(first)} or {last}")])
+        found[OWNED[key]] = value
+    return found
+
+
+def communication_bytes(config: str) -> int | None:
+    """Bytes per gradient element that a preset or a file states (`communication_data_type`);
+    None where it does not."""
+    dtype = stated(open_config(config), "communication_data_type")
+    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(dtype))
+
+
 def render(request: DeepSpeedRequest) -> dict[str, object]:
     """The complete DeepSpeed config of a run, ready for `deepspeed.initialize`.
 
@@ -138,17 +155,12 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     """
     file = open_config(request.config or preset_for(request.layout))
     owned = _owned(request)
-    batch = request.layout.global_batch
-    if _stated(file, "train_batch_size") == batch * request.layout.cp:
-        batch *= request.layout.cp  # a file that was rendered counts context ranks, too
-    stated = owned | {"train_batch_size": batch}
     problems = [
         *unknown_keys(file),
-        *_disagreements(file, stated, {**REQUIRED, **_loss_scaling(request)}),
-        *_not_ours_to_run(file, request.optimizer),
+        *_disagreements(file, request, owned),
+        *_unusable(file, request),
         *_unfilled(file, owned),
         *_missing_folder(file, request),
-        *_misread(file, request),
     ]
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
@@ -166,59 +178,6 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
         if get(file.values, key) is None:
             put(config, key, value)
     return config
-
-
-def open_config(config: str) -> JsonFile:
-    """A preset by its name, or a JSON file.
-
-    Raises RecipeError when it is neither, or not a readable JSON object.
-    """
-    if config in PRESETS:
-        return read_json(preset_path(config))
-    if "." in config or "/" in config:
-        return read_json(Path(config))
-    raise RecipeError(
-        [
-            Problem(
-                "parallel.zero.config",
-                config,
-                f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own",
-                did_you_mean(config, PRESETS),
-            )
-        ]
-    )
-
-
-def stage_of(file: JsonFile) -> Stage | None:
-    """The ZeRO stage that a config states; None when it leaves it to the recipe.
-
-    Raises RecipeError if it states an invalid stage.
-    """
-    stage = _stated(file, f"{ZERO}.stage")
-    if stage is None or (type(stage) is int and stage in get_args(Stage)):
-        return cast(Stage | None, stage)
-    raise RecipeError([file.problem(f"{ZERO}.stage", stage, "0, 1, 2 or 3")])
-
-
-def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
-    """Where a config puts optimizer states and parameters; None if it does not state it.
-
-    Raises RecipeError if it states an invalid device.
-    """
-    return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
-
-
-def communication_bytes(file: JsonFile) -> int | None:
-    """Bytes per gradient element that a config states (`communication_data_type`); None where
-    it does not."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(_stated(file, "communication_data_type")))
-
-
-def _device(file: JsonFile, block: str) -> Placement | None:
-    device = _stated(file, f"{block}.device")
-    if device is None or device in get_args(Placement):
-        return cast(Placement | None, device)
-    raise RecipeError([file.problem(f"{block}.device", device, "none, cpu or nvme")])
 
 
 def _owned(request: DeepSpeedRequest) -> dict[str, object]:
@@ -244,7 +203,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     }
     if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
-    for block, device, _ in _offloads(layout):
+    for block, device in _offloads(layout).items():
         folder = request.nvme_path if device == "nvme" else None
         settings[f"{block}.device"] = device
         if folder is not None or device != "nvme":
@@ -252,12 +211,12 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     return settings
 
 
-def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
-    """DeepSpeed's block, the device and the recipe key of each kind of offload."""
-    return (
-        (OFFLOAD_OPTIMIZER, layout.offload_optimizer, "parallel.zero.offload_optimizer"),
-        (OFFLOAD_PARAMETERS, layout.offload_parameters, "parallel.zero.offload_parameters"),
-    )
+def _offloads(layout: Layout) -> dict[str, Placement]:
+    """DeepSpeed's block and the device of each kind of offload."""
+    return {
+        OFFLOAD_OPTIMIZER: layout.offload_optimizer,
+        OFFLOAD_PARAMETERS: layout.offload_parameters,
+    }
 
 
 def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
@@ -266,25 +225,19 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     if request.optimizer.kind.whole is None and request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
-        stated: Any = get(file.values, "optimizer.params") or {}
-        if not {"torch_adam", "foreach"} & stated.keys():
+        params: Any = get(file.values, "optimizer.params") or {}
+        if not {"torch_adam", "foreach"} & params.keys():
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
     if request.precision == "bf16" and request.layout.zero_stage > 0:
         # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
         settings["data_types.grad_accum_dtype"] = "fp32"
-    fp32 = sends_fp32(request.precision, request.layout.zero_stage)
-    if fp32 and not _stated(file, QUANTIZED_GRADIENTS):
+    in_16_bits = request.precision != "fp32" and request.layout.zero_stage > 0
+    if in_16_bits and not stated(file, QUANTIZED_GRADIENTS):
         # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
-        # those.
+        # those, and stage 0 keeps them anyway.
         settings["communication_data_type"] = "fp32"
     return settings
-
-
-def sends_fp32(precision: str, zero_stage: int) -> bool:
-    """Whether 16-bit gradients are reduced in fp32, as in the other engines; stage 0 keeps them
-    in 16 bits anyway."""
-    return precision != "fp32" and zero_stage > 0
 
 
 def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
@@ -307,56 +260,55 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
         allowed = f"a key that DeepSpeed knows in {block or 'its config'}"
         if len(known) <= MAX_LISTED:
             allowed = f"{', '.join(sorted(known))} in {block}"
-        for name in value:
-            if name not in known:
-                key = f"{block}.{name}" if block else name
-                gone = f"delete it: {REMOVED}" if name in GONE else ""
-                fix = gone or did_you_mean(name, known, "delete it")
-                yield file.problem(key, value[name], allowed, fix)
+        for name in (name for name in value if name not in known):
+            key = f"{block}.{name}" if block else name
+            fix = did_you_mean(name, known, "delete it")
+            if name in GONE:
+                fix = "delete it: DeepSpeed has removed it, and refuses it"
+            yield file.problem(key, value[name], allowed, fix)
 
 
 def _disagreements(
-    file: JsonFile, owned: Mapping[str, object], required: Mapping[str, object]
+    file: JsonFile, request: DeepSpeedRequest, owned: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
+    batch = request.layout.global_batch
+    batches = batch, batch * request.layout.cp  # a rendered file counts context ranks, too
     for key, value in owned.items():
-        found = _stated(file, key)
-        if found is not None and value is not None and not same(found, value):
-            allowed = f'{json.dumps(value)}, as the recipe says ({OWNED[key]}), or "auto"'
-            fix = later_value(OWNED[key], found) or (
-                f'write "auto" here, or change {OWNED[key]} in the recipe'
-            )
-            yield file.problem(key, found, allowed, fix)
-    for key, value in required.items():
-        found = _stated(file, key)
+        found, accepted = stated(file, key), batches if key == "train_batch_size" else (value,)
+        if found is None or value is None or any(same(found, one) for one in accepted):
+            continue
+        shown = json.dumps(accepted[0])
+        allowed = f'{shown}, as the recipe says ({OWNED[key]}), or "auto"'
+        fix = later_value(OWNED[key], found) or (
+            f'write "auto" here, or change {OWNED[key]} in the recipe'
+        )
+        yield file.problem(key, found, allowed, fix)
+    for key, value in {**REQUIRED, **_loss_scaling(request)}.items():
+        found = stated(file, key)
         if found is not None and not same(found, value):
             allowed = f"{json.dumps(value)}: any other value changes or corrupts the loss"
             yield file.problem(key, found, allowed, "delete it")
 
 
-def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Problem]:
-    """Blocks that would replace what the recipe decides."""
-    if file.values.get("optimizer") is not None and optimizer.kind.whole is not None:
-        yield file.problem(
-            "optimizer",
-            file.values["optimizer"],
-            f"nothing with optimizer.name: {optimizer.name}, which DMT itself hands over",
-            "delete the block, or set optimizer.name to adamw in the recipe",
-        )
-    for key, why in _NOT_RUN.items():
-        if (found := _stated(file, key)) not in (None, False):
-            yield file.problem(key, found, f"nothing: {why}", "delete it")
-    if "scheduler" in file.values:
-        yield file.problem(
-            "scheduler",
-            file.values["scheduler"],
-            "nothing: the recipe's `schedule` sets the learning rate of every step",
-            "delete the block and set `schedule` in the recipe",
-        )
-    if "bfloat16" in file.values:
-        yield file.problem(
-            "bfloat16", file.values["bfloat16"], "`bf16`", "rename the block to `bf16`"
-        )
+def _unusable(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
+    """Settings with which a run would not do what the recipe or the file says."""
+    for key, rule in ABSENT.items():
+        if (found := stated(file, key)) not in (None, False):
+            yield file.problem(key, found, f"nothing: {rule.absent}", rule.fix)
+    block, optimizer = file.values.get("optimizer"), request.optimizer
+    if block is not None and optimizer.kind.whole is not None:
+        allowed = f"nothing with optimizer.name: {optimizer.name}, which DMT itself hands over"
+        fix = "delete the block, or set optimizer.name to adamw in the recipe"
+        yield file.problem("optimizer", block, allowed, fix)
+    # csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads the bits of gradients as fp16.
+    if stated(file, QUANTIZED_GRADIENTS) and request.precision != "fp16":
+        allowed = "training.precision: fp16: DeepSpeed reads the bits of all gradients as fp16"
+        yield file.problem(QUANTIZED_GRADIENTS, True, allowed, "delete it")
+    group, ranks = stated(file, HPZ), request.layout.dp * request.layout.cp
+    if group is not None and (type(group) is not int or group < 1 or ranks % group):
+        allowed = f"a divisor of the {ranks} data-parallel ranks"
+        yield file.problem(HPZ, group, allowed, "change or delete it")
 
 
 def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
@@ -365,50 +317,30 @@ def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
     for key in file.lines:
         left = key not in owned and key not in AUTO_IS_A_VALUE
         if left and get(file.values, key) == "auto" and not key.endswith(".nvme_path"):
-            yield file.problem(
-                key,
-                "auto",
-                "a value: the recipe does not decide this one",
-                "write a value, or delete the key for DeepSpeed's default",
-            )
+            allowed = "a value: the recipe does not decide this one"
+            fix = "write a value, or delete the key for DeepSpeed's default"
+            yield file.problem(key, "auto", allowed, fix)
 
 
 def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
     """NVMe offload for which neither the recipe nor the file names a folder."""
-    for block, device, source in _offloads(request.layout):
-        stated = request.nvme_path or _stated(file, f"{block}.nvme_path")
-        if device == "nvme" and not stated:
-            yield Problem(
-                "parallel.zero.nvme_path",
-                "nothing",
-                f"a folder on a fast local disk, because {source} is nvme",
-                "set parallel.zero.nvme_path",
-            )
+    for block, device in _offloads(request.layout).items():
+        named = request.nvme_path or stated(file, f"{block}.nvme_path")
+        if device == "nvme" and not named:
+            source = OWNED[f"{block}.device"]
+            allowed = f"a folder on a fast local disk, because {source} is nvme"
+            key = "parallel.zero.nvme_path"
+            yield Problem(key, "nothing", allowed, f"set {key}")
             return
 
 
-def _misread(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
-    """ZeRO++ that DeepSpeed would compute wrongly or stop at.
-
-    csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads the bits of gradients as fp16.
-    """
-    if _stated(file, QUANTIZED_GRADIENTS) and request.precision != "fp16":
-        allowed = "training.precision: fp16: DeepSpeed reads the bits of all gradients as fp16"
-        yield file.problem(QUANTIZED_GRADIENTS, True, allowed, "delete it")
-    group, ranks = _stated(file, HPZ), request.layout.dp * request.layout.cp
-    if group is not None and (type(group) is not int or group < 1 or ranks % group):
-        yield file.problem(
-            HPZ, group, f"a divisor of the {ranks} data-parallel ranks", "change or delete it"
-        )
-
-
-def _stated(file: JsonFile, key: str) -> object:
+def stated(file: JsonFile, key: str) -> object:
     """The file's value of `key`; None if absent or `"auto"`."""
     value = get(file.values, key)
     return None if value == "auto" else value
 
 
-_OPTIMIZER_TYPES = {kind.elsewhere.get("deepspeed.json") for _, kind in OPTIMIZERS.items()}
+_OPTIMIZER_TYPES = [kind.elsewhere.get("deepspeed.json") for _, kind in OPTIMIZERS.items()]
 
 
 def same(found: object, wanted: object) -> bool:
@@ -416,11 +348,9 @@ def same(found: object, wanted: object) -> bool:
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, int | float) and isinstance(wanted, int | float):
-        return found == wanted or (
-            max(abs(found), abs(wanted)) < MAX_FLOAT and math.isclose(found, wanted)
-        )
+        return abs(found) < sys.float_info.max and math.isclose(found, wanted)
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(found, str) and isinstance(wanted, str) and wanted in _OPTIMIZER_TYPES:
-        return found.lower() == wanted.lower()
+    if isinstance(found, str) and wanted in _OPTIMIZER_TYPES:
+        return found.lower() == str(wanted).lower()
     return found == wanted
