@@ -97,6 +97,16 @@ def test_a_rank_of_fsdp() -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_of_deepspeed() -> None:
+    """Most of it are buffers whose size DeepSpeed fixes."""
+    (rank,) = rehearsed(LLAMA, overrides=in_parallel("engine=deepspeed", "zero.stage=3"))[
+        "ranks"
+    ]
+    assert rank["planned_gib"] == pytest.approx(rank["peak_gib"], rel=0.03)
+    assert rank["fits"]
+
+
+@pytest.mark.slow
 def test_each_pipeline_stage_once() -> None:
     layout = in_parallel("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
     found = rehearsed(LLAMA, overrides=layout)
