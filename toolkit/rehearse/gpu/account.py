@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sh
 _OF_TORCH = ("torch/", "toolkit/rehearse/gpu/", "contextlib")
 
 
+@dataclass(eq=False, slots=True)
+class Held:
+    """A storage on the GPU."""
+
+    kind: str = OTHER
+    place: str = ""
+    """The module, or the code location."""
+    nbytes: int = 0
+
+
 class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Storages on the GPU, from allocation until nothing refers to them.
 
@@ -50,13 +61,10 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`routed`: the share of its experts that a token is sent to."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._routed = routed
-        self._events: list[tuple[int, int]] = []
-        """Bytes allocated, or freed below 0, and the number of the storage."""
-        self._labels: list[tuple[str, str]] = []
-        """Kind, and module or place, of each storage."""
-        self._sizes: list[int] = []
-        self._numbers: Any = WeakIdKeyDictionary()
-        """The number of each storage that is alive."""
+        self._events: list[tuple[int, Held]] = []
+        """Bytes allocated, or freed below 0."""
+        self._held: Any = WeakIdKeyDictionary()
+        """By the storage, while it is alive."""
         self._start = 0
         """The number of the first event that `peak` looks at."""
         self._trains = False
@@ -87,9 +95,8 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         totals = list(accumulate((size for size, _ in self._events), initial=0))
         last = max(range(self._start, len(totals)), key=totals.__getitem__)
         held: dict[str, Counter[str]] = {}
-        for size, number in self._events[:last]:
-            kind, place = self._labels[number]
-            held.setdefault(kind, Counter())[place] += size
+        for size, one in self._events[:last]:
+            held.setdefault(one.kind, Counter())[one.place] += size
         ranked = sorted(held.items(), key=lambda item: -item[1].total())
         holders = {
             kind: {place: size for place, size in places.most_common() if size}
@@ -161,38 +168,35 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give storages another label, or those that have one of the kinds `only`."""
         for one in tensors:
             if isinstance(one, FakeTensor) and one.device.type == "cuda":
-                number = self._see(one.untyped_storage(), None)
-                before = self._labels[number]
-                if not only or before[0] in only:
-                    same = before[0] == kind and before[1] != place
-                    self._labels[number] = kind, "in one buffer" if same else place
+                held = self._see(one.untyped_storage(), None)
+                if not only or held.kind in only:
+                    shared = held.kind == kind and held.place != place
+                    held.kind, held.place = kind, "in one buffer" if shared else place
 
-    def _see(self, storage: Any, func: Any) -> int:
-        """The number of a storage, which may be a new one.
+    def _see(self, storage: Any, func: Any) -> Held:
+        """A storage, which may be new, of the operator `func`.
 
         Tensors that DTensor creates to determine a shape are new each time: they have no
         storage on a GPU.
         """
-        number: int | None = self._numbers.get(storage)
-        if number is None:
-            number = len(self._labels)
+        held: Held | None = self._held.get(storage)
+        if held is None:
             label = self._label(func)
-            self._labels.append(label or (OTHER, ""))
-            self._sizes.append(0)
+            held = Held(*label or ())
             if label is not None:
-                self._numbers[storage] = number
-                weakref.finalize(storage, self._change, number, 0).atexit = False
+                self._held[storage] = held
+                weakref.finalize(storage, self._change, held, 0).atexit = False
                 self._resized(storage)
-        return number
+        return held
 
     def _resized(self, storage: Any) -> None:
-        if (number := self._numbers.get(storage)) is not None:
-            self._change(number, -(-storage.nbytes() // BLOCK) * BLOCK)
+        if (held := self._held.get(storage)) is not None:
+            self._change(held, -(-storage.nbytes() // BLOCK) * BLOCK)
 
-    def _change(self, number: int, size: int) -> None:
-        if more := size - self._sizes[number]:
-            self._sizes[number] = size
-            self._events.append((more, number))
+    def _change(self, held: Held, nbytes: int) -> None:
+        if more := nbytes - held.nbytes:
+            held.nbytes = nbytes
+            self._events.append((more, held))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
         """Kind and module or place of what is allocated now; None for what has a shape only."""
