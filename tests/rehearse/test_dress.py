@@ -99,9 +99,8 @@ def test_a_rank_of_fsdp() -> None:
 @pytest.mark.slow
 def test_a_rank_of_deepspeed() -> None:
     """Most of it are buffers whose size DeepSpeed fixes."""
-    (rank,) = rehearsed(LLAMA, overrides=in_parallel("engine=deepspeed", "zero.stage=3"))[
-        "ranks"
-    ]
+    found = rehearsed(LLAMA, overrides=in_parallel("engine=deepspeed", "zero.stage=3"))
+    (rank,) = found["ranks"]
     assert rank["planned_gib"] == pytest.approx(rank["peak_gib"], rel=0.03)
     assert rank["fits"]
 

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,43 +23,23 @@ from toolkit.rehearse.comparison import Record
 from toolkit.rehearse.rehearsal import Options
 
 MIXTRAL = ROOT / "recipes/tiny/mixtral-bytes.yaml"
-OFFLOADED = "zero3-offload"
-SOME = (OFFLOADED, "fsdp3", "megatron-tp2-zero1", "megatron-ep2")
-"""One of each kind: all of them, of the same steps, are in tests/engines/test_pairs.py."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "layouts"),
-    [
-        pytest.param(LLAMA, SOME, id="some"),
-        pytest.param(LLAMA, ["*"], marks=pytest.mark.soak, id="llama-bytes"),
-        pytest.param(MIXTRAL, ["*"], marks=pytest.mark.soak, id="mixtral-bytes"),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", [LLAMA, MIXTRAL], ids=lambda recipe: recipe.stem)
 @pytest.mark.usefixtures("cpu_adam")
-@pytest.mark.timeout(600)
-def test_every_layout_is_the_reference(
-    rehearse: Rehearse, recipe: Path, layouts: Sequence[str]
-) -> None:
-    """Within 1e-5 relative (offload 1e-4)."""
-    found = rehearse(*layouts, recipe=recipe, steps=10 if layouts == ["*"] else 5)
-    assert layouts == ["*"] or found.keys() == {*SOME}
-    for name, outcome in found.items():
-        assert outcome.verdict in ("exact", "within", "skipped"), f"{name}: {outcome.why}"
-        if outcome.comparison is not None:
-            limit = 1e-4 if name == OFFLOADED else 1e-5
-            assert outcome.comparison.max_rel_loss <= limit
-            assert outcome.comparison.max_rel_grad_norm <= limit
-    skipped = {name: outcome.why for name, outcome in found.items() if outcome.skipped}
+def test_every_layout_is_the_reference(rehearse: Rehearse, recipe: Path) -> None:
+    """Their engines, step by step, are in tests/engines/test_pairs.py."""
+    found = rehearse("*", recipe=recipe, steps=10)
+    wrong = {name: one.why for name, one in found.items() if one.verdict == "diverged"}
+    assert not wrong
     # A dense model has no experts; megatron-core needs sequence parallel for experts
     # under tensor parallel.
     expected = {
         LLAMA: {name for name in found if "ep2" in name},
         MIXTRAL: {name for name in found if "tp2" in name and "sp" not in name},
     }
-    assert set(skipped) == expected[recipe], skipped
-    assert all(skipped.values())
+    assert {name for name, one in found.items() if one.skipped} == expected[recipe]
 
 
 def test_nothing_compared_is_a_failure(
