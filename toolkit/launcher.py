@@ -1,16 +1,13 @@
 """The light half of each launcher: everything except starting ranks.
 
 Schema, checks, doctor and rendering use a `Launcher` and never compare launchers' names. The
-other half, a `Starter` (launchers/base.py), is imported when ranks are started. The recipe's
-schema imports the light half for its section: where it is defined, `toolkit.recipe.schema` and
-`toolkit.launchers` can be imported only inside of functions.
+other half, a `Starter` (launchers/base.py), is imported when ranks are started.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from toolkit.recipe.section import Section
 from toolkit.registry import Registry
 
 
@@ -32,8 +29,6 @@ class Launcher:
     name: str
     starter: str
     """`module:class` of its `Starter`."""
-    section: type[Section] | None = None
-    """Its own settings, a recipe's `launch.NAME`; each needs a default."""
     oversees: Literal["always", "one machine", "never"] = "always"
     """Whether `dmt launch` supervises the whole run: it writes the run directory first, and
     restarts a failed run. Otherwise machines or a scheduler start it from `Job.recipe`, and
@@ -58,7 +53,7 @@ class Launcher:
 
 
 LAUNCHERS: Registry[Launcher] = Registry(
-    "dmt.launchers",
+    "",
     {
         "local": "toolkit.launchers:LOCAL",
         "slurm": "toolkit.launchers:SLURM",
@@ -66,7 +61,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
         "ray": "toolkit.extras.launchers.ray:RAY",
     },
 )
-"""Every launcher by its name; other packages add theirs as entry points."""
+"""Every launcher by its name."""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -23,7 +23,8 @@ class Registry(Generic[Kind]):
     """Names and the objects that they stand for, which are imported when first asked for."""
 
     def __init__(self, group: str, own: Mapping[str, str]) -> None:
-        """`own` maps a name to `module:attribute`; `group` names the entry points of others."""
+        """`own` maps a name to `module:attribute`; `group` names the entry points of others,
+        and is empty where only this package has any."""
         self._group = group
         self._own = own
         self._loaded: dict[str, Kind] = {}
@@ -46,6 +47,11 @@ class Registry(Generic[Kind]):
         that has added it cannot be imported.
         """
         if name not in self._loaded:
+            if name in self._own and name not in self._places:
+                raise BackendUnavailable(
+                    f"{name}: this installation of DMT has no toolkit/extras",
+                    fix="install all of it",
+                )
             place = self._places[name]
             try:
                 self._loaded[name] = load(place)

@@ -48,6 +48,14 @@ SETTINGS: dict[str, str] = {
     "parallel.outer.lighthouse: http://HOST:29510",
     "parallel.outer.link": "remove it: `dmt plan` prints the bytes of an exchange",
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
+    **{
+        f"optimizer.muon.{key}": f"remove it: {always}"
+        for key, always in {
+            "nesterov": "Muon's momentum is Nesterov's",
+            "ns_steps": "the iteration has 5 steps",
+            "adjust_lr": "updates are as large as AdamW's (match_rms_adamw)",
+        }.items()
+    },
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "
     "moves samples to faster ranks",
@@ -89,6 +97,9 @@ DEFAULTS: dict[str, object] = {
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",
     "launch.spares": 0,
+    "optimizer.muon.nesterov": True,
+    "optimizer.muon.ns_steps": 5,
+    "optimizer.muon.adjust_lr": "match_rms_adamw",
     "launch.mpi": {"command": "mpirun", "options": []},
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,

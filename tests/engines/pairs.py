@@ -127,9 +127,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "optimizer": {
         "adamw": {},
         "muon": _optimizer("muon", 7e-5),
-        "muon, other": _optimizer(
-            "muon", 7e-5, momentum=0.8, nesterov=False, ns_steps=3, adjust_lr="original"
-        ),
+        "muon, other": _optimizer("muon", 7e-5, momentum=0.8),
         "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
     },
     "adapter": {

@@ -12,7 +12,6 @@ from tests.engines.owner_cases import LAYOUTS, check_reshaped
 from tests.forked import run_ranks
 from toolkit.checkpoint.verify import coverage_problems
 from toolkit.engines.muon import Muon, newton_schulz
-from toolkit.optimizers.muon import MuonSection
 from toolkit.recipe.schema import OptimizerSection
 
 OPTIMIZER = {"name": "muon", "learning_rate": 7e-5}
@@ -26,10 +25,10 @@ def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight = nn.Parameter(torch.zeros(shape))
     weight.grad = gradient
-    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-    own = MuonSection(adjust_lr="original")
-    rate = Muon(OptimizerSection(name="muon", learning_rate=1.0, muon=own))
-    expected = torch.zeros(shape).add_(newton_schulz(gradient, 5), alpha=-rate.rate(shape))
+    settings = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([weight], **settings, adjust_lr_fn="match_rms_adamw").step()
+    rate = Muon(OptimizerSection(name="muon", learning_rate=1.0))
+    expected = torch.zeros(shape).add_(newton_schulz(gradient), alpha=-rate.rate(shape))
     assert torch.equal(weight, expected)
 
 

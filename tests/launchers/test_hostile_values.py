@@ -12,10 +12,9 @@ from tests.processes import HANG_S
 from toolkit.errors import DmtError
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
-from toolkit.launchers import SlurmSection
 from toolkit.launchers.base import Job, starter
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.schema import ClusterSection, LaunchSection, Recipe
+from toolkit.recipe.schema import ClusterSection, LaunchSection, Recipe, SlurmSection
 
 STUB = '#!/bin/bash\nprintf "%s\\0" "$@" > "$STUBS/$(basename "$0").argv"\n'
 
@@ -92,7 +91,7 @@ def run_script(script: str, shell: Path, job: Job) -> int:
     """Run a batch script; its `srun` must have got the run directory as one word."""
     head, _, body = script.partition("\n\n")
     assert all(line.startswith("#") for line in head.splitlines()), "directives only"
-    setup = str(job.launch.own(SlurmSection).setup)
+    setup = str(job.launch.slurm.setup)
     assert "#SBATCH" not in body.replace(setup, ""), "none added"
     subprocess.run(["bash", "-c", body], cwd=shell, timeout=HANG_S, check=False)
     words = (shell / "srun.argv").read_text().split("\0")

@@ -10,12 +10,12 @@ import pytest
 
 import toolkit
 from toolkit.errors import PlanError
-from toolkit.launchers import SlurmSection, base
+from toolkit.launchers import base
 from toolkit.launchers.base import Job, starter
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import Deadline
 from toolkit.launchers.slurm import SlurmStarter
-from toolkit.recipe.schema import ClusterSection, LaunchSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection, SlurmSection
 
 RUN = Path("/runs/a run")
 CPU = ClusterSection(gpus_per_node=2)

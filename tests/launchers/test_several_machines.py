@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-from toolkit.launchers import LOCAL, SlurmSection
+from toolkit.launchers import LOCAL
 from toolkit.launchers.base import Job, Meeting
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.slurm import SlurmStarter
-from toolkit.recipe.schema import ClusterSection, ElasticSection, LaunchSection
+from toolkit.recipe.schema import ClusterSection, ElasticSection, LaunchSection, SlurmSection
 
 RUN = Path("/runs/one")
 TWO = ClusterSection(nodes=2, gpus_per_node=4)

@@ -9,7 +9,7 @@ from tests.plan.making import TINY, optimizer_of
 from toolkit.hardware.cluster import default_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.optimizers.muon import MUON, MuonSection
+from toolkit.optimizers.muon import MUON
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.owned import owner_updates
@@ -56,10 +56,8 @@ def seconds(*matrices: tuple[int, int]) -> float:
 
 def test_flops() -> None:
     assert MUON.whole is not None
-    once, five = MuonSection(ns_steps=1), MuonSection()
     flops = MUON.whole.operations
-    assert flops((2, 3), once) == flops((3, 2), once) == 24 + 16 + 24
-    assert flops((2, 3), five) == 5 * 64
+    assert flops((2, 3)) == flops((3, 2)) == 5 * (24 + 16 + 24)
 
 
 def test_one_rank_computes_all() -> None:

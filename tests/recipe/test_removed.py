@@ -35,6 +35,8 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
         inner = inner[section]
         inner = inner[0] if isinstance(inner, list) else inner
     inner[name] = value
+    if path.startswith("optimizer.muon."):
+        stated["optimizer"]["name"] = "muon"
     file.write_text(yaml.safe_dump(stated))
     return file
 

@@ -1,23 +1,18 @@
-"""A complete optimizer of another package: stochastic gradient descent with momentum."""
+"""A complete optimizer of another package: stochastic gradient descent with momentum.
+
+M ← β₁ M + G, W ← W - lr·λ W - lr·M, with the first of `optimizer.betas`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.optimizers.base import Ledger, OptimizerKind, Trained, WholeTensors
-from toolkit.recipe.section import Fraction, Section
 
 if TYPE_CHECKING:
     import torch
 
     from toolkit.engines.owners import UpdateRule
     from toolkit.recipe.schema import OptimizerSection
-
-
-class SgdSection(Section):
-    """Heavy-ball momentum: M ← μ M + G, W ← W - lr·λ W - lr·M."""
-
-    momentum: Fraction = 0.9
-    """μ."""
 
 
 def rule(settings: "OptimizerSection") -> "UpdateRule":
@@ -27,7 +22,7 @@ def rule(settings: "OptimizerSection") -> "UpdateRule":
         def accumulate(
             self, gradient: "torch.Tensor", state: Mapping[str, "torch.Tensor"]
         ) -> None:
-            gradient.add_(state["exp_avg"], alpha=self.own.momentum)
+            gradient.add_(state["exp_avg"], alpha=self.settings.betas[0])
             state["exp_avg"].copy_(gradient)
 
     return Sgd(settings)
@@ -52,14 +47,12 @@ def reference(
         {**one.group, "decay": one.group["weight_decay"], "weight_decay": 0.0}
         for one in parameters
     ]
-    return [Sgd(groups, momentum=settings.own.momentum)]
+    return [Sgd(groups, momentum=settings.betas[0])]
 
 
 SGD = OptimizerKind(
     title="SGD",
-    about="`toy_sgd` is gradient descent with momentum.",
-    section=SgdSection,
-    unused=("betas", "eps"),
+    unused=("eps",),
     whole=WholeTensors("toy_optimizer:rule", moments=("exp_avg",)),
     reference="toy_optimizer:reference",
     ledger=Ledger("SGD with fp32 weights and momentum"),

@@ -2,7 +2,7 @@
 
 With momentum M and gradient G of a matrix [m, n] of the Hugging Face checkpoint, a step does
 
-    M ← μ M + (1 - μ) G,  U ← NS(μ M + (1 - μ) G),  W ← W - lr·λ W - lr·a(m, n) U
+    M ← μ M + (1 - μ) G,  U ← NS(μ M + (1 - μ) G),  W ← W - lr·λ W - lr·0.2 √max(m, n) U
 
 as `torch.optim.Muon` does (Keller Jordan, https://kellerjordan.github.io/posts/muon).
 Everything except the Newton-Schulz iteration NS is elementwise. NS starts by rounding to bf16
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from toolkit.engines.owners import UpdateRule
 from toolkit.optimizers.base import Trained
-from toolkit.recipe.schema import OptimizerSection
+from toolkit.optimizers.muon import NEWTON_SCHULZ_STEPS
+from toolkit.recipe.schema import MuonSection, OptimizerSection
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """The iteration's coefficients: x ← A x + (B G + C G²) x with G = x xᵀ."""
@@ -28,31 +29,29 @@ class Muon(UpdateRule):
     """AdamW updates embeddings, head, norms and biases."""
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        average = state["exp_avg"]
-        average.lerp_(gradient, 1 - self.own.momentum)
-        if self.own.nesterov:
-            gradient.lerp_(average, self.own.momentum)
-        else:
-            gradient.copy_(average)
+        average, momentum = state["exp_avg"], _momentum(self.settings)
+        average.lerp_(gradient, 1 - momentum)
+        gradient.lerp_(average, momentum)
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
-        return newton_schulz(whole, self.own.ns_steps)
+        return newton_schulz(whole)
 
     def rate(self, shape: Sequence[int]) -> float:
-        """Depends on `adjust_lr`."""
-        rows, columns = shape
-        if self.own.adjust_lr == "original":
-            return sqrt(max(1, rows / columns))
-        return 0.2 * sqrt(max(rows, columns))
+        """Makes updates as large as AdamW's, so that rates for AdamW can be used."""
+        return 0.2 * sqrt(max(shape))
 
 
-def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+def _momentum(settings: OptimizerSection) -> float:
+    return (settings.muon or MuonSection()).momentum
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
     """The matrix [m, n] with singular values near 1, in bf16: bitwise what `torch.optim.Muon`
     computes; torch's own function is private and may change."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x.T if tall else x
@@ -72,13 +71,8 @@ def reference(
     if others:
         optimizers.append(torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps))
     if matrices:
-        own = settings.own
         muon = torch.optim.Muon(
-            matrices,
-            momentum=own.momentum,
-            nesterov=own.nesterov,
-            ns_steps=own.ns_steps,
-            adjust_lr_fn=own.adjust_lr,
+            matrices, momentum=_momentum(settings), adjust_lr_fn="match_rms_adamw"
         )
         optimizers.append(muon)
     return optimizers

@@ -41,7 +41,7 @@ class UpdateRule:
     """How whole tensors are updated: W ← W - lr·λ W - lr·rate · update."""
 
     def __init__(self, settings: OptimizerSection) -> None:
-        self.settings, self.own = settings, settings.own
+        self.settings = settings
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Convert a holder's elements of the gradient to the owner's input, in place; `state`
@@ -131,7 +131,7 @@ class Exchange:
         self.rule: UpdateRule = load(self.whole.rule)(settings)
         held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(blocks))
-        tensors = _owned(held, partial(self.whole.operations, own=settings.own))
+        tensors = _owned(held, self.whole.operations)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.owned = {name for name, one in tensors.items() if one.owner == rank}
         by_replicas = self.whole.by_replicas

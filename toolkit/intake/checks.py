@@ -20,7 +20,6 @@ from toolkit.models.families.arguments import frequencies_limit, rope_type_of
 from toolkit.models.model import NOT_INITIALISED, check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES
-from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules import models as model_rules
@@ -110,21 +109,18 @@ def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Settings of another optimizer would change nothing."""
+    """Settings that the optimizer does not read would change nothing."""
     optimizer = recipe.optimizer
     name, kind = optimizer.name, optimizer.kind
-    for other, another in OPTIMIZERS.items():
-        if other != name and another.section and getattr(optimizer, other) is not None:
-            found, fix = f"settings with `name: {name}`", f"remove it, or set name to {other}"
-            yield Problem(f"optimizer.{other}", found, f"null without `name: {other}`", fix)
+    if name != "muon" and optimizer.muon is not None:
+        found, fix = f"settings with `name: {name}`", "remove it, or set name to muon"
+        yield Problem("optimizer.muon", found, "null without `name: muon`", fix)
     for key in kind.unused:
         value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
         if value != default:
             found, allowed = f"{value} with `name: {name}`", f"nothing: {kind.title} has none"
-            own = f"; optimizer.{name} has its settings" if kind.section else ""
-            yield Problem(
-                f"optimizer.{key}", found, allowed, f"remove it, or set it to {default}{own}"
-            )
+            fix = f"remove it, or set it to {default}"
+            yield Problem(f"optimizer.{key}", found, allowed, fix)
     if kind.no_adapter and recipe.adapter is not None:
         allowed = f"adamw with adapter: {kind.no_adapter}"
         fix = "set optimizer.name to adamw"

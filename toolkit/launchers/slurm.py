@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers import SlurmSection
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.submission import submit
@@ -70,7 +69,7 @@ class SlurmStarter:
 
 def _directives(job: Job) -> Iterator[str]:
     """The `#SBATCH` lines, which Slurm reads and the shell does not."""
-    slurm = job.launch.own(SlurmSection)
+    slurm = job.launch.slurm
     yield "#!/bin/bash"
     options = {
         "job-name": job.name,
@@ -107,7 +106,7 @@ def _directives(job: Job) -> Iterator[str]:
 
 def _resources(job: Job) -> dict[str, object]:
     """What any job of the run asks for; None is left to Slurm."""
-    cluster, slurm = job.cluster, job.launch.own(SlurmSection)
+    cluster, slurm = job.cluster, job.launch.slurm
     return {
         "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
         "partition": slurm.partition,
@@ -127,7 +126,7 @@ def _nodes(job: Job) -> str:
 
 def _script(job: Job) -> Iterator[str]:
     """What the shell runs, every value of the recipe quoted."""
-    slurm = job.launch.own(SlurmSection)
+    slurm = job.launch.slurm
     if slurm.setup is not None:
         yield f"source {shlex.quote(slurm.setup)}"
     command = shlex.join(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from toolkit.recipe.section import Section
 from toolkit.registry import Registry
 
 Shape = tuple[int, ...]
@@ -59,8 +58,8 @@ class WholeTensors:
     """Ranks that hold a whole tensor all update it, which costs less than sending it."""
     moved_bytes: int = 0
     """Bytes that an owner moves per element."""
-    products: Callable[[Shape, Any], tuple[int, Sequence[Product]]] = lambda *_: (0, ())
-    """Matrix products of an update with the settings of `section`: how often which ones."""
+    products: Callable[[Shape], tuple[int, Sequence[Product]]] = lambda _shape: (0, ())
+    """Matrix products of an update: how often which ones."""
 
     @property
     def sent_bytes(self) -> int:
@@ -75,9 +74,9 @@ class WholeTensors:
         """Bytes of these states."""
         return sum(state.nbytes(shape) for state in self.states(shape).values())
 
-    def operations(self, shape: Shape, own: Section | None) -> int:
+    def operations(self, shape: Shape) -> int:
         """Operations of an update, by which tensors are distributed over owners."""
-        times, products = self.products(shape, own)
+        times, products = self.products(shape)
         return times * sum(2 * prod(product) for product in products) or prod(shape)
 
 
@@ -115,12 +114,8 @@ class OptimizerKind:
     """The function (settings, list of `Trained`) → list of torch's optimizers, for one process
     and by other means than the `rule`."""
     ledger: Ledger
-    about: str = ""
-    """What the recipe's documentation says of it."""
     whole: WholeTensors | None = None
     """None: every engine's own AdamW."""
-    section: type[Section] | None = None
-    """Its own section of `optimizer`, under its name."""
     unused: tuple[str, ...] = ()
     """Settings of `optimizer` that it does not read."""
     aliases: tuple[str, ...] = ()

@@ -8,18 +8,10 @@ two settings in `intake/checks.py`, file reading and error texts in `intake/load
 import math
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from toolkit.launcher import LAUNCHERS
 from toolkit.layout import (
     AttentionKernel,
     CompiledParts,
@@ -40,6 +32,7 @@ from toolkit.recipe.section import (
     Name,
     NonEmpty,
     NonNegativeFloat,
+    OneOf,
     Positive,
     PositiveFloat,
     Section,
@@ -48,18 +41,9 @@ from toolkit.recipe.section import (
 from toolkit.registry import ENGINES
 from toolkit.removed import without_unset
 
-if TYPE_CHECKING:
-    EngineChoice: TypeAlias = str
-    LauncherName: TypeAlias = str
-    ObjectiveName: TypeAlias = str
-    OptimizerName: TypeAlias = str
-else:
-    EngineChoice = Literal["auto", *ENGINES.names]
-    LauncherName = Literal[*LAUNCHERS.names]
-    ObjectiveName = Literal[*OBJECTIVES.names]
-    OptimizerName = Literal[*OPTIMIZERS.names]
-
-OwnSection = TypeVar("OwnSection", bound=Section)
+EngineChoice: TypeAlias = Annotated[str, OneOf("auto", *ENGINES.names)]
+ObjectiveName: TypeAlias = Annotated[str, OneOf(*OBJECTIVES.names)]
+OptimizerName: TypeAlias = Annotated[str, OneOf(*OPTIMIZERS.names)]
 
 
 def _whole_float(value: object) -> object:
@@ -103,6 +87,36 @@ WandbTag: TypeAlias = Annotated[
     str,
     Field(pattern=r"^\P{Cc}{1,64}$"),
     Wording("1 to 64 characters, none of them a control character"),
+]
+SlurmValue: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
+    Wording("letters, digits and `_.,:@+-`"),
+]
+SlurmTime: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}$"),
+    Wording("HH:MM:SS or DAYS-HH:MM:SS"),
+]
+SlurmOption: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
+    Wording("--name or --name=value, without spaces and quotes"),
+]
+KubernetesName: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"),
+    Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
+]
+KubernetesResource: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
+    Wording("DOMAIN/NAME, e.g. nvidia.com/gpu"),
+]
+ContainerPath: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^/[A-Za-z0-9_./-]*$", max_length=400),
+    Wording("an absolute path of letters, digits and `_./-`"),
 ]
 Tflops: TypeAlias = Annotated[
     dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
@@ -537,27 +551,27 @@ class ParameterGroup(Section):
     """Multiplies `weight_decay`, which stays 0 for norms and biases."""
 
 
-def _not_with(key: str) -> str:
-    names = [name for name, kind in OPTIMIZERS.items() if key in kind.unused]
-    return f"; not with {' or '.join(f'`name: {name}`' for name in names)}" if names else ""
+class MuonSection(Section):
+    """Muon (https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it with
+    Nesterov's momentum and updates as large as AdamW's."""
+
+    momentum: Fraction = 0.95
+    """Decay rate of the momentum."""
 
 
-class _OptimizerSettings(Section):
+class OptimizerSection(Section):
     """Weight decay skips norms and biases on every engine."""
 
-    name: OptimizerName = Field(
-        "adamw",
-        description=" ".join(kind.about for _, kind in OPTIMIZERS.items() if kind.about),
-    )
+    name: OptimizerName = "adamw"
+    """`adamw_8bit` is bitsandbytes' AdamW with 8-bit moments, except for embeddings. `muon`
+    orthogonalises the updates of the weight matrices inside the decoder layers; embeddings,
+    head, norms and biases are updated by AdamW with the same learning rate."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        (0.9, 0.95),
-        description=f"Decay rates of the first and second moment{_not_with('betas')}.",
-    )
-    eps: PositiveFloat = Field(
-        1.0e-8, description=f"Added to the denominator{_not_with('eps')}."
-    )
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1.0e-8
+    """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -565,36 +579,13 @@ class _OptimizerSettings(Section):
     reported."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
+    muon: MuonSection | None = None
+    """With `name: muon` only; null for the defaults."""
 
     @property
     def kind(self) -> OptimizerKind:
         """The optimizer."""
         return OPTIMIZERS[self.name]
-
-    @property
-    def own(self) -> Any:
-        """The optimizer's own section, as stated or by default; None if it has none."""
-        section = self.kind.section
-        return section and (getattr(self, self.name) or section())
-
-
-if TYPE_CHECKING:
-    OptimizerSection: TypeAlias = _OptimizerSettings
-else:
-    OptimizerSection = create_model(
-        "OptimizerSection",
-        __base__=_OptimizerSettings,
-        __doc__=_OptimizerSettings.__doc__,
-        __module__=__name__,
-        **{
-            name: (
-                kind.section | None,
-                Field(None, description=f"With `name: {name}` only; null for the defaults."),
-            )
-            for name, kind in OPTIMIZERS.items()
-            if kind.section is not None
-        },
-    )
 
 
 class PlateauSection(Section):
@@ -876,10 +867,75 @@ class ElasticSection(Section):
     """Machines beyond it wait until one is lost."""
 
 
-class _EveryLaunch(Section):
+class SlurmSection(Section):
+    """The batch job that `launcher: slurm` submits."""
+
+    partition: SlurmValue | None = None
+    """`sbatch --partition`."""
+    account: SlurmValue | None = None
+    """`sbatch --account`."""
+    qos: SlurmValue | None = None
+    """`sbatch --qos`."""
+    time_limit: SlurmTime | None = None
+    """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
+    cpus_per_node: Positive | None = None
+    """`sbatch --cpus-per-task`: CPU cores for all ranks of a machine together."""
+    stop_before_s: Positive = 300
+    """Seconds before the time limit at which the run saves and stops."""
+    requeue: bool = True
+    """Requeue the job if it stopped before its end, or if a machine failed."""
+    options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
+    """Additional options of sbatch, e.g. `[--exclusive, --mem=0, --constraint=a100]`. The
+    script names what it leaves to the cluster's defaults: cores, memory, time, other jobs."""
+    setup: NonEmpty | None = None
+    """A shell file that the job sources first, e.g. one that loads modules."""
+
+
+class KubernetesSection(Section):
+    """The job that `launcher: kubernetes` creates: Kubeflow's PyTorchJob or TrainJob."""
+
+    kind: Literal["pytorchjob", "trainjob"] = "pytorchjob"
+    """`pytorchjob`: of Kubeflow's training operator (v1). `trainjob`: of Kubeflow Trainer 2.2
+    or later."""
+    runtime: KubernetesName = "torch-distributed"
+    """With `kind: trainjob`: the ClusterTrainingRuntime that the job is built on."""
+    image: NonEmpty | None = None
+    """Container image with DMT installed; needed for this launcher."""
+    namespace: KubernetesName = "default"
+    """Where the job is created."""
+    volume_claim: KubernetesName | None = None
+    """A PersistentVolumeClaim that all machines can write to; needed for this launcher. It
+    holds the run directory and relative paths of `data`."""
+    mount_path: ContainerPath = "/dmt"
+    """Where that volume is mounted in the containers."""
+    env_from: KubernetesName | None = None
+    """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
+    gpu_resource: KubernetesResource = "nvidia.com/gpu"
+    """The name under which the cluster offers GPUs."""
+    labels: dict[str, str] | None = None
+    """Labels of the job, e.g. `{kueue.x-k8s.io/queue-name: research}`."""
+    resources: dict[Literal["requests", "limits"], dict[str, str]] | None = None
+    """Other resources of each pod, e.g. `{requests: {cpu: "64", memory: 900Gi},
+    limits: {rdma/ib: "8"}}`."""
+    container: dict[str, Any] | None = None
+    """Other fields of the container, as Kubernetes spells them, e.g. `{securityContext:
+    {capabilities: {add: [IPC_LOCK]}}}`. Maps are merged; lists are appended."""
+    pod: dict[str, Any] | None = None
+    """Other fields of each pod's spec, e.g. `{nodeSelector: {…}, tolerations: […],
+    imagePullSecrets: [{name: …}]}`, merged in the same way."""
+
+
+class RaySection(Section):
+    """The cluster that `launcher: ray` uses."""
+
+    address: NonEmpty | None = None
+    """`auto`, or the address of a running cluster; null starts Ray on this machine."""
+
+
+class LaunchSection(Section):
     """How `dmt launch` starts the workers."""
 
-    launcher: LauncherName = "local"
+    launcher: Literal["local", "slurm", "kubernetes", "ray"] = "local"
     """`local`: DMT starts one process per rank on this machine; on several machines, run it on
     each. `slurm` and `kubernetes` hand a job to a scheduler and return."""
     max_restarts: Count = 0
@@ -900,35 +956,16 @@ class _EveryLaunch(Section):
     one is lost, and takes in others, e.g. `{min_nodes: 1, max_nodes: 4}`. It is planned again
     for each number, with the same global batch; `cluster.nodes` is the first number
     (docs/staying-alive.md)."""
+    slurm: SlurmSection = SlurmSection()
+    """For `launcher: slurm`."""
+    kubernetes: KubernetesSection = KubernetesSection()
+    """For `launcher: kubernetes`."""
+    ray: RaySection = RaySection()
+    """For `launcher: ray`."""
 
     def most_nodes(self, nodes: int) -> int:
         """The most machines that ranks may be on, of a run that is planned for `nodes`."""
         return nodes if self.elastic is None else self.elastic.max_nodes
-
-    def own(self, kind: type[OwnSection]) -> OwnSection:
-        """The settings of one launcher, by the class of its section."""
-        return next(value for _, value in self if isinstance(value, kind))
-
-
-def _launcher_sections() -> dict[str, Any]:
-    """The fields of launchers that have settings of their own."""
-    return {
-        name: (section, Field(section(), description=f"For `launcher: {name}`."))
-        for name, section in ((each.name, each.section) for each in LAUNCHERS.values())
-        if section is not None
-    }
-
-
-if TYPE_CHECKING:
-    LaunchSection: TypeAlias = _EveryLaunch
-else:
-    LaunchSection = create_model(
-        "LaunchSection",
-        __base__=_EveryLaunch,
-        __doc__=_EveryLaunch.__doc__,
-        __module__=__name__,
-        **_launcher_sections(),
-    )
 
 
 OBJECTIVE_SECTIONS = "dpo", "orpo"

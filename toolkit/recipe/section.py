@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core.core_schema import CoreSchema, literal_schema
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class OneOf:
+    """Annotates a text that is one of the words that are known when the program starts."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """A literal of these words."""
+        return literal_schema([*self.words])
 
 
 class Section(BaseModel):

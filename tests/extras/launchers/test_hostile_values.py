@@ -6,10 +6,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.launchers.hostile import HOSTILE, refused_at_check
-from toolkit.extras.launchers.kubernetes import KubernetesSection
 from toolkit.extras.launchers.kubernetes_job import KubernetesStarter
 from toolkit.launchers.base import Job
-from toolkit.recipe.schema import ClusterSection, LaunchSection
+from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
 
 
 @pytest.mark.parametrize("text", HOSTILE)

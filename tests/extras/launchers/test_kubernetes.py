@@ -16,11 +16,10 @@ from ruamel.yaml import YAML
 from tests.processes import ROOT
 from toolkit.cli.check import judge
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.extras.launchers.kubernetes import KubernetesSection
 from toolkit.extras.launchers.kubernetes_job import KubernetesStarter
 from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection, LaunchSection
+from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
 
 SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
 CLUSTERS_OWN = {

@@ -16,10 +16,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import PlanError
-from toolkit.extras.launchers.kubernetes import KubernetesSection
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.submission import submit
+from toolkit.recipe.schema import KubernetesSection
 from toolkit.system.interpreter import SAFE
 from toolkit.text.terminal import tell
 
@@ -80,7 +80,7 @@ class KubernetesStarter:
 
 
 def _settings(job: Job) -> KubernetesSection:
-    return job.launch.own(KubernetesSection)
+    return job.launch.kubernetes
 
 
 def pytorch_job(job: Job) -> Manifest:

@@ -23,7 +23,6 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     BackendUnavailable,
 )
-from toolkit.extras.launchers.ray import RaySection
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import (
     DMT,
@@ -188,7 +187,7 @@ def _connected(recipe: Recipe, fewest: int) -> bool:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = recipe.launch.own(RaySection).address
+    address = recipe.launch.ray.address
     try:
         ray.init(
             address=address or "local",

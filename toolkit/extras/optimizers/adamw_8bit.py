@@ -32,7 +32,6 @@ _CODED = {
 
 ADAMW_8BIT = OptimizerKind(
     title="8-bit AdamW",
-    about="`adamw_8bit` is bitsandbytes' AdamW with 8-bit moments, except for embeddings.",
     whole=WholeTensors(
         "toolkit.extras.optimizers.adamw_8bit_update:AdamW8bit",
         lambda tensor, _dimensions: not is_embedding(tensor),

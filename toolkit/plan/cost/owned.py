@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import mapped
@@ -30,8 +30,6 @@ class OwnerUpdates:
 
     optimizer: str
     """`optimizer.name`."""
-    own: Any
-    """Its section."""
     tensors: tuple[tuple[OwnedTensor, int], ...]
     """With how many there are of each."""
     largest: int
@@ -82,7 +80,7 @@ def owner_updates(
         if name not in frozen and whole.takes(name, len(tensor.shape))
     )
     largest = max((prod(tensor.shape) for tensor in counts), default=0)
-    return OwnerUpdates(optimizer.name, optimizer.own, tuple(counts.items()), largest)
+    return OwnerUpdates(optimizer.name, tuple(counts.items()), largest)
 
 
 def _shapes(config: Mapping[str, object]) -> dict[str, OwnedTensor]:

@@ -67,7 +67,7 @@ def _stage_s(
     """Of all tensors of a stage together: those of all ranks, and those of experts."""
     whole, seconds = updates.whole, [0.0, 0.0]
     for tensor, count in updates.of_stage(layers, division, stage):
-        times, products = whole.products(tensor.shape, updates.own)
+        times, products = whole.products(tensor.shape)
         moved_s = whole.moved_bytes * prod(tensor.shape) / device.memory
         products_s = sum(matmul_s(*sizes, device, plain=True) for sizes in products)
         seconds[tensor.expert] += count * (moved_s + times * products_s)
