@@ -217,7 +217,7 @@ MISTAKES = {
     ),
     "settings of Muon with AdamW": M(
         "  name: adamw", "  name: adamw\n  muon: {momentum: 0.9}",
-        "optimizer.muon", "set name to muon", at="muon: {momentum: 0.9}",
+        "optimizer.muon", "set optimizer.name to muon", at="muon: {momentum: 0.9}",
     ),
     "Muon with adapters": M(
         "optimizer:\n  name: adamw", "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: muon",

@@ -30,6 +30,8 @@ from toolkit.recipe.schema import (
     ScheduleSection,
     Source,
 )
+from toolkit.recipe.words import plain_text
+from toolkit.text.dotted import get
 
 
 def broken_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -52,6 +54,35 @@ def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> i
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps
+
+
+ONLY_WITH: dict[str, tuple[str, str, object]] = {
+    "schedule.decay_steps": ("schedule.name", "wsd", None),
+    "schedule.decay": ("schedule.name", "wsd", "linear"),
+    "schedule.plateau": ("schedule.name", "plateau", None),
+    "optimizer.muon": ("optimizer.name", "muon", None),
+    "dpo": ("training.objective", "dpo", None),
+    "dpo.label_smoothing": ("dpo.loss", "sigmoid", 0.0),
+    "orpo": ("training.objective", "orpo", None),
+}
+"""Settings that mean something with one value of another setting only: that setting, the value,
+and their own default."""
+
+
+def _only_with(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.model_dump()
+    for key, (other, word, default) in ONLY_WITH.items():
+        value, chosen = get(stated, key), get(stated, other)
+        if value in (None, default) or chosen in (None, word):
+            continue
+        switch, unset = other.rpartition(".")[2], plain_text(default)
+        shown = "settings" if isinstance(value, dict) else plain_text(value)
+        found, allowed = (
+            f"{shown} with `{switch}: {chosen}`",
+            f"{unset} without `{switch}: {word}`",
+        )
+        fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
+        yield Problem(key, found, allowed, fix)
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -92,12 +123,6 @@ def _decay(recipe: Recipe) -> Iterator[Problem]:
     if name == "wsd" and decay is None:
         allowed, fix = "an integer ≥ 1 with `name: wsd`", "add `decay_steps:` under `schedule`"
         yield Problem("schedule.decay_steps", "nothing", allowed, fix)
-    if name != "wsd" and decay is not None:
-        fix = "remove it, or set schedule.name to wsd"
-        yield Problem("schedule.decay_steps", f"{decay} with `name: {name}`", "null", fix)
-    if name != "wsd" and (shape := recipe.schedule.decay) != "linear":
-        fix = "remove it, or set schedule.name to wsd"
-        yield Problem("schedule.decay", f"{shape} with `name: {name}`", "linear", fix)
 
 
 def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
@@ -112,9 +137,6 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     """Settings that the optimizer does not read would change nothing."""
     optimizer = recipe.optimizer
     name, kind = optimizer.name, optimizer.kind
-    if name != "muon" and optimizer.muon is not None:
-        found, fix = f"settings with `name: {name}`", "remove it, or set name to muon"
-        yield Problem("optimizer.muon", found, "null without `name: muon`", fix)
     for key in kind.unused:
         value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
         if value != default:
@@ -351,22 +373,6 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 
-def _objective_settings(recipe: Recipe) -> Iterator[Problem]:
-    """A section of another objective than the chosen one would change nothing."""
-    chosen = recipe.training.objective
-    for name, section in recipe.objective_sections.items():
-        if section is not None and name != chosen:
-            fix = f"remove it (`{name}: null` where it comes from `extends`), or set "
-            fix += f"training.objective to {name}"
-            found = f"settings with `objective: {chosen}`"
-            yield Problem(name, found, f"null without `objective: {name}`", fix)
-    dpo = recipe.dpo
-    if chosen == "dpo" and dpo is not None and dpo.label_smoothing and dpo.loss != "sigmoid":
-        fix = "remove it, or set dpo.loss to sigmoid"
-        found = f"{dpo.label_smoothing} with `loss: {dpo.loss}`"
-        yield Problem("dpo.label_smoothing", found, "0.0 with another loss than sigmoid", fix)
-
-
 def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     """Packed text has no pairs, and conversations have tokens that are not to be trained."""
     objective, sources = recipe.training.objective, dict(recipe.data.named_sources)
@@ -478,6 +484,7 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
+    _only_with,
     _moving,
     _length_of_run,
     _warmup,
@@ -504,7 +511,6 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     outer_problems,
     _validation_data,
     following_problems,
-    _objective_settings,
     _objective_data,
     _chat_settings,
     blend_problems,

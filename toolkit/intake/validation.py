@@ -9,10 +9,6 @@ from toolkit.recipe.schema import Recipe
 
 def following_problems(recipe: Recipe) -> Iterator[Problem]:
     """A schedule, an early end or a best checkpoint without validations would do nothing."""
-    schedule = recipe.schedule
-    if schedule.plateau is not None and schedule.name != "plateau":
-        fix = "remove it, or set schedule.name to plateau"
-        yield Problem("schedule.plateau", f"settings with `name: {schedule.name}`", "null", fix)
     if recipe.evaluation.every_steps is None:
         for key, value in recipe.follows_validation.items():
             found = f"{value}, but no validation during training"

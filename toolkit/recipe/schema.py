@@ -1033,11 +1033,6 @@ class Recipe(Section):
         return without_unset(stated)
 
     @property
-    def objective_sections(self) -> dict[str, Section | None]:
-        """The sections of objectives with settings, by the objective's name."""
-        return {name: getattr(self, name) for name in OBJECTIVE_SECTIONS}
-
-    @property
     def follows_validation(self) -> dict[str, str]:
         """The settings that let a run depend on its validation losses, by dotted key; empty
         without any."""
@@ -1064,5 +1059,5 @@ class Recipe(Section):
     def objective(self) -> Objective:
         """What is minimised, with the settings of its section."""
         name = self.training.objective
-        section = self.objective_sections.get(name)
+        section = getattr(self, name) if name in OBJECTIVE_SECTIONS else None
         return OBJECTIVES[name](**(section.model_dump() if section else {}))
