@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 HEADS, GROUPS, LENGTH, SIZE = 4, 2, 128, 16
-CORES = {"llama": "EagerAttention", "gemma2": "CappedAttention", "gpt_oss": "SinkAttention"}
+CORES = {"llama": "EagerAttention", "gemma2": "EagerAttention", "gpt_oss": "SinkAttention"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -61,8 +61,8 @@ def our_attention(family: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     kind = getattr(import_module("toolkit.models.megatron.attention"), CORES[family])
     core = kind.__new__(kind)
     nn.Module.__init__(core)
-    core.scale, core.dropout, core.cap = 1.0, 0.0, 50.0
+    core.scale, core.window, core.cap = 1.0, None, 50.0 if family == "gemma2" else None
     core.softmax_offset = nn.Parameter(torch.zeros(HEADS, dtype=q.dtype))
-    out = core._attend(q, k, v, None)
+    out = core._attend(q, k, v, core._mask(q, None), 0.0)
     assert isinstance(out, Tensor)
     return out

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from toolkit.batch import MicroBatch
@@ -208,7 +208,7 @@ def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     if queries != keys or (window is not None and window + 1 < keys) or not scores.fused:
         mask = band(queries, window, q.device, keys)
     if not scores.fused:
-        return _products(q, k, v, mask, scores)
+        return products(q, k, v, mask, scores)
     return scaled_dot_product_attention(
         q,
         k,
@@ -220,19 +220,32 @@ def _document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     )
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """What no fused kernel computes, with transformers' fp32 softmax."""
+def products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    random: float = 0.0,
+) -> Tensor:
+    """[batch, heads, sequence, size] and keys and values of [batch, groups, …] → [batch, heads,
+    sequence, size of values] by matrix products, with transformers' fp32 softmax: what no fused
+    kernel computes. `mask`: bool, or what is added to the scores; `random`: share of dropped
+    weights."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     weights = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
         weights = torch.tanh(weights / scores.cap) * scores.cap
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         weights = weights.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        weights = weights + mask
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if scores.sinks is not None:
         sinks = scores.sinks.to(weights.dtype)[:, None, None].expand(*weights.shape[:3], 1)
         weights = torch.cat([weights, sinks], dim=-1)
-    return weights.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
+    weights = weights.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
+    return dropout(weights, random) @ v
 
 
 class _Rows(NamedTuple):

@@ -20,15 +20,18 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from torch.nn.functional import scaled_dot_product_attention
 
 from toolkit.models.context import Context
-from toolkit.models.documents import Scores, attend, band
+from toolkit.models.documents import Scores, attend, band, products
 from toolkit.models.megatron.norms import local_device
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal softmax(q·k)·v by torch's fused kernels, with an optional window."""
+
+    fused = True
+    """By torch's fused kernels, which neither cap scores nor have sinks."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cap: float | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
@@ -46,6 +50,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.cap = cap
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -53,6 +58,11 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         """Number of previous positions that a query sees; None for all of them."""
         self.context: Context | None = None
         """The ranks that have the keys and values of other positions."""
+
+    @property
+    def scores(self) -> Scores:
+        """What this layer makes of q·k."""
+        return Scores(self.scale, self.window, self.cap)
 
     def forward(
         self,
@@ -68,41 +78,46 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if attention_mask is not None and attention_mask.ndim == 1:
             return self._by_ends(query, key, value, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length, window = q.shape[2], self.window
-        mask: Tensor | None = None
-        if attention_mask is not None:
-            mask = attention_mask[int(window is not None)]
-        elif window is not None and window + 1 < length:
-            mask = band(length, window, q.device)
-        if mask is not None or (q.is_cuda and q.dtype == torch.float32):
-            # CUDA's fused kernels take grouped heads neither with a mask nor in fp32.
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        random = self.dropout if self.training else 0.0
         with self._own_random_stream():
-            context = self._attend(q, k, v, mask)
-        return context.permute(2, 0, 1, 3).flatten(2)
+            output = self._attend(q, k, v, self._mask(q, attention_mask), random)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
     def _by_ends(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
         assert not (self.dropout and self.training), "refused at check"
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if self.context is None:
-            output = attend(q, k, v, ends, ends, self._scores())
+            output = attend(q, k, v, ends, ends, self.scores)
         else:
-            output = self.context.attend(q, k, v, ends, self._scores())
+            output = self.context.attend(q, k, v, ends, self.scores)
         return output.transpose(0, 1).flatten(2)
 
-    def _scores(self) -> Scores:
-        """How the kernels of documents compute what `_attend` does."""
-        return Scores(scale=self.scale, window=self.window)
+    def _mask(self, query: Tensor, masks: Tensor | None) -> Tensor | None:
+        """This layer's mask, of `document_masks` if there are any; None: all the past."""
+        if masks is not None:
+            return masks[int(self.window is not None)]
+        length, window = query.shape[2], self.window
+        if self.fused and (window is None or window + 1 >= length):
+            return None
+        return band(length, window, query.device)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, random: float
+    ) -> Tensor:
+        """[batch, heads, sequence, size] each → the same; `random`: share of dropped
+        weights."""
+        if not self.fused:
+            return products(q, k, v, mask, self.scores, random)
+        if mask is not None or (q.is_cuda and q.dtype == torch.float32):
+            # CUDA's fused kernels take grouped heads neither with a mask nor in fp32.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
             is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=random,
             scale=self.scale,
             enable_gqa=k.shape[1] != q.shape[1],
         )
@@ -115,43 +130,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
 
 class EagerAttention(CausalAttention):
-    """The same for features that fused kernels lack: the scores are kept."""
+    """The same by matrix products and a softmax in fp32: the scores are kept."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `CausalAttention._attend`; the softmax is in fp32."""
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = self._changed(q @ k.transpose(2, 3) * scale)
-        if mask is None:
-            mask = band(q.shape[2], q.shape[2], q.device)
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        else:
-            scores = scores + mask
-        weights = self._weights(scores.float()).to(q.dtype)
-        return dropout(weights, self.dropout, self.training) @ v
-
-    def _changed(self, scores: Tensor) -> Tensor:
-        """The input of the softmax, before masks: [batch, heads, queries, keys]."""
-        return scores
-
-    def _weights(self, scores: Tensor) -> Tensor:
-        """Masked scores, fp32 [batch, heads, queries, keys] → attention weights."""
-        return softmax(scores, dim=-1)
-
-
-class CappedAttention(EagerAttention):
-    """softmax(c · tanh(q·k / c))·v."""
-
-    def __init__(self, *arguments: Any, cap: float, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.cap = cap
-
-    def _changed(self, scores: Tensor) -> Tensor:
-        return torch.tanh(scores / self.cap) * self.cap
-
-    def _scores(self) -> Scores:
-        return replace(super()._scores(), cap=self.cap)
+    fused = False
 
 
 class SinkAttention(EagerAttention):
@@ -166,13 +147,10 @@ class SinkAttention(EagerAttention):
         )
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    def _scores(self) -> Scores:
-        return replace(super()._scores(), sinks=self.softmax_offset)
-
-    def _weights(self, scores: Tensor) -> Tensor:
-        sinks = self.softmax_offset.float()[:, None, None]
-        total = torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sinks)
-        return torch.exp(scores - total)
+    @property
+    def scores(self) -> Scores:
+        """See `CausalAttention.scores`."""
+        return replace(super().scores, sinks=self.softmax_offset)
 
     def sharded_state_dict(
         self,

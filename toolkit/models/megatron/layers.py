@@ -40,7 +40,6 @@ from torch.nn.functional import dropout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import versions
 from toolkit.models.megatron.attention import (
-    CappedAttention,
     CausalAttention,
     EagerAttention,
     SinkAttention,
@@ -116,7 +115,7 @@ def chunk_spec(
 def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
     core: Any = EagerAttention if model.eager else CausalAttention
     if model.score_cap is not None:
-        core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
+        core = ModuleSpec(module=EagerAttention, params={"cap": model.score_cap})
     if config.softmax_type == "learnable":
         core = SinkAttention
     if config.multi_latent_attention:

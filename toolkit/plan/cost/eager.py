@@ -69,13 +69,13 @@ _TRANSFORMERS = {
 _MEGATRON = {
     "plain": _PLAIN,
     "capped": _CAPPED,
-    # exp(x - log(e^s + Σ e^x)) in fp32: logsumexp keeps x, exp its result. Backward, the
-    # gradient by logsumexp is made of two copies while that by x - … waits.
+    # In fp32, the scores are concatenated with the sinks (2 wide). Backward, the gradient of
+    # what was cut off is written into zeros (3 wide).
     "sinks": Eager(
-        kept=ScoreTensors(1, 2),
+        kept=ScoreTensors(1, 1),
         workspace=ScoreTensors(-1, 3),
-        forward=ScoreTensors(6, 12, cast=False),
-        backward=ScoreTensors(6, 18, cast=False),
+        forward=ScoreTensors(6, 6, cast=False),
+        backward=ScoreTensors(4, 8, cast=False),
     ),
 }
 _COMPILED = Eager(
