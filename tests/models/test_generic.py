@@ -1,21 +1,16 @@
 """Model types without a family file: counted, checked, initialised, trained and stored."""
 
-import re
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.dmt import Dmt
 from tests.models.every_type import tiny, tried
 from tests.plan.making import recipe
 from toolkit.errors import PlanError
 from toolkit.intake.checks import broken_rules
 from toolkit.models import huggingface as hf
 from toolkit.models.families import attention, unsupported
-from toolkit.models.model import NOT_INITIALISED, check_config, published
+from toolkit.models.model import NOT_INITIALISED, check_config
 from toolkit.models.weights import RandomWeights
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection
@@ -42,22 +37,6 @@ def test_attention_is_the_fastest_that_is_exact():
     assert attention(capped) == "eager"
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "words"),
-    [
-        ({"model_type": "cohere2", "hiden_size": 64}, "hiden_size", "hidden_size"),
-        ({"model_type": "phi33"}, "model_type", "phi3"),
-        ({"model_type": "bert"}, "is_decoder", "add is_decoder: true"),
-        ({"model_type": "gemma3"}, "model_type", "vision_config"),
-        ({"model_type": "cohere2", "hidden_size": "64"}, "hidden_size", "int"),
-    ],
-)
-def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, words: str):
-    (problem,) = check_config(config)
-    assert problem.key == key
-    assert words in f"{problem.found} {problem.allowed} {problem.fix}"
-
-
 @pytest.mark.parametrize("model_type", NOT_INITIALISED)
 def test_types_without_initial_weights_are_refused(model_type: str):
     """transformers itself fails, or leaves weights out."""
@@ -77,24 +56,6 @@ def test_a_plan_says_that_flops_are_assumed(model_type: str, assumed: bool):
     config = tiny(model_type) | {"max_position_embeddings": 128}
     reasons = plan_recipe(recipe(model__config=config)).reasons
     assert any(one.startswith("FLOPs: assumed") for one in reasons) == assumed
-
-
-def test_check_names_file_line_and_suggestion(tmp_path: Path, dmt: Dmt):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "name: own\nmodel:\n  config:\n    model_type: cohere2\n    hidden_sise: 64\n"
-        "data:\n  train: {kind: text, files: ['*.py']}\n"
-        "training: {steps: 1, sequence_length: 16, global_batch_size: 1}\n"
-        "optimizer: {learning_rate: 1.0e-3}\ncluster: {gpus_per_node: 1, gpu: cpu}\n"
-    )
-    error = dmt("check", recipe, code=2).err
-    assert re.search(r"recipe\.yaml:5.*hidden_sise.*`hidden_size`", error, re.DOTALL)
-
-
-def test_a_published_config_may_have_keys_that_nothing_reads():
-    config = tiny("cohere2") | {"auto_map": {}, "attn_implementation": "x"}
-    assert published(config) == tiny("cohere2")
-    assert published({"model_type": "llama", "auto_map": {}}) == {"model_type": "llama"}
 
 
 @pytest.mark.parametrize(

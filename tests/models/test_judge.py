@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,212 +24,127 @@ def small(model_type: str, **more: Any) -> dict[str, Any]:
 GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no model_type": ({}, "model_type", ""),
-    "unknown model_type": ({"model_type": "lama"}, "model_type", "`llama`"),
-    "odd model_type": ({"model_type": ["llama"]}, "model_type", ""),
-    "typo": (small("llama", hiden_size=3), "hiden_size", "`hidden_size`"),
-    "megatron name": (
-        small("llama", num_query_groups=2),
-        "num_query_groups",
-        "`num_key_value_heads`",
-    ),
-    "foreign name in gpt2": (GPT2 | {"d_model": 2}, "d_model", "`n_embd`"),
-    "kv heads of gpt2": (GPT2 | {"num_key_value_heads": 2}, "num_key_value_heads", ""),
-    "number in quotes": (small("llama", head_dim="12"), "head_dim", ""),
-    "float for a size": (small("llama", head_dim=12.0), "head_dim", ""),
-    "int for a float": (small("llama", rms_norm_eps=1), "rms_norm_eps", ""),
-    "bool for a size": (small("llama", head_dim=True), "head_dim", ""),
-    "zero": (small("llama") | {"vocab_size": 0}, "vocab_size", ""),
-    "negative": (small("llama") | {"hidden_size": -8}, "hidden_size", ""),
-    "huge": (small("llama") | {"hidden_size": 10**5000}, "hidden_size", ""),
-    "null": (small("llama") | {"hidden_size": None}, "hidden_size", ""),
-    "nan": (small("llama", rms_norm_eps=float("nan")), "rms_norm_eps", ""),
-    "yes": (small("llama", tie_word_embeddings="yes"), "tie_word_embeddings", ""),
-    "activation": (small("llama", hidden_act="swiglu"), "hidden_act", ""),
-    "heads": (small("llama") | {"num_attention_heads": 5}, "num_attention_heads", "use 4"),
-    "gpt2 heads": (GPT2 | {"n_head": 7}, "n_head", "use 6"),
-    "kv heads": (small("llama", num_key_value_heads=3), "num_key_value_heads", "use 2"),
-    "more kv heads": (small("llama", num_key_value_heads=8), "num_key_value_heads", "use 4"),
-    "odd head size": (small("qwen3", head_dim=5, num_key_value_heads=4), "head_dim", ""),
-    "rotary share": (small("gpt_neox", rotary_pct=0.3), "rotary_pct", ""),
-    "token beyond vocab": (small("llama", pad_token_id=96), "pad_token_id", ""),
-    "padding token that is not stated": (
-        small("smollm3", num_key_value_heads=2),
-        "model_type",
-        "",
-    ),
-    "layers without rotary": (
-        small("smollm3", num_key_value_heads=2, pad_token_id=None, no_rope_layers=[1, 0]),
-        "model_type",
-        "",
-    ),
-    "scaling that phi3 does not have": (
-        small("phi3", pad_token_id=None, rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        "rope_scaling",
-        "",
-    ),
-    "experts": (
-        small("mixtral", num_key_value_heads=2, num_experts_per_tok=9),
-        "model_type",
-        "",
-    ),
-    "experts under another family's name": (
-        small("glm4_moe", num_key_value_heads=2, num_experts=8),
-        "num_experts",
-        "",
-    ),
-    "uneven groups": (
-        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=3),
-        "model_type",
-        "",
-    ),
-    "groups of one": (
-        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=8),
-        "model_type",
-        "",
-    ),
-    "groups to choose": (
-        small(
-            "glm4_moe",
-            num_key_value_heads=2,
-            head_dim=16,
-            n_routed_experts=8,
-            n_group=2,
-            topk_group=3,
-        ),
-        "model_type",
-        "",
-    ),
-    "groups of latent attention": (
-        small("deepseek_v3", num_key_value_heads=2),
-        "model_type",
-        "",
-    ),
-    "odd turned share of latent heads": (
-        small("deepseek_v3", num_key_value_heads=4, qk_rope_head_dim=7),
-        "model_type",
-        "",
-    ),
-    "head size that latent attention does not read": (
-        small("deepseek_v3", num_key_value_heads=4, head_dim=32),
-        "model_type",
-        "",
-    ),
-    "dense layer": (
-        small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[3]),
-        "mlp_only_layers",
-        "",
-    ),
-    "layer types": (
-        small("qwen2", num_key_value_heads=2, layer_types=["full_attention"]),
-        "num_hidden_layers",
-        "",
-    ),
-    "sliding layers, no window": (
-        small("qwen2", num_key_value_heads=2, layer_types=["sliding_attention"] * 3),
-        "model_type",
-        "",
-    ),
-    "window on, no size": (
-        small("qwen3", num_key_value_heads=4, use_sliding_window=True, sliding_window=None),
-        "sliding_window",
-        "",
-    ),
-    "number as key": (small("llama") | {5: 1}, "5", ""),
-    "two names": (
-        small("mixtral", num_key_value_heads=2, num_experts=4, num_local_experts=4),
-        "num_experts",
-        "remove num_experts",
-    ),
-    "n_ctx": (GPT2 | {"n_ctx": 77}, "n_ctx", ""),
-    "encoder": (GPT2 | {"is_encoder_decoder": True}, "is_encoder_decoder", ""),
-    "cross attention": (GPT2 | {"add_cross_attention": True}, "add_cross_attention", ""),
-    "rope twice": (
-        small("llama", rope_scaling={"factor": 2.0}, rope_parameters={"rope_theta": 1.0}),
-        "rope_parameters",
-        "",
-    ),
-    "rope disagrees": (
-        small("llama", rope_theta=5.0, rope_parameters={"rope_theta": 6.0}),
-        "rope_theta",
-        "",
-    ),
-    "rope typo": (
-        small("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "factr": 1.0}),
-        "rope_scaling",
-        "",
-    ),
-    "rope type": (small("llama", rope_scaling={"rope_type": "llama4"}), "rope_scaling", ""),
-    "rope type not stated": (small("llama", rope_scaling={"factor": 2.0}), "rope_scaling", ""),
-    "longrope with factors of other heads": (
-        small(
-            "llama",
-            rope_scaling={
-                "rope_type": "longrope",
-                **ROPES["longrope"],
-                "long_factor": [1.0] * 6,
-            },
-        ),
-        "model_type",
-        "",
-    ),
-    "share of a head that llama turns whole": (
-        small("llama", rope_parameters={"partial_rotary_factor": 0.5}),
-        "rope_parameters",
-        "",
-    ),
-    "too many layers": (small("llama", num_hidden_layers=10**9), "num_hidden_layers", ""),
-    "too many positions under the family's own name": (
-        GPT2 | {"n_positions": 2 * 10**9},
-        "n_positions",
-        "",
-    ),
-    "rope incomplete": (
-        small("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
-        "rope_scaling",
-        "",
-    ),
-}
-"""A config, the key that the problem names, and words of its fix."""
-TAKEN: dict[str, dict[str, Any]] = {
-    "llama3 without a band": small(
-        "llama",
-        rope_scaling={"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 4.0},
-        max_position_embeddings=64,
-    ),
-    "experts of the groups": small(
-        "glm4_moe",
-        num_key_value_heads=2,
-        head_dim=16,
-        n_routed_experts=16,
-        n_group=4,
-        num_experts_per_tok=8,
-    ),
-    "rope of all layers": small(
-        "olmo3", pad_token_id=None, rope_parameters={"rope_theta": 5.0}
-    ),
-    "rope of some layers": small(
-        "olmo3",
-        pad_token_id=None,
-        rope_parameters={"sliding_attention": {"rope_type": "yarn", "factor": 2.0}},
-    ),
-}
-"""Configs that transformers computes, whatever was meant."""
+MISTAKES = """
+typo: [llama, {hiden_size: 3}, hiden_size, "`hidden_size`"]
+megatron name: [llama, {num_query_groups: 2}, num_query_groups, "`num_key_value_heads`"]
+foreign name in gpt2: [gpt2, {d_model: 2}, d_model, "`n_embd`"]
+kv heads of gpt2: [gpt2, {num_key_value_heads: 2}, num_key_value_heads]
+number in quotes: [llama, {head_dim: "12"}, head_dim]
+float for a size: [llama, {head_dim: 12.0}, head_dim]
+int for a float: [llama, {rms_norm_eps: 1}, rms_norm_eps]
+bool for a size: [llama, {head_dim: true}, head_dim]
+zero: [llama, {vocab_size: 0}, vocab_size]
+negative: [llama, {hidden_size: -8}, hidden_size]
+no value: [llama, {hidden_size: null}, hidden_size]
+not finite: [llama, {rms_norm_eps: .nan}, rms_norm_eps]
+yes in quotes: [llama, {tie_word_embeddings: "yes"}, tie_word_embeddings]
+activation: [llama, {hidden_act: swiglu}, hidden_act]
+heads: [llama, {num_attention_heads: 5}, num_attention_heads, use 4]
+gpt2 heads: [gpt2, {n_head: 7}, n_head, use 6]
+kv heads: [llama, {num_key_value_heads: 3}, num_key_value_heads, use 2]
+more kv heads: [llama, {num_key_value_heads: 8}, num_key_value_heads, use 4]
+odd head size: [qwen3, {head_dim: 5, num_key_value_heads: 4}, head_dim]
+rotary share: [gpt_neox, {rotary_pct: 0.3}, rotary_pct]
+token beyond vocab: [llama, {pad_token_id: 96}, pad_token_id]
+padding token that is not stated: [smollm3, {num_key_value_heads: 2}, model_type]
+layers without rotary:
+  [smollm3, {num_key_value_heads: 2, pad_token_id: null, no_rope_layers: [1, 0]}, model_type]
+scaling that phi3 does not have:
+  [phi3, {pad_token_id: null, rope_scaling: {rope_type: linear, factor: 2.0}}, rope_scaling]
+experts: [mixtral, {num_key_value_heads: 2, num_experts_per_tok: 9}, model_type]
+experts under another family's name:
+  [glm4_moe, {num_key_value_heads: 2, num_experts: 8}, num_experts]
+uneven groups: [glm4_moe, {<<: *groups, n_group: 3}, model_type]
+groups of one: [glm4_moe, {<<: *groups, n_group: 8}, model_type]
+groups to choose: [glm4_moe, {<<: *groups, n_group: 2, topk_group: 3}, model_type]
+groups of latent attention: [deepseek_v3, {num_key_value_heads: 2}, model_type]
+odd turned share of latent heads:
+  [deepseek_v3, {num_key_value_heads: 4, qk_rope_head_dim: 7}, model_type]
+head size that latent attention does not read:
+  [deepseek_v3, {num_key_value_heads: 4, head_dim: 32}, model_type]
+dense layer: [qwen3_moe, {num_key_value_heads: 2, mlp_only_layers: [3]}, mlp_only_layers]
+layer types:
+  [qwen2, {num_key_value_heads: 2, layer_types: [full_attention]}, num_hidden_layers]
+sliding layers, no window:
+  - qwen2
+  - {num_key_value_heads: 2, num_hidden_layers: 1, layer_types: [sliding_attention]}
+  - model_type
+window on, no size:
+  - qwen3
+  - {num_key_value_heads: 4, use_sliding_window: true, sliding_window: null}
+  - sliding_window
+number as key: [llama, {5: 1}, "5"]
+two names:
+  - mixtral
+  - {num_key_value_heads: 2, num_experts: 4, num_local_experts: 4}
+  - num_experts
+  - remove num_experts
+n_ctx: [gpt2, {n_ctx: 77}, n_ctx]
+encoder: [gpt2, {is_encoder_decoder: true}, is_encoder_decoder]
+cross attention: [gpt2, {add_cross_attention: true}, add_cross_attention]
+rope twice:
+  [llama, {rope_scaling: {factor: 2.0}, rope_parameters: {rope_theta: 1.0}}, rope_parameters]
+rope disagrees: [llama, {rope_theta: 5.0, rope_parameters: {rope_theta: 6.0}}, rope_theta]
+rope typo:
+  [llama, {rope_scaling: {rope_type: linear, factor: 2.0, factr: 1.0}}, rope_scaling]
+rope type: [llama, {rope_scaling: {rope_type: llama4}}, rope_scaling]
+rope type not stated: [llama, {rope_scaling: {factor: 2.0}}, rope_scaling]
+share of a head that llama turns whole:
+  [llama, {rope_parameters: {partial_rotary_factor: 0.5}}, rope_parameters]
+too many layers: [llama, {num_hidden_layers: 1000000000}, num_hidden_layers]
+too many positions under the family's own name: [gpt2, {n_positions: 2000000000}, n_positions]
+rope incomplete: [llama, {rope_scaling: {rope_type: llama3, factor: 8.0}}, rope_scaling]
+type without initial decoder: [bert, {}, is_decoder, "add is_decoder: true"]
+"""
+"""model_type, keys, the key that the problem names, and words of its fix."""
+GROUPS = "&groups {num_key_value_heads: 2, head_dim: 16, n_routed_experts: 8}"
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_problem_with_key_found_allowed_and_fix(name: str) -> None:
-    config, key, fix = MISTAKES[name]
+def mistakes() -> dict[str, tuple[dict[str, Any], str, str]]:
+    """Configs of `MISTAKES`, and those that YAML cannot state or that have no sizes."""
+    rows = yaml.safe_load(f"groups: {GROUPS}{MISTAKES}")
+    del rows["groups"]
+    found = {}
+    for name, (model_type, changes, key, *fix) in rows.items():
+        base = GPT2 if model_type == "gpt2" else small(model_type)
+        found[name] = {**base, **changes}, key, "".join(fix)
+    longrope = {"rope_type": "longrope", **ROPES["longrope"], "long_factor": [1.0] * 6}
+    return found | {
+        "no model_type": ({}, "model_type", ""),
+        "unknown model_type": ({"model_type": "lama"}, "model_type", "`llama`"),
+        "odd model_type": ({"model_type": ["llama"]}, "model_type", ""),
+        "images": ({"model_type": "gemma3"}, "model_type", "text_config"),
+        "huge": (small("llama") | {"hidden_size": 10**5000}, "hidden_size", ""),
+        "longrope of other heads": (small("llama", rope_scaling=longrope), "model_type", ""),
+    }
+
+
+@pytest.mark.parametrize(("config", "key", "fix"), mistakes().values(), ids=mistakes())
+def test_a_mistake_is_one_problem_with_key_found_allowed_and_fix(
+    config: dict[str, Any], key: str, fix: str
+) -> None:
     (problem,) = check_config(config)
     assert problem.key == key
     assert problem.found and problem.allowed and fix in problem.fix
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_config_that_transformers_computes_is_taken(name: str) -> None:
-    assert check_config(TAKEN[name]) == []
-    assert model_spec(TAKEN[name]).total > 0
+LLAMA3 = {"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 4.0}
+MANY = {"head_dim": 16, "n_routed_experts": 16, "n_group": 4, "num_experts_per_tok": 8}
+SOME = {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small("llama", rope_scaling=LLAMA3, max_position_embeddings=64),  # without a band
+        small("glm4_moe", num_key_value_heads=2, **MANY),
+        small("olmo3", pad_token_id=None, rope_parameters={"rope_theta": 5.0}),
+        small("olmo3", pad_token_id=None, rope_parameters=SOME),
+    ],
+)
+def test_a_config_that_transformers_computes_is_taken(config: dict[str, Any]) -> None:
+    assert check_config(config) == []
+    assert model_spec(config).total > 0
 
 
 def test_all_mistakes_are_reported_together() -> None:

@@ -10,7 +10,6 @@ from tests.models.in_megatron import check, run_cases, save_random_model
 from toolkit.models.families import model_spec
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp1": {},
     "tp2-sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "ep2": {"dp": 2, "ep": 2},
@@ -94,7 +93,7 @@ def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_losses_are_those_of_transformers(layout: str, tmp_path: Path) -> None:
     cases = cases_of(tmp_path, layout)
-    check(run_cases(cases, world=1 if layout == "tp1" else 2), cases)
+    check(run_cases(cases, world=2), cases)
 
 
 assert SMALL["vocab_size"] % 2, "the vocabulary must need padding"

@@ -94,24 +94,12 @@ def small(model_type: str, **more: Any) -> dict[str, Any]:
     return shape(model_type, 48, 56, 3, 4, vocab_size=96, **more)
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 96}
-FLOP_CASES = {
-    "llama": small("llama", num_key_value_heads=2, attention_bias=True),
-    "gpt2": GPT2,
-    "gpt_neox": small("gpt_neox", rotary_pct=0.5),
-    "gemma3_text": small("gemma3_text", num_key_value_heads=2, head_dim=14),
-    "mixtral": small("mixtral", num_key_value_heads=2),
-    "qwen2_moe": small(
-        "qwen2_moe", moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2,
-        shared_expert_intermediate_size=20, num_key_value_heads=2, mlp_only_layers=[1],
-    ),
-}  # fmt: skip
+MIXTRAL = small("mixtral", num_key_value_heads=2)
 
 
-def measured_flops(
-    config: Config, sequence: int, *, backward: bool, freeze: Sequence[str] = ()
-) -> int:
-    """FLOPs that torch counts in the eager model, rotary tables left out."""
+def measured_flops(config: Config, sequence: int, freeze: Sequence[str]) -> int:
+    """FLOPs that torch counts forward and backward in the eager model, rotary tables left
+    out."""
     built = AutoConfig.for_model(**config)
     built._attn_implementation = "eager"
     built._experts_implementation = "eager"
@@ -124,9 +112,7 @@ def measured_flops(
     ids = torch.randint(0, 90, (batch, sequence))
     counter = FlopCounterMode(display=False)
     with counter:
-        logits = model(ids, use_cache=False).logits
-        if backward:
-            logits.sum().backward()
+        model(ids, use_cache=False).logits.sum().backward()
     by_module = counter.get_flop_counts()
     rotary = sum(
         sum(counts.values()) for name, counts in by_module.items() if "rotary_emb" in name
@@ -136,22 +122,10 @@ def measured_flops(
     return total // batch
 
 
-@pytest.mark.parametrize("name", FLOP_CASES)
-def test_forward_flops_are_what_torch_counts_in_the_eager_model(name: str) -> None:
-    config, sequence = FLOP_CASES[name], 16
-    ours = spec_of(config).forward_flops_per_token(sequence, causal=False) * sequence
-    assert ours == measured_flops(config, sequence, backward=False)
-
-
-def test_training_flops_are_what_torch_counts_forward_and_backward() -> None:
-    config, sequence = FLOP_CASES["llama"], 16
-    ours = spec_of(config).flops_per_token(sequence, causal=False) * sequence
-    assert ours == measured_flops(config, sequence, backward=True)
-
-
 @pytest.mark.parametrize(
     "freeze",
     [
+        [],
         ["*"],
         ["*embed_tokens*"],
         ["*embed_tokens*", "lm_head*"],
@@ -163,13 +137,13 @@ def test_training_flops_are_what_torch_counts_forward_and_backward() -> None:
     ids=str,
 )
 def test_flops_with_frozen_weights_are_what_torch_counts(freeze: list[str]) -> None:
-    config, sequence = FLOP_CASES["mixtral"], 16
+    sequence = 16
     if freeze == ["*"]:
-        spec = dataclasses.replace(spec_of(config), adapters=AdapterParameters(1, 1))
+        spec = dataclasses.replace(spec_of(MIXTRAL), adapters=AdapterParameters(1, 1))
     else:
-        spec = frozen_spec_of(config, freeze)
+        spec = frozen_spec_of(MIXTRAL, freeze)
     ours = spec.flops_per_token(sequence, causal=False) * sequence
-    measured = measured_flops(config, sequence, backward=True, freeze=freeze)
+    measured = measured_flops(MIXTRAL, sequence, freeze)
     assert ours == pytest.approx(measured, rel=0.01)  # biases count as weights
 
 
@@ -225,7 +199,7 @@ def test_llama_3_8b_flops_agree_with_6n_plus_attention() -> None:
 @pytest.mark.parametrize("sequence", [0, -1])
 def test_a_sequence_without_tokens_has_no_flops_per_token(sequence: int) -> None:
     with pytest.raises(ValueError, match="sequence_length"):
-        spec_of(GPT2).flops_per_token(sequence, causal=True)
+        spec_of(MIXTRAL).flops_per_token(sequence, causal=True)
 
 
 WINDOWS = {
