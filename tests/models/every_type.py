@@ -1,26 +1,31 @@
 """Train the smallest sensible model of every causal language model type of transformers.
 
-    python -m tests.models.every_type [TYPE …]
+    python -m tests.models.every_type [--context] [TYPE …]
 
 Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against a plain loop over transformers' model
-with torch's AdamW; without TYPE, of all, and the table in docs/models.md is written anew.
+with torch's AdamW; without TYPE, of all, and the lists in docs/models.md are written again.
+With `--context`, instead, in ddp with rows that are spread over two ranks: the types that agree
+are in `SPLIT_IS_KEPT` of toolkit/plan/rules/context.py.
 """
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import processes
 from tests.engines.cases import TOLERANCE, run
-from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
-from tests.forked import run_ranks
+from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model, train
+from tests.forked import call_ranks, run_ranks
+from toolkit.engines.distributed import Ranks
 from toolkit.models.judge import known_keys, model_types
 from toolkit.models.model import check_config
+from toolkit.plan.rules import context
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 STEPS = 3
@@ -127,8 +132,30 @@ class Row:
         return not self.why and max(self.differences.values()) <= TOLERANCE
 
 
-def tried(model_type: str) -> Row:
-    """Train one type in every layout."""
+Results = Iterator[tuple[str, Mapping[str, list[float]]]]
+
+
+def in_layouts(config: dict[str, Any]) -> Results:
+    """What a model computes in each of `LAYOUTS`."""
+    for layout, (case, world) in LAYOUTS.items():
+        case = replace(case, family=config)
+        yield layout, run([case], world)[case.name]
+
+
+def on_spread_rows(config: dict[str, Any]) -> Results:
+    """What it computes on two ranks of a context group."""
+    yield "context 2", call_ranks(spread, 2, config)[0]
+
+
+def spread(ranks: Ranks, config: dict[str, Any]) -> dict[str, list[float]]:
+    """One rank of `on_spread_rows`, of types that `dmt check` would refuse, too."""
+    case = Case("ddp", 4, steps=STEPS, family=config, parallel={"context": 2})
+    with patch.object(context, "SPLIT_IS_KEPT", (config["model_type"],)):
+        return train(case, ranks)
+
+
+def tried(model_type: str, compute: Callable[..., Results] = in_layouts) -> Row:
+    """Train one type, by default in every layout."""
     config = tiny(model_type)
     if problems := check_config(config):
         first = problems[0]
@@ -136,9 +163,7 @@ def tried(model_type: str) -> Row:
     found = {}
     try:
         expected = run_ranks(plain, 1, config)[0]
-        for layout, (case, world) in LAYOUTS.items():
-            case = replace(case, family=config)
-            result = run([case], world)[case.name]
+        for layout, result in compute(config):
             found[layout] = max(
                 abs(got - want) / abs(want)
                 for what in ("loss", "grad_norm")
@@ -178,17 +203,19 @@ def write_page(rows: list[Row]) -> None:
     PAGE.write_text(f"{prose}\n{listed}\n{HEAD}{''.join(others)}", encoding="utf-8")
 
 
-def main(types: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     processes.HANG_S = 120.0
+    compute = on_spread_rows if "--context" in arguments else in_layouts
+    types = [argument for argument in arguments if argument != "--context"]
     rows = []
     for model_type in types or sorted(model_types):
-        row = tried(model_type)
+        row = tried(model_type, compute)
         rows.append(row)
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in row.differences.items())
         verdict = "same" if row.agrees else "NOT"
         print(f"{verdict:<4} {model_type:<24} {numbers} {row.why}", flush=True)
     print(f"{sum(row.agrees for row in rows)} of {len(rows)} agree")
-    if not types:
+    if not types and compute is in_layouts:
         write_page(rows)
     return 0
 

@@ -43,6 +43,7 @@ def check(found: dict[str, dict[str, float]], cases: list[dict[str, Any]]) -> No
         name: result
         for name, result in found.items()
         if not (result["logits"] <= 1e-4 and result["losses"] <= 1e-5)
+        or abs(result["read"] - 1) > 1e-5  # norms and tied embeddings are handed on
     }
     assert not wrong
     assert all(result["spread"] > 0.05 for result in found.values()), "nothing to tell apart"

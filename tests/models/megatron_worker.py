@@ -5,8 +5,9 @@ losses with transformers, and where asked saves it with megatron-core's own chec
 """
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from toolkit.engines.distributed import join, leave
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import megatron_model
+from toolkit.models.families.tensors import Block
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron import model as megatron
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.models.megatron.weights import fill, shards
+from toolkit.models.weights import SafetensorsWeights
+from toolkit.models.weights import is_correction_bias as is_bias
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
@@ -113,6 +117,20 @@ def outputs(chunks: list[megatron.GPTChunk], tokens: Tensor, *, losses: bool) ->
     return torch.cat(parts, dim=-1)
 
 
+def shares_read(source: SafetensorsWeights) -> list[float]:
+    """The share of the model's weights in each rectangle that is read from now on."""
+    total = sum(prod(shape) for name, shape in source.shapes.items() if not is_bias(name))
+    reads: list[float] = []
+
+    def read_block(block: Block, read: Callable[[Block], Tensor] = source.read_block) -> Tensor:
+        if not is_bias(block.tensor):  # which every rank reads
+            reads.append(len(block.row_numbers) * len(block.column_numbers) / total)
+        return read(block)
+
+    source.read_block = read_block  # type: ignore[method-assign]
+    return reads
+
+
 def run(case: Case) -> dict[str, float]:
     """Largest differences from transformers, on the last stage; empty elsewhere."""
     layout = Layout(**case.layout)
@@ -127,6 +145,7 @@ def run(case: Case) -> dict[str, float]:
         gpt_arguments(described, layout),
         layout,
     )
+    reads: list[float] = []
     state = {"": chunks[0]} if len(chunks) == 1 else dict(enumerate(chunks))
     if case.load is None:
         source = hf.pretrained_weights(
@@ -134,6 +153,7 @@ def run(case: Case) -> dict[str, float]:
         )
         for shard in shards(chunks, described):
             shard.parameter.data.fill_(float("nan"))  # what is not filled would show
+        reads = shares_read(source)
         fill(chunks, described, source)
     else:
         for chunk in state.values():
@@ -153,6 +173,8 @@ def run(case: Case) -> dict[str, float]:
         saver = TorchDistSaveShardedStrategy("torch_dist", 1)
         (chunk,) = chunks
         dist_checkpointing.save({"model": chunk.sharded_state_dict()}, case.save, saver)
+    read = torch.tensor(sum(reads))
+    dist.all_reduce(read)
     result = {}
     if logits is not None and losses is not None:
         expected, expected_losses = reference(case.folder, tokens)
@@ -160,6 +182,7 @@ def run(case: Case) -> dict[str, float]:
             "logits": (logits[..., :vocabulary] - expected).abs().max().item(),
             "losses": (losses - expected_losses).abs().max().item(),
             "spread": expected.std().item(),
+            "read": read.item() if layout.dp == 1 and case.load is None else 1.0,
         }
     megatron.leave_groups()
     return result
