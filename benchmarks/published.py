@@ -21,7 +21,7 @@ from toolkit.hardware.cluster import default_cluster, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec, ParameterCounts
 from toolkit.plan.cost.memory import peak_memory, stage_memory
-from toolkit.plan.cost.workload import TensorOverlap, Workload
+from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import Setup, estimate, result
 from toolkit.text.units import GIB
 
@@ -153,28 +153,13 @@ class Case:
             # FSDP2 (torchtitan) is compiled where the source does not say eager.
             flash_version=1 if composer else 2,
             fused_elementwise=not (composer or "eager" in self._notes),
-            recomputed_layers=0.5 if self._every_other_layer else 1.0,
             reduce_bytes=reduced or _WIRE_BYTES.get(self._composer),
-            gradient_bytes=2 if self._nemo else None,
-            tensor_overlap=self._tensor_overlap(early),
             reduce_overlap=not early,
             # Megatron-LM's own default is 0.1; NeMo, Llama and Nemotron train without.
             dropout=megatron and self._mlp == "gelu" and not self._nemo,
             # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
             fused_loss=composer,
         )
-
-    def _tensor_overlap(self, early: bool) -> TensorOverlap:
-        """Megatron had no overlap before sequence parallel, then in the backward pass; with
-        Transformer Engine and sequence parallel, in both; torchtitan has its async tensor
-        parallel."""
-        if "async tp" in self._notes:
-            return "all"
-        if not self.by_megatron:
-            return "none"
-        if self._layout.get("sp"):
-            return "backward" if early else "all"
-        return "none" if early else "backward"
 
     def _spec(self) -> ModelSpec:
         """GELU models as GPT-2 has them (biases, LayerNorm, learned positions, tied head),
@@ -271,28 +256,25 @@ class Case:
             return int(stated or 1)
         return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
 
-    @property
-    def _every_other_layer(self) -> bool:
-        return "every other layer" in str(self._layout.get("recompute")).lower()
-
     def _with_recompute(self, setup: Setup) -> Setup:
         """The stated recompute; otherwise none, or the least with which the allocations fit on
         the device."""
         stated = self._layout.get("recompute")
         choices: tuple[Recompute, ...] = ("none", "selective", "full")
         if stated is not None:
-            word = str(stated).lower().split("(")[0]
-            named = "full" if self._every_other_layer else word
-            choices = tuple(one for one in choices if one == named)
-            if not choices:
+            word, _, rest = str(stated).lower().partition("(")
+            choices = tuple(one for one in choices if one == word)
+            if not choices or rest.startswith("every other"):
                 raise PlanError(
                     f"layout.recompute: {stated!r} is not known",
-                    fix="use none, selective, full or selective(every other layer)",
+                    fix="use none, selective or full",
                 )
         capacity = setup.cluster.gpu.memory_gib
         for recompute in choices:
             one = replace(setup, layout=replace(setup.layout, recompute=recompute))
-            needed = peak_memory(one.workload, one.layout).allocated
+            memory = peak_memory(one.workload, one.layout)
+            # NeMo's recipes sum gradients in 16 bits instead of 32.
+            needed = memory.allocated - self._nemo * memory["gradients"] / 2
             if capacity is None or needed <= capacity * GIB:
                 break
         return one

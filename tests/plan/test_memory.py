@@ -294,17 +294,6 @@ def test_llama_layer_by_hand() -> None:
     assert chosen.total == 2 * (1 + 1 + 1 / 4 + 1 + 3.5 + 1) * unit + 4 * 32 * 4096
 
 
-def test_recompute_in_every_other_layer_is_half_way() -> None:
-    train = workload(UNTIED, engine="fsdp")
-    none, full = (
-        layer_of(train, Layout(recompute=recompute)).total
-        for recompute in ("none", "full")  # type: ignore[arg-type]
-    )
-    half = replace(train, recomputed_layers=0.5)
-    mixed = layer_of(half, Layout(recompute="full")).total
-    assert mixed == pytest.approx((none + full) / 2)
-
-
 def test_torchs_tensor_parallel_keeps_scattered_outputs_and_whole_sums() -> None:
     train, unit = workload(UNTIED, engine="fsdp"), 32 * 64
     split = Layout(tp=2, sequence_parallel=True, recompute="selective")

@@ -115,8 +115,6 @@ TABLE: Mapping[str, Constant] = {
     "overlap.deepspeed": Constant(0.68, "assumed: as FSDP"),
     "overlap.ddp": Constant(0.31, "assumed: as Megatron"),
     "overlap.host": Constant(0.5, "assumed: copies take no multiprocessors, but units wait"),
-    # Share of tensor parallel's collectives that chunked overlap does not hide.
-    "overlap.tensor": Constant(0.585, "calibrated: dgxc_benchmarking, torchtitan", 0.5, 0.4),
     "kernel.gap_s": Constant(2e-6, "assumed: between two kernels of a stream"),
     # On a CPU it is the time to start an operator.
     "kernel.gap_s.cpu": Constant(12e-6, "measured: a transformers Llama layer on 8 tokens"),

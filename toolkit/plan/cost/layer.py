@@ -225,14 +225,13 @@ def layer_activations(
     split = context_split(workload, exchange, tp, cp, tokens)
     stored = whole = _everything(workload, part, split)
     if recompute == "full":
-        stored = mixed(_layer_input(workload, part), whole, workload.recomputed_layers)
+        stored = _layer_input(workload, part)
     elif recompute == "selective" and workload.cost.selective == "products":
         stored = _every_second_product(workload, part, split, whole)
     elif recompute == "selective":
         stored = _without_scores(workload, split, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
-    least = _layer_input(workload, part) if recompute == "full" else stored
-    again = max(0.0, whole.total - least.total)
+    again = max(0.0, whole.total - stored.total)
     gradients = _gradients(workload, part, split, whole) + _changed_experts(workload)
     return Activations(stored, whole.total, again, gradients)
 

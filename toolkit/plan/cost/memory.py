@@ -258,7 +258,7 @@ def state_bytes(workload: Workload, share: StageShare) -> StateBytes:
     if workload.precision == "fp32" or workload.cost.fp32_states:
         frozen = 1 - share.trained.parameters / share.parameters
         return StateBytes(4.0 - frozen * (4.0 - workload.width), 4.0, 8.0)
-    return StateBytes(2.0, workload.gradient_bytes or 4.0, 12.0)
+    return StateBytes(2.0, 4.0, 12.0)
 
 
 def _shard(workload: Workload, layout: Layout, share: StageShare) -> float:

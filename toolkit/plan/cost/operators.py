@@ -35,8 +35,7 @@ class Device:
     """An accelerator's sustained rates under a workload."""
 
     matmul: float
-    """FLOP/s of large products in the workload's precision, averaged if some layers have
-    another one."""
+    """FLOP/s of large products in the workload's precision."""
     matmul_width: float
     """Bytes of an element of their operands."""
     plain_matmul: float
@@ -68,9 +67,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     width = 4 if precision == "fp32" else 2
     plain, matmul_width = matmul, float(width)
     if precision == "fp8":
-        plain, share_8 = _matmul_flops(gpu, "bf16", efficiency), workload.fp8_layers
-        matmul = 1 / (share_8 / matmul + (1 - share_8) / plain)
-        matmul_width = share_8 + (1 - share_8) * width
+        plain, matmul_width = _matmul_flops(gpu, "bf16", efficiency), 1.0
     measured = gpu.measured and gpu.measured.memory_bytes_per_s
     memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
     kernel = efficiency[f"attention.{attention_kernel(gpu, workload)}"]

@@ -64,12 +64,10 @@ def recomputed_of_stages(
     pp: int,
     vpp: int,
     stages: tuple[int, ...] = (),
-    share: float = 1.0,
-) -> tuple[float, ...]:
-    """Layers on each pipeline rank that recompute covers: so many of each chunk, or this share
-    of all."""
+) -> tuple[int, ...]:
+    """Layers on each pipeline rank that recompute covers: so many of each chunk, or all."""
     if isinstance(recompute, str):
-        return tuple(share * count for count in layers_of_stages(layers, pp, vpp, stages))
+        return layers_of_stages(layers, pp, vpp, stages)
     chunks = [min(recompute, size) for size in stage_layers(layers, pp, vpp, stages)]
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 

@@ -117,7 +117,7 @@ PEAK = Formulas(
 MEMORY = PRESENT + PEAK
 
 LAYER = Formulas(
-    Term("tensor_s", "tensor_waited * 4 * tensor_bytes * (tensor - 1) / tensor / "
+    Term("tensor_s", "4 * tensor_bytes * (tensor - 1) / tensor / "
          "tensor_bytes_per_s", "two all-reduces, or gathers and scatters, in each pass: "
          "Korthikanti et al., arXiv:2205.05198, section 4.2.2"),
     Term("context_s", "context_bytes / context_bytes_per_s",

@@ -133,7 +133,7 @@ def step_time(
     counts = layers_of_stages(workload.spec.layers, *layout.division)
     layer = dict(_layer(workload, _of_layers(layout), cluster, efficiency, layout.pp == 1))
     each_s, head_s = layer["forward_s"] + layer["backward_s"], layer["head_s"]
-    recomputed = _recomputed_layers(workload, layout)
+    recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *layout.division)
     stages = [
         count * each_s + again * layer["repeated_s"]
         for count, again in zip(counts, recomputed, strict=True)
@@ -193,12 +193,6 @@ def _layers_and_head_s(
 ) -> dict[int, tuple[float, ...]]:
     """Known seconds by micro batch."""
     return {}
-
-
-def _recomputed_layers(workload: Workload, layout: Layout) -> tuple[float, ...]:
-    """Layers that recompute covers, by pipeline rank."""
-    share, layers = workload.recomputed_layers, workload.spec.layers
-    return recomputed_of_stages(layout.recompute, layers, *layout.division, share)
 
 
 def _of_layers(layout: Layout) -> Layout:
@@ -273,16 +267,14 @@ def _recomputed_flops(
 ) -> float:
     """Forward FLOPs per token that the backward pass recomputes, of which `share` of the layers
     as a whole."""
+    if recompute == "none":
+        return 0.0
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
-    if recompute == "full" or isinstance(recompute, int):
-        return workload.recomputed_layers * share * (products + attention)
-    if recompute == "none":
-        return 0.0
-    if workload.cost.selective == "attention":
-        return attention
-    return (1 - SAVED_PRODUCTS) * products
+    if recompute == "selective" and workload.cost.selective == "products":
+        return (1 - SAVED_PRODUCTS) * products
+    return attention if recompute == "selective" else share * (products + attention)
 
 
 def _weight_flops(spec: ModelSpec) -> float:

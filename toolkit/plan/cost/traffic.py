@@ -52,14 +52,12 @@ def layer_traffic(place: PlacedLayout) -> dict[str, float]:
     backward pass, and by a layer that is recomputed."""
     layout, workload = place.layout, place.workload
     products = workload.cost.selective == "products"
-    full = layout.recompute == "full" or isinstance(layout.recompute, int)
     selective = layout.recompute == "selective"
-    everywhere = workload.tensor_overlap == "all"
+    full = layout.recompute == "full" or isinstance(layout.recompute, int)
     group = place.group(layout.cp, layout.tp)
     gathered = place.context.heads == 1
     return {
         "tensor": layout.tp,
-        "tensor_waited": place.efficiency["overlap.tensor"] if everywhere else 1.0,
         "tensor_bytes": workload.width * place.tokens * workload.spec.hidden,
         "tensor_bytes_per_s": place.group(layout.tp, 1).bytes_per_s,
         "tensor_back": _backward_share(place),
@@ -80,8 +78,6 @@ def _backward_share(place: PlacedLayout) -> float:
     The collectives of column-parallel products overlap with the gradients of their weights: all
     of the backward pass without sequence parallel, half of it with it.
     """
-    if place.workload.tensor_overlap != "backward":
-        return 1.0
     slowed = place.efficiency["overlap.megatron"]
     return 0.5 + 0.5 * slowed if place.layout.sequence_parallel else slowed
 

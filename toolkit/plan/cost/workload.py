@@ -13,7 +13,6 @@ from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.recipe.schema import TrainingSection
 
 Attention = Literal["fused", "unfused", "eager"]
-TensorOverlap = Literal["none", "backward", "all"]
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,13 @@ class Workload:
     input, and so are rotary positions."""
     grouped_experts: bool = False
     """Products of all experts at once."""
-    fp8_layers: float = 1.0
-    """Of precision fp8: the share of the layers whose products are in it."""
-    recomputed_layers: float = 1.0
-    """Share of the layers that `recompute: full` covers."""
     reduce_bytes: float | None = None
     """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
-    tensor_overlap: TensorOverlap = "backward"
-    """Collectives of tensor and sequence parallel that overlap with matrix products. backward:
-    with the gradients of the weights (Megatron since 2022); all: also cut into pieces next to
-    the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
-    parallel)."""
     keeps_sent: bool = False
     """The interleaved schedule keeps sent outputs until the backward pass, which does not need
     their values: gloo would send what takes their place."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
-    gradient_bytes: int | None = None
-    """Bytes per element that megatron-core sums gradients in; None: 4, its training script's
-    and this toolkit's choice with bf16. NeMo's recipes sum in 16 bits."""
     dropout: bool = False
     """Dropout over attention scores and both branches of a layer, whose masks are stored."""
     document_mask: bool = False
@@ -74,6 +61,7 @@ class Workload:
     """Attention uses cuDNN's kernel, as in Transformer Engine."""
     updates: OwnerUpdates | None = None
     """What an optimizer other than AdamW updates."""
+
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
