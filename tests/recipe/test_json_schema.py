@@ -1,6 +1,7 @@
 """`dmt schema`, judged by a validator: shipped recipes are good, planted mistakes are not."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def mistakes(validator: Draft7Validator, recipe: Any) -> list[str]:
 
 
 def test_shipped_recipes_are_good(validator: Draft7Validator) -> None:
-    for file in shipped_recipes().values():
+    for file in filter(Path.is_file, shipped_recipes().values()):
         assert not mistakes(validator, load(file.read_text(encoding="utf-8"))), file
 
 

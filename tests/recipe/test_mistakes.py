@@ -304,7 +304,7 @@ MISTAKES = {
     "GPU": M("gpu: cpu", "gpu: p100", "cluster.gpu", "describe yours by the closest"),
     "GPU like none": M("gpu: cpu", "gpu: {memory_gib: 3}", "cluster.gpu.like", "add `like:`"),
     "GPU like an unknown one": M(
-        "gpu: cpu", "gpu: {like: a10gg}", "cluster.gpu.like", "did you mean `a10g`?"
+        "gpu: cpu", "gpu: {like: rtx40990}", "cluster.gpu.like", "did you mean `rtx4090`?"
     ),
     "GPU like a processor": M("gpu: cpu", "gpu: {like: cpu}", "cluster.gpu.like", "gpu: cpu"),
     "GPU of unknown precision": M(

@@ -26,7 +26,7 @@ from toolkit.models.families import model_spec
 from toolkit.models.hub import download_file
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.places import RECIPES
+from toolkit.recipe.places import shipped_recipes
 from toolkit.recipe.schema import ParallelSection, Recipe
 from toolkit.starter.data import count_samples
 from toolkit.starter.draft import Task, draft, shipped_sizes
@@ -147,9 +147,19 @@ def test_shipped_recipes_by_name(
 ) -> None:
     """From anywhere; a file of the same name is the user's."""
     monkeypatch.chdir(tmp_path)
-    listed = [line.split()[0] for line in dmt("recipes").out.splitlines()]
-    assert len(listed) == len(set(listed)) == len([*RECIPES.glob("*/*.yaml")])
-    dmt("check", listed[0], "llama-sft")
+    header, *lines = dmt("recipes").out.split("\n\n")[0].splitlines()
+    listed = [
+        f"{size}-{task}"
+        for size, _, *cells in (re.split(r"  +", line) for line in lines)
+        for task, cell in zip(header.split()[2:], cells, strict=True)
+        if cell != "-"
+    ]
+    assert {*listed} < {*shipped_recipes()} and len(listed) > 50
+    assert (lines[0].split()[:2], lines[-1].split()[0]) == (
+        ["gpt2-124m", "124M"],
+        "deepseek-v3",
+    )
+    dmt("check", listed[0], listed[-1], "llama-sft", "qwen3-0.6b-lora")
     Path("mine.yaml").write_text(
         "extends: [recipes:base/sft.yml, recipes:llama/llama-3.1-8b.yml]\nname: mine\n"
     )

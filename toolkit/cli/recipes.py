@@ -1,25 +1,47 @@
-"""`dmt recipes`: the shipped recipes, each with its title."""
+"""`dmt recipes`: the shipped recipes, a row for each size of model, the smallest first."""
 
-import re
 import sys
+from pathlib import Path
+from typing import get_args
 
+from toolkit.cli.output import columns
+from toolkit.intake.load import load_recipe
+from toolkit.models.families import model_spec
 from toolkit.recipe.places import shipped_recipes
+from toolkit.starter.draft import Task, is_tiny, shipped_sizes
 from toolkit.text.terminal import tell
+from toolkit.text.units import human
 
-_TITLE_END = re.compile(r"[:,(]|\.( |$)|$")
-"""Of a recipe's first comment."""
+_TASKS = get_args(Task)
 
 
 def recipes() -> None:
-    """List the shipped recipes. Each can be named from anywhere instead of a file.
+    """List the shipped recipes: sizes of models, tasks, and the GPUs that each is made for.
 
-    Other tasks and clusters: `dmt init SIZE --task TASK --cluster CLUSTER`.
+    A recipe is called SIZE-TASK, from anywhere. Other tasks and clusters:
+    `dmt init SIZE --task TASK --cluster CLUSTER`.
 
     Example: `dmt plan llama-3.1-8b-pretrain`
     """
-    files = shipped_recipes()
-    width = max(map(len, files))
-    for name, file in files.items():
-        with file.open(encoding="utf-8") as text:
-            first = text.readline().lstrip("# ").strip()
-        tell(f"{name:<{width}}  {_TITLE_END.split(first)[0].rstrip()}", sys.stdout)
+    sizes = {size: tasks for size, tasks in shipped_sizes().items() if not is_tiny(size)}
+    rows = sorted((_row(size, tasks) for size, tasks in sizes.items()), key=lambda row: row[0])
+    table = [["size", "parameters", *_TASKS], *(row for _, row in rows)]
+    listed = {f"{size}-{task}" for size, tasks in sizes.items() for task in tasks}
+    others = [name for name in shipped_recipes() if name not in listed]
+    tell("\n".join(columns(table, left=len(table[0]))), sys.stdout)
+    tell(f"\nlonger rows: {', '.join(one for one in others if not is_tiny(one))}", sys.stdout)
+    tell(f"2 CPU processes: {', '.join(filter(is_tiny, others))}", sys.stdout)
+
+
+def _row(size: str, tasks: dict[str, Path]) -> tuple[int, list[str]]:
+    """The parameters of a size, and its line."""
+    loaded = {task: load_recipe(file) for task, file in tasks.items()}
+    first = next(iter(loaded.values()))
+    parameters = model_spec(first.model.config or {}).parameters.total
+    gpus = (
+        f"{loaded[task].cluster.world_size} {loaded[task].cluster.gpu}"
+        if task in tasks
+        else "-"
+        for task in _TASKS
+    )
+    return parameters, [size, human(parameters), *gpus]

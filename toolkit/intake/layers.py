@@ -14,7 +14,13 @@ from typing import Any
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_text
-from toolkit.recipe.places import SHIPPED, find_recipe, is_remote, shipped_recipes
+from toolkit.recipe.places import (
+    SHIPPED,
+    composed_of,
+    find_recipe,
+    is_remote,
+    shipped_recipes,
+)
 from toolkit.recipe.yaml_text import TOP, WHOLE_FILE, KeyPath, Location, Stated
 from toolkit.text.dotted import leaves, put
 from toolkit.text.suggest import closest
@@ -113,6 +119,9 @@ class _Files:
         if len(self.layers) == MAX_FILES:
             allowed = f"at most {MAX_FILES}"
             raise self.stop(origin, "more files", allowed, "extend fewer files")
+        if composed := composed_of(path):
+            self.compose(path, *composed, chain, origin)
+            return
         name = normpath(path) if chain else str(path)
         text = self.text(path, name, origin)
         try:
@@ -127,11 +136,28 @@ class _Files:
                 found, fix = "an empty file", "copy a recipe from recipes/ and change it"
             here = Problem(TOP, "", "", file=name, line=stated.places[()].line)
             raise self.stop(here, found, "a map of settings", fix)
-        own = {key: value for key, value in data.items() if key != "extends"}
+        # Of a size, tasks are recipes by themselves.
+        taken = ("extends", "tasks") if chain and path.suffix == ".yml" else ("extends",)
+        own = {key: value for key, value in data.items() if key not in taken}
         self.layers.append((name, replace(stated, data=_located(own, path.parent))))
         if "extends" in data:
             for parent, origin in reversed(self.extended(stated, path, (*chain, path))):
                 self.read(parent, (*chain, path), origin)
+
+    def compose(
+        self, path: Path, size: Path, task: str, chain: tuple[Path, ...], origin: Problem
+    ) -> None:
+        """The recipe SIZE-TASK: what the size's file states under `tasks`, on the size and what
+        all recipes of the task share."""
+        stated, _ = yaml_text.parse(size.read_text(encoding="utf-8"), normpath(size))
+        inside = ("tasks", task)
+        places = {key[2:]: one for key, one in stated.places.items() if key[:2] == inside}
+        written = {key[2:]: one for key, one in stated.written.items() if key[:2] == inside}
+        data = {"name": path.stem, **(stated.at(inside) or {})}
+        own = Stated(_located(data, path.parent), {("name",): places[()], **places}, written)
+        self.layers.append((normpath(path), own))
+        self.read(size, (*chain, path), origin)
+        self.read(path.parent.parent / "base" / f"{task}.yml", (*chain, path), origin)
 
     def text(self, path: Path, name: str, origin: Problem) -> str:
         try:

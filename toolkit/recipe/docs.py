@@ -27,7 +27,8 @@ accepts and its default.
   replaced; a map with another `kind` (or, in `model.config`, another `model_type`) is
   replaced whole. `recipes:llama/llama-3.1-8b.yml` names a shipped file, from anywhere.
 - A shipped recipe can be given by its name alone (`dmt plan llama-3.1-8b-pretrain`); `dmt
-  recipes` lists them.
+  recipes` lists them. `llama-3.1-8b-lora` is `base/lora.yml`, the size `llama-3.1-8b.yml` and
+  what that file states under `tasks: {lora: …}`, the last on top.
 - `--set KEY.PATH=VALUE` overrides any setting from the command line; the value is YAML.
 - `dmt schema > recipe.schema.json` writes the JSON Schema, by which an editor completes and
   checks a recipe as you type; its first line is then

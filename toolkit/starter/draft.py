@@ -16,7 +16,7 @@ from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import placed_on
-from toolkit.recipe.places import RECIPES
+from toolkit.recipe.places import RECIPES, shipped_recipes
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.registry import load
 from toolkit.text.suggest import did_you_mean
@@ -78,9 +78,10 @@ def _sizes_by_hub_id() -> dict[str, str]:
     }
 
 
-def _is_tiny(size: str) -> bool:
+def is_tiny(size: str) -> bool:
     """Whether the shipped size is one for tests and demonstrations, without any weights."""
-    return next(iter(shipped_sizes()[size].values())).parent.name == "tiny"
+    tasks = shipped_sizes().get(size, {})
+    return any(file.parent.name == "tiny" for file in tasks.values())
 
 
 def _other_task(size: str, shipped: Recipe, task: Task) -> Recipe:
@@ -90,7 +91,7 @@ def _other_task(size: str, shipped: Recipe, task: Task) -> Recipe:
     template = None if task == "pretrain" else "chatml"
     model.pop("init", None)
     if shipped.model.hub is None and task != "pretrain":
-        if not _is_tiny(size):
+        if not is_tiny(size):
             raise PlanError(
                 f"--task: no published weights of {size} are its text model's alone, and "
                 f"{task} trains published weights",
@@ -103,7 +104,7 @@ def _other_task(size: str, shipped: Recipe, task: Task) -> Recipe:
 def shipped_sizes() -> dict[str, dict[str, Path]]:
     """The shipped recipes by size and task; not those of a size with longer rows."""
     found: dict[str, dict[str, Path]] = {}
-    for file in sorted(RECIPES.glob("*/*.yaml")):
+    for file in shipped_recipes().values():
         size, _, task = file.stem.rpartition("-")
         if file.parent.name == "tiny":
             size, task = file.stem, task if task in get_args(Task) else "pretrain"
