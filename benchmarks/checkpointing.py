@@ -77,17 +77,16 @@ def train_tiny(run_dir: str, out: str, asynchronous: str) -> None:
     """Worker: train the tiny recipe and write when each step of rank 0 ended."""
     from toolkit.engines.distributed import end_process
     from toolkit.train import stages, worker
-    from toolkit.train.loop import Progress, StepReport
-    from toolkit.train.observer import Observer
+    from toolkit.train.loop import StepReport, TrainingRun
 
     ended_s: list[float] = []
 
-    class Timed(Observer):
-        def after_step(self, progress: Progress, report: StepReport) -> None:
+    class Timed(TrainingRun):
+        def log(self, report: StepReport) -> None:
             ended_s.append(time.perf_counter())
-            super().after_step(progress, report)
+            super().log(report)
 
-    stages.Observer = Timed  # type: ignore[attr-defined]
+    stages.TrainingRun = Timed  # type: ignore[attr-defined]
     overrides = [
         f"training.steps={TINY_STEPS}", "logging.wandb=null", "evaluation.every_steps=null",
         f"checkpoint.every_steps={INTERVAL_STEPS}", "checkpoint.export=false",

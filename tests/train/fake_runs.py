@@ -3,6 +3,13 @@
 import math
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 from tests.engines.fake import FakeEngine
 from toolkit.batch import MicroBatch
@@ -12,9 +19,17 @@ from toolkit.data.rows import Samples
 from toolkit.engines.base import StepResult
 from toolkit.layout import Layout
 from toolkit.recipe.batch_sizes import BatchSizes
-from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
-from toolkit.train.loop import Progress, StepReport, TrainingRun, train
+from toolkit.recipe.schema import (
+    EvaluationSection,
+    GuardSection,
+    OptimizerSection,
+    ScheduleSection,
+)
+from toolkit.run.directory import RunDirectory
+from toolkit.train.loop import StepReport, TrainingRun
+from toolkit.train.progress import Progress
 from toolkit.train.signals import StopRequest
+from toolkit.train.split import BatchSplit
 from toolkit.train.step_reduction import StepReduction
 
 VOCABULARY = 8
@@ -24,31 +39,57 @@ SIZES = BatchSizes.of([LAYOUT.global_batch], 16)
 
 
 class Recorder:
-    """Hooks that write down what was called, and can raise a signal at a step."""
+    """What a run called, and a signal that it gets at a step."""
 
     def __init__(self, signal_at: int = -1) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.losses: list[float] = []
-        self.tokens: list[int] = []
-        self.samples: list[int] = []
+        self.reports: list[StepReport] = []
         self.skipped: dict[int, str] = {}
         self.signal_at = signal_at
 
-    def after_step(self, progress: Progress, report: StepReport) -> None:
-        self.calls.append(("step", progress.step))
-        self.losses.append(report.result.loss)
-        self.tokens.append(report.tokens)
-        self.samples += report.samples
+    @property
+    def losses(self) -> list[float]:
+        return [report.result.loss for report in self.reports]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [report.tokens for report in self.reports]
+
+    @property
+    def samples(self) -> list[int]:
+        return [sample for report in self.reports for sample in report.samples]
+
+
+class RecordedRun(TrainingRun):
+    """Steps of which a recorder writes down what comes between them, instead of doing it."""
+
+    recorder: Recorder
+
+    def log(self, report: StepReport) -> None:
+        step = self.progress.step
+        self.recorder.calls.append(("step", step))
+        self.recorder.reports.append(report)
         if report.result.skipped is not None:
-            self.skipped[progress.step] = report.result.skipped
-        if progress.step == self.signal_at:
+            self.recorder.skipped[step] = report.result.skipped
+        if step == self.recorder.signal_at:
             signal.raise_signal(signal.SIGTERM)
 
-    def evaluate(self, progress: Progress) -> None:
-        self.calls.append(("evaluate", progress.step))
+    def evaluate(self) -> None:
+        self.recorder.calls.append(("evaluate", self.progress.step))
 
-    def save(self, progress: Progress, *, stopping: bool) -> None:
-        self.calls.append(("stop" if stopping else "save", progress.step))
+    def save(self, *, stopping: bool) -> None:
+        self.recorder.calls.append(("stop" if stopping else "save", self.progress.step))
+
+
+@dataclass(frozen=True)
+class FakeJob:
+    """A run's settings."""
+
+    engine: FakeEngine
+    batches: GlobalBatches
+    layout: Layout
+    steps: int
+    guard: GuardSection
 
 
 def job(
@@ -56,32 +97,52 @@ def job(
     engine: FakeEngine,
     steps: int = STEPS,
     guard: GuardSection = GuardSection(),  # noqa: B008 - frozen
-) -> TrainingRun:
-    return TrainingRun(
-        engine=engine,
-        batches=GlobalBatches(dataset, EpochOrder(1, len(dataset)), SIZES),
-        layout=LAYOUT,
-        rank=0,
-        seed=1,
-        total_steps=steps,
-        optimizer=OptimizerSection(learning_rate=5.0),
-        schedule=ScheduleSection(name="constant"),
-        guard=guard,
-        objective=engine.objective,
+) -> FakeJob:
+    batches = GlobalBatches(dataset, EpochOrder(1, len(dataset)), SIZES)
+    return FakeJob(engine, batches, LAYOUT, steps, guard)
+
+
+def fake_start(layout: Layout, progress: Progress, **recipe: Any) -> Any:
+    """The start of rank 0 on a CPU."""
+    settings = {
+        "logging": SimpleNamespace(every_steps=100, samples=False),
+        "guard": SimpleNamespace(replica_check_every_steps=None),
+        "evaluation": EvaluationSection(),
+        "schedule": ScheduleSection(name="constant"),
+        "optimizer": OptimizerSection(learning_rate=5.0),
+        "objective": lambda: None,
+    }
+    return SimpleNamespace(
+        recipe=SimpleNamespace(**settings | recipe),
+        plan=SimpleNamespace(layout=layout, flops_per_token=1.0),
+        ranks=SimpleNamespace(rank=0, device=torch.device("cpu")),
+        assignment=SimpleNamespace(prediction=None),
+        marks=SimpleNamespace(begin=lambda _: None, mark=lambda *_: None),
+        progress=progress,
+        split=BatchSplit(layout),
+        together=SimpleNamespace(rank_zero=lambda action: action()),
     )
 
 
 def run(
-    asked: TrainingRun,
+    asked: FakeJob,
     progress: Progress | None = None,
-    hooks: Recorder | None = None,
+    recorder: Recorder | None = None,
     reduction: type[StepReduction] = StepReduction,
 ) -> Recorder:
-    """Train from `progress`; what the hooks saw."""
-    hooks = hooks or Recorder()
-    with StopRequest() as stop:
-        train(asked, progress or Progress(), hooks, reduction(stop))
-    return hooks
+    """Train from `progress`; what was recorded."""
+    start = fake_start(
+        asked.layout, progress or Progress(), guard=asked.guard,
+        objective=lambda: asked.engine.objective,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder, StopRequest() as stop:
+        start.directory = RunDirectory(Path(folder))
+        nothing: Any = None
+        engine: Any = asked.engine
+        made = RecordedRun(start, engine, asked.batches, 1, {}, nothing, None, asked.steps)
+        made.recorder = recorder or Recorder()
+        made.train(reduction(stop))
+    return made.recorder
 
 
 class SpoiledEngine(FakeEngine):

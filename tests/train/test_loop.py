@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from tests.engines.fake import FakeEngine
-from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job, run
+from tests.train.fake_runs import (
+    LAYOUT,
+    STEPS,
+    VOCABULARY,
+    FakeJob,
+    Recorder,
+    SpoiledEngine,
+    job,
+    run,
+)
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.formats.indexed import IndexedWriter, read_indexed
 from toolkit.data.order import EpochOrder
@@ -19,7 +28,7 @@ from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.loop import Progress, TrainingRun
+from toolkit.train.progress import Progress
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -63,7 +72,7 @@ def test_a_batch_that_grows_continues_where_it_was(dataset: StreamSamples) -> No
     sizes = BatchSizes.of([2, 4], 16, steps=10)
     order = EpochOrder(1, len(dataset))
 
-    def growing(engine: FakeEngine, steps: int = STEPS) -> TrainingRun:
+    def growing(engine: FakeEngine, steps: int = STEPS) -> FakeJob:
         batches = GlobalBatches(dataset, order, sizes)
         return replace(job(dataset, engine, steps=steps), batches=batches)
 
@@ -176,12 +185,12 @@ def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
 def test_signal_saves_and_stops(dataset: StreamSamples) -> None:
     hooks = Recorder(signal_at=7)
     with pytest.raises(Stopped, match="after saving step 7 of 40"):
-        run(job(dataset, FakeEngine(VOCABULARY)), hooks=hooks)
+        run(job(dataset, FakeEngine(VOCABULARY)), recorder=hooks)
     assert hooks.calls[-1] == ("stop", 7)
 
 
 def test_signal_at_the_last_step_ends_normally(dataset: StreamSamples) -> None:
-    hooks = run(job(dataset, FakeEngine(VOCABULARY)), hooks=Recorder(signal_at=STEPS))
+    hooks = run(job(dataset, FakeEngine(VOCABULARY)), recorder=Recorder(signal_at=STEPS))
     assert hooks.calls[-2:] == [("save", STEPS), ("evaluate", STEPS)]
 
 

@@ -31,8 +31,8 @@ from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
 from toolkit.errors import DataError, RunFailed, Stopped
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.loop import Progress, StepReport
 from toolkit.train.prefetch import Prefetch
+from toolkit.train.progress import Progress
 
 PER_STEP = LAYOUT.global_batch
 PATIENCE_S = 20.0
@@ -153,7 +153,7 @@ def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
     with pytest.raises(Stopped):
-        run(job(Numbers(), Watching()), hooks=Recorder(signal_at=3))
+        run(job(Numbers(), Watching()), recorder=Recorder(signal_at=3))
     with pytest.raises(RunFailed):
         spoiled = SpoiledEngine(dict.fromkeys(range(STEPS), float("nan")))
         run(job(Numbers(), spoiled, guard=GuardSection(max_skips_in_a_row=2)))
@@ -179,16 +179,10 @@ def test_who_leaves_does_not_wait_for_data_that_hangs() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_waiting_for_slow_data_is_measured() -> None:
-    reports: list[StepReport] = []
-
-    class Hooks(Recorder):
-        def after_step(self, _: Progress, report: StepReport) -> None:
-            reports.append(report)
-
     def slow(_: int) -> None:
         time.sleep(0.02)
 
-    run(job(Numbers(slow), Watching(), steps=6), hooks=Hooks())
+    reports = run(job(Numbers(slow), Watching(), steps=6)).reports
     waited = [report.data_wait_s for report in reports]
     assert 0.5 < sum(waited) / sum(report.seconds for report in reports) <= 1
     assert waited[-1] < max(waited) / 2, "behind the last step there is nothing to build"

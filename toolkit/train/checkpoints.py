@@ -41,8 +41,8 @@ from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
-from toolkit.train.loop import Progress
 from toolkit.train.marks import Mark, Marks
+from toolkit.train.progress import Progress
 from toolkit.train.schedule import learning_rate
 
 _Shapes = Mapping[str, tuple[int, ...]]

@@ -1,8 +1,11 @@
-"""A GPU that ran out of memory: recognised in every form, and what held the memory."""
+"""The memory of ranks: its peaks, and a GPU that ran out of it, recognised in every form."""
 
 import re
+import resource
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from toolkit.errors import RunFailed
 from toolkit.text.units import GIB
@@ -39,3 +42,37 @@ def _held() -> str:
     return (
         f"{sizes}, {outside:.2f} GiB outside of PyTorch's allocator, of {total / GIB:.2f} GiB"
     )
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Peak allocated device memory of the fullest rank, in GiB; None on CPU. Collective."""
+    if device.type != "cuda":
+        return None
+    return _most(device, torch.cuda.max_memory_allocated(device) / GIB)[0]
+
+
+def beyond_allocated(device: torch.device) -> dict[str, Any]:
+    """Fields of `RunMeasurement`: what the allocator reserved and what is outside of it, GiB of
+    the fullest rank, and its retries, the most of a rank. None on CPU. Collective."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    reserved_gib, outside_gib, times = _most(device, reserved / GIB, outside / GIB, retries)
+    return {"reserved_gib": reserved_gib, "outside_gib": outside_gib, "retries": int(times)}
+
+
+def peak_process_gib(device: torch.device) -> float | None:
+    """Peak resident memory of the largest process, in GiB; None on a GPU. Collective."""
+    if device.type != "cpu":
+        return None
+    return _most(device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB)[0]
+
+
+def _most(device: torch.device, *values: float) -> list[float]:
+    """The largest of each value on any rank. Collective."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import cast
 
 from transformers import PretrainedConfig
@@ -17,7 +17,6 @@ from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
-from toolkit.errors import RunFailed, Stopped
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
@@ -29,15 +28,14 @@ from toolkit.run.events import process_age_s
 from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 from toolkit.track.progress import ProgressReport
-from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.exporting import export_last
-from toolkit.train.loop import TrainingRun, train
+from toolkit.train.loop import TrainingRun
 from toolkit.train.marks import BUILDING, CountedWeights, collective_limit
-from toolkit.train.observer import Observer, Reporter
 from toolkit.train.reference import RunReference
+from toolkit.train.reporter import Reporter
 from toolkit.train.start import Start
 from toolkit.train.step_reduction import StepReduction
 
@@ -73,10 +71,12 @@ def work(start: Start) -> None:
             name: _validation_batches(start, held_out)
             for name, held_out in samples.validation.items()
         }
-        job = _training_run(start, engine, samples.train, data, steps)
+        batches, seed = _batches(start, samples.train, data)
         balancer = Balancer(start, model_spec(config.to_dict()).hidden)
-        observer = Observer(start, engine, validation, checkpoints, reporter, steps, balancer)
-        _train(start, job, observer)
+        run = TrainingRun(
+            start, engine, batches, seed, validation, checkpoints, reporter, steps, balancer
+        )
+        run.to_the_end(StepReduction(start.stop, start.together.group))
         _close(start, checkpoints, engine)
 
 
@@ -241,61 +241,14 @@ def _validation_batches(
     )
 
 
-def _training_run(
-    start: Start, engine: Engine, samples: Samples, data: TrainingData, steps: int
-) -> TrainingRun:
-    recipe, layout = start.recipe, start.plan.layout
-    order, seed, outer = data.order, recipe.training.seed, recipe.parallel.outer
+def _batches(start: Start, samples: Samples, data: TrainingData) -> tuple[GlobalBatches, int]:
+    """The global batches of all steps, and the seed of the other random numbers."""
+    order, seed, outer = data.order, start.recipe.training.seed, start.recipe.parallel.outer
     if outer is not None:
         replica, _ = place(outer)
         order = ReplicaOrder(order, outer.replicas, replica)
         seed += replica << 64  # other random numbers on each replica
-    return TrainingRun(
-        engine,
-        GlobalBatches(samples, order, recipe.training.batches),
-        layout,
-        start.ranks.rank,
-        seed,
-        steps,
-        recipe.optimizer,
-        recipe.schedule,
-        recipe.guard,
-        recipe.objective(),
-        recipe.evaluation.early_stopping,
-        start.split,
-    )
-
-
-def _train(start: Start, job: TrainingRun, observer: Observer) -> None:
-    """Run the remaining steps, save, validate, and compare with the plan."""
-    progress, reporter = start.progress, observer.reporter
-    with reporter.progress if reporter is not None else nullcontext():
-        try:
-            if start.recipe.follows_validation and progress.step:
-                _make_up_validation(start, observer)
-            start.marks.mark(f"step {progress.step + 1}", progress.step)
-            reduction = StepReduction(start.stop, start.together.group)
-            train(job, progress, observer, reduction)
-        except (RunFailed, PeerFailed, Stopped):
-            # Raised on every rank: the save in flight is good.
-            observer.checkpoints.tell(wait=True)
-            raise
-        # A signal from here on has no effect: the rest is short. Saving comes first, so that a
-        # kill loses no step.
-        observer.save_now(progress)
-        observer.evaluate_now(progress)
-        observer.compare(progress)
-        if progress.step < job.total_steps and reporter is not None:
-            reporter.ended_early(progress)
-
-
-def _make_up_validation(start: Start, observer: Observer) -> None:
-    """Do the validation that a stop left out, and complete the checkpoint of that step."""
-    progress = start.progress
-    before = progress.validation
-    observer.validate(progress)
-    if progress.validation != before and start.leads:
-        observer.checkpoints.add_validation(progress)
+    return GlobalBatches(samples, order, start.recipe.training.batches), seed
 
 
 def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:

@@ -11,8 +11,8 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train.all_ranks import AllRanks
-from toolkit.train.loop import Progress
 from toolkit.train.marks import Marks, Watched
+from toolkit.train.progress import Progress
 from toolkit.train.signals import StopRequest
 from toolkit.train.split import BatchSplit
 

@@ -1,4 +1,4 @@
-"""What the observer marks, and when it begins to save."""
+"""What a run marks between its steps, and when it begins to save."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.fake_runs import fake_start
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.engines.base import EvalResult, StepResult
 from toolkit.layout import Layout
 from toolkit.recipe.schema import EvaluationSection, ScheduleSection, TrainingSection
 from toolkit.run.directory import RunDirectory
-from toolkit.train.loop import Progress, StepReport
-from toolkit.train.observer import MarkedBatches, Observer
+from toolkit.train.loop import StepReport, TrainingRun
+from toolkit.train.progress import Progress
+from toolkit.train.reporter import MarkedBatches
 
 
 def test_each_validation_batch_is_a_mark() -> None:
@@ -46,34 +48,24 @@ class Saves:
         return EvalResult(1.0, 1)
 
 
-def new_observer(
+def new_run(
     folder: Path, saves: Saves, device: str = "cpu", follows: dict[str, str] | None = None
-) -> Observer:
-    """Of a run that saves every second step."""
-    section = SimpleNamespace(every_steps=2)
-    plan = SimpleNamespace(layout=Layout(), flops_per_token=1.0)
-    recipe = SimpleNamespace(
-        checkpoint=section,
-        logging=SimpleNamespace(every_steps=100, samples=False),
-        guard=SimpleNamespace(replica_check_every_steps=None),
+) -> TrainingRun:
+    """One that saves every second step."""
+    start = fake_start(
+        Layout(),
+        Progress(),
+        checkpoint=SimpleNamespace(every_steps=2),
         training=TrainingSection(sequence_length=16, global_batch_size=8),
         follows_validation=follows or {},
         evaluation=EvaluationSection(every_steps=2),
         schedule=ScheduleSection(),
     )
-    start: Any = SimpleNamespace(
-        recipe=recipe,
-        plan=plan,
-        ranks=SimpleNamespace(rank=0, device=torch.device(device)),
-        directory=RunDirectory(folder),
-        assignment=SimpleNamespace(prediction=None),
-        marks=SimpleNamespace(begin=lambda _: None, mark=lambda *_: None),
-        progress=Progress(),
-        together=SimpleNamespace(rank_zero=lambda action: action()),
-    )
-    checkpoints: Any = saves
+    start.ranks.device, start.directory = torch.device(device), RunDirectory(folder)
+    nothing: Any = None
+    stand_in: Any = saves
     validation: Any = {"held out": tuple}
-    return Observer(start, checkpoints, validation, checkpoints, None, 10)
+    return TrainingRun(start, stand_in, nothing, 1, validation, stand_in, None, 10)
 
 
 def test_the_peak_of_memory_is_that_of_training(
@@ -82,9 +74,9 @@ def test_the_peak_of_memory_is_that_of_training(
     """Building the engine may take more."""
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    new_observer(tmp_path, Saves())
+    new_run(tmp_path, Saves())
     assert not reset
-    new_observer(tmp_path, Saves(), "cuda:1")
+    new_run(tmp_path, Saves(), "cuda:1")
     assert reset == [torch.device("cuda", 1)]
 
 
@@ -92,15 +84,15 @@ def test_the_peak_of_memory_is_that_of_training(
 def test_no_save_begins_while_steps_are_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped_at: int | None
 ) -> None:
-    monkeypatch.setattr(Observer, "_metrics", lambda *_: None)
+    monkeypatch.setattr(TrainingRun, "_metrics", lambda *_: None)
     saves = Saves()
-    observer = new_observer(tmp_path, saves)
+    run = new_run(tmp_path, saves)
     for step in range(1, 11):
         skipped = "not finite" if step in (4, 5, 6) else None
         result = StepResult(1.0, 1.0, skipped)
-        progress = Progress(step)
-        observer.after_step(progress, StepReport(result, 0.1, 1, 0.1))
-        observer.save(progress, stopping=step == stopped_at)
+        run.progress.step = step
+        run.log(StepReport(result, 0.1, 1, 8, 0.1))
+        run.save(stopping=step == stopped_at)
     expected = [2, 7, 8, 10] if stopped_at is None else [2, 5, 7, 8, 10]
     assert saves.steps == expected
 
@@ -108,16 +100,18 @@ def test_no_save_begins_while_steps_are_skipped(
 def test_a_validation_that_a_run_depends_on_comes_before_the_save(tmp_path: Path) -> None:
     """Unless the run stops, which has no time for it: then it is done when it continues."""
     saves = Saves()
-    observer = new_observer(tmp_path, saves, follows={"checkpoint.keep_best": "1"})
-    two, four = Progress(2), Progress(4)
-    observer.save(two, stopping=False)
-    observer.save(four, stopping=True)
+    run = new_run(tmp_path, saves, follows={"checkpoint.keep_best": "1"})
+    run.progress.step = 2
+    run.save(stopping=False)
+    assert run.progress.validation.step == 2
+    run.progress.step = 4
+    run.save(stopping=True)
     assert saves.validated_before == [True, False]
-    assert (two.validation.step, four.validation.step) == (2, 0)
-    observer.validate(four)
-    assert four.validation == ValidationHistory(4, 1.0, 4, 1.0)
-    observer.validate(four)
-    assert four.validation.without_improvement == 0, "once"
-    plain = new_observer(tmp_path, saves)
-    plain.save(Progress(2), stopping=False)
+    assert run.progress.validation.step == 2
+    for _ in range(2):
+        run.evaluate()
+        assert run.progress.validation == ValidationHistory(4, 1.0, 2, 1.0, 1), "once"
+    plain = new_run(tmp_path, saves)
+    plain.progress.step = 2
+    plain.save(stopping=False)
     assert saves.validated_before[-1] is False
