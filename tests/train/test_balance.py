@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.layout import Layout
-from toolkit.train.balance import RankRates, apportion, fastest, measure, seconds
+from toolkit.train.balance import RankRates, apportion, measure
 from toolkit.train.split import BatchSplit, with_shares
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
@@ -28,27 +28,6 @@ def test_no_other_shares_are_done_earlier(speeds: list[float], total: int, most:
     else:
         assert sum(found) == total and max(found) <= most
         assert max(n / speed for n, speed in zip(found, speeds, strict=True)) == min(every)
-
-
-@given(SPEEDS, st.integers(1, 4), st.integers(1, 6), st.booleans())
-def test_the_batch_stays(speeds: list[float], micro: int, rounds: int, piped: bool) -> None:
-    layout = Layout(
-        dp=len(speeds), pp=1 + piped, micro_batch=micro, gradient_accumulation=rounds
-    )
-    new = fastest(layout, speeds, layout.global_batch, [100] * layout.dp)
-    assert new.global_batch == layout.global_batch and new.world == layout.world
-    assert seconds(new, speeds) <= seconds(layout, speeds) * 1.01
-    assert max(new.micro_batches) == new.micro_batch
-    if piped:
-        assert new.gradient_accumulation == rounds
-
-
-def test_accumulation_gives_way_where_memory_does_not() -> None:
-    layout = Layout(dp=2, micro_batch=3, gradient_accumulation=2)
-    assert fastest(layout, [1.0, 0.5], 12, [12, 12]).micro_batches == (4, 2)
-    limited = fastest(layout, [1.0, 0.5], 12, [3, 3])
-    assert (limited.shares, limited.gradient_accumulation) == ((2, 1), 4)
-    assert fastest(layout, [1.0, 0.5], 12, [1, 1]).gradient_accumulation == 6
 
 
 def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:

@@ -3,14 +3,13 @@
 At checkpoint boundaries each rank computes products of the model's size for a moment. No other
 rank takes part in them, so the rate is a rank's own under every engine: within a step, ranks
 that gather weights or gradients layer by layer all take as long as the slowest. All ranks know
-all rates and decide alike.
+all rates and decide alike. The number of micro batches stays as it is planned.
 """
 
 import math
 import socket
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from toolkit.layout import Layout
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.plan import Plan
-from toolkit.plan.rules.legality import divisors
 from toolkit.recipe.schema import Recipe
 from toolkit.train.split import with_shares
 from toolkit.train.start import Start
@@ -50,17 +48,15 @@ def apportion(
     shares = [1] * len(speeds)
     if not len(speeds) <= total <= sum(most):
         return None
-    waiting = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
+    waiting = [
+        (2 / speed if most[rank] > 1 else math.inf, rank) for rank, speed in enumerate(speeds)
+    ]
     heapify(waiting)
-    left = total - len(speeds)
-    while left:
+    for _ in range(total - len(speeds)):
         _, rank = waiting[0]
-        if shares[rank] >= most[rank]:
-            heapreplace(waiting, (math.inf, rank))
-            continue
         shares[rank] += 1
-        left -= 1
-        heapreplace(waiting, ((shares[rank] + 1) / speeds[rank], rank))
+        full = shares[rank] >= most[rank]
+        heapreplace(waiting, (math.inf if full else (shares[rank] + 1) / speeds[rank], rank))
     return tuple(shares)
 
 
@@ -71,36 +67,15 @@ def seconds(layout: Layout, speeds: Sequence[float]) -> float:
     return layout.gradient_accumulation * longest
 
 
-def fastest(layout: Layout, speeds: Sequence[float], unit: int, most: Sequence[int]) -> Layout:
-    """The split with the shortest step; of those within 1%, the one whose number of micro
-    batches is the nearest. With pipeline stages that number stays: their bubble depends on it.
-
-    `unit`: samples that a round of micro batches must divide; `most`: see `apportion`.
-    """
-    sums = [layout.round_samples] if layout.pp > 1 else divisors(unit)
-    found = [
-        with_shares(layout, shares)
-        for total in sums
-        if (shares := apportion(speeds, total, most)) is not None
-    ]
-    least = min((seconds(one, speeds) for one in found), default=math.inf)
-    return min(
-        (one for one in found if seconds(one, speeds) <= 1.01 * least),
-        key=lambda one: abs(one.gradient_accumulation - layout.gradient_accumulation),
-        default=layout,
-    )
-
-
 def most_samples(recipe: Recipe, plan: Plan) -> int:
     """Samples of the largest micro batch that is predicted to fit on every device, at most
     twice the planned one: on a CPU, nothing is known about its limit."""
-
-    def too_large(samples: int) -> bool:
-        layout = replace(plan.layout, micro_batch=samples, shares=())
-        return not estimate_plan(recipe, replace(plan, layout=layout)).fits
-
-    sizes = range(1, 2 * plan.layout.micro_batch + 1)
-    return bisect_left(sizes, True, key=too_large)
+    planned = plan.layout.micro_batch
+    layouts = (
+        replace(plan.layout, micro_batch=n, shares=()) for n in range(2 * planned, planned, -1)
+    )
+    fitting = (one for one in layouts if estimate_plan(recipe, replace(plan, layout=one)).fits)
+    return next(fitting, plan.layout).micro_batch
 
 
 @dataclass(frozen=True)
@@ -119,8 +94,8 @@ class RankRates:
         return found
 
     def delays(self, layout: Layout) -> list[float]:
-        """How many times as long as the middle one of the others each rank takes for its
-        samples, and its layers where they are stated."""
+        """How many times as long as the rank in the middle, or the other one of two, each rank
+        takes for its samples, and its layers where they are stated."""
         layers = layout.stages or (1,) * layout.pp
         per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
         own = [
@@ -129,10 +104,8 @@ class RankRates:
             / rate
             for rank, rate in enumerate(self.rates)
         ]
-        return [
-            one / statistics.median(own[:rank] + own[rank + 1 :])
-            for rank, one in enumerate(own)
-        ]
+        middle = statistics.median(own)
+        return [one / (middle if len(own) > 2 else sum(own) - one) for one in own]
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -227,20 +200,20 @@ class Balancer:
             planned = start.recipe, start.plan
             self._most = start.together.rank_zero(lambda: most_samples(*planned))
         most = [max(self._most, n) for n in start.plan.layout.micro_batches]
-        new = fastest(layout, speeds, start.recipe.training.batch_unit, most)
+        shares = apportion(speeds, layout.round_samples, most) or layout.micro_batches
+        new = with_shares(layout, shares)
         gains = [seconds(layout, one) / seconds(new, one) for one in measured]
         if min(gains) < LEAST_GAIN:
             return []
         self._found = []
         start.split.change(new, step + AHEAD)
-        shares = [*new.micro_batches]
         message = (
-            f"from step {step + AHEAD + 1} on, micro batches have {shares} samples on the "
+            f"from step {step + AHEAD + 1} on, micro batches have {[*shares]} samples on the "
             f"data-parallel ranks: predicted to be {statistics.median(gains):.2f} times as fast"
         )
         if start.leads:
             start.events.write(
-                "balance", step=step, from_step=step + AHEAD, shares=shares,
+                "balance", step=step, from_step=step + AHEAD, shares=[*shares],
                 gradient_accumulation=new.gradient_accumulation, message=message,
                 speeds=[round(one / max(speeds), 3) for one in speeds],
             )  # fmt: skip
