@@ -21,7 +21,7 @@ def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     engine, layout = new_engine(case, ranks, SEED)
     batches, count = first_batch(ranks, layout)
     engine.train_step(batches, count, 1e-3)
-    check = ReplicaCheck(engine, layout, ranks.rank, agreed_step=0, distrust=str)
+    check = ReplicaCheck(engine, layout, agreed_step=0, distrust=str)
     said = [check.check(1), check.check(2)]
     name = None
     if ranks.rank == flipped and (weights := list(engine.replicated_weights())):

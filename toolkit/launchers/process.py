@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -44,34 +43,14 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
     return between_fork_and_exec
 
 
-def wake_if_stopped(pid: int) -> bool:
-    """Make a rank write its stacks and exit, if it is stopped by SIGSTOP with a pending
-    SIGTERM.
-
-    It would neither save nor exit, and other launchers wait 30 s for it. True if it was in that
-    state.
-    """
-    with suppress(OSError, KeyError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
-        if asked and status["State"].startswith("T"):
-            _ask_for_stacks(pid)
-            return True
-    return False
-
-
 def show_stacks(pids: Iterable[int]) -> None:
-    """Let ranks that are about to be killed write their stacks; takes STACKS_S."""
+    """Let ranks that are about to be killed, or are stopped, write their stacks; takes
+    STACKS_S."""
     for pid in pids:
         with suppress(OSError):
-            _ask_for_stacks(pid)
+            os.kill(pid, STACKS_SIGNAL)
+            os.kill(pid, signal.SIGCONT)
     time.sleep(STACKS_S)
-
-
-def _ask_for_stacks(pid: int) -> None:
-    os.kill(pid, STACKS_SIGNAL)
-    os.kill(pid, signal.SIGCONT)
 
 
 class StopRequested(Exception):

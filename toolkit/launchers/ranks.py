@@ -20,7 +20,6 @@ from toolkit.launchers.process import (
     StopSignals,
     die_with_parent,
     show_stacks,
-    wake_if_stopped,
 )
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
@@ -192,8 +191,6 @@ class RankWatch:
     def _end_others(self) -> None:
         if not self._stopping:
             self.stop()
-        for pid in self._processes.running():
-            wake_if_stopped(pid)
         self._deadline.start(FAILED_GRACE_S)
 
 

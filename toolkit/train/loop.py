@@ -83,7 +83,7 @@ class TrainingRun:
         if start.ranks.device.type == "cuda":  # building may take longer than training
             torch.cuda.reset_peak_memory_stats(start.ranks.device)
         rank, layout, directory = start.ranks.rank, self._layout, start.directory
-        self._replicas = ReplicaCheck(engine, layout, rank, self.progress.step, self._distrust)
+        self._replicas = ReplicaCheck(engine, layout, self.progress.step, self._distrust)
         self._waits = RankWaits(directory, rank)
         self._samples: SampleLog | None = None
         if self.recipe.logging.samples:

@@ -1,15 +1,13 @@
-"""Checks that ranks which must hold the same weights do; if not, finds the one that differs. A
-bit flip, a broken link or a nondeterministic kernel lets replicas silently diverge:
-
-each continues with its own weights. A digest per weight is compared here.
+"""Compares the weights of replicas bit by bit. A flipped bit, a broken link or a
+nondeterministic kernel makes them diverge silently: each continues with its own weights.
 """
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,6 @@ from toolkit.errors import RunFailed
 from toolkit.layout import Layout
 from toolkit.train.all_ranks import on_every_rank
 
-T = TypeVar("T")
-
 CHUNK = 2**22
 """Elements that are digested at a time, to limit memory."""
 MIXER = 0x5851F42D4C957F2D
@@ -32,16 +28,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OF_EXPERT = ".experts."
 """In the names of weights that expert parallel spreads over ranks with equal other weights."""
 
-
-@dataclass(frozen=True)
-class Holding:
-    """What one rank holds."""
-
-    model_rank: int
-    """See `Layout.model_rank`."""
-    host: str
-    digests: dict[str, int]
-    """By name of the weight."""
+Digests = Mapping[str, int]
+"""What a rank holds: a digest by name of the weight."""
 
 
 class ReplicaCheck:
@@ -55,15 +43,14 @@ class ReplicaCheck:
         self,
         engine: Engine,
         layout: Layout,
-        rank: int,
         agreed_step: int,
         distrust: Callable[[int], str],
     ) -> None:
         self.engine = engine
         layouts = [layout, *([replace(layout, ep=1)] if layout.ep > 1 else [])]
-        self.model_ranks = [[one.model_rank(r) for r in range(one.world)] for one in layouts]
-        """Of each rank: for experts, and for what expert parallel does not spread."""
-        self.rank = rank
+        self.parts = [[one.model_rank(r) for r in range(one.world)] for one in layouts]
+        """The part of the model that each rank has (`Layout.model_rank`): of the experts, and
+        of what expert parallel does not spread."""
         self.agreed_step = agreed_step
         self._distrust = distrust
         self._said_nothing_to_compare = False
@@ -75,10 +62,10 @@ class ReplicaCheck:
         """
         digests = weight_digests(self.engine)
         kinds = [digests]
-        if len(self.model_ranks) > 1:
+        if len(self.parts) > 1:
             experts = {name: one for name, one in digests.items() if OF_EXPERT in name}
             kinds = [experts, {k: one for k, one in digests.items() if k not in experts}]
-        alone = all(len(set(parts)) == len(parts) for parts in self.model_ranks)
+        alone = all(len(set(parts)) == len(parts) for parts in self.parts)
         if alone or not digests:
             if self._said_nothing_to_compare:
                 return None
@@ -86,17 +73,28 @@ class ReplicaCheck:
             sharded = "the weights are sharded over the ranks"
             why = "every rank holds its own part of the model" if alone else sharded
             return f"guard.replica_check_every_steps: {why}: there is nothing to compare"
-        summaries = _gather([hash(tuple(kind.values())) for kind in kinds])
-        for parts, mine, of_ranks in zip(
-            self.model_ranks, kinds, zip(*summaries, strict=True), strict=True
-        ):
+        summaries = _of_all_ranks([hash(tuple(kind.values())) for kind in kinds])
+        for kind, parts, mine in zip(range(len(kinds)), self.parts, kinds, strict=True):
+            of_ranks = [summary[kind] for summary in summaries]
             if len(set(zip(parts, of_ranks, strict=True))) > len(set(parts)):
-                holding = Holding(parts[self.rank], socket.gethostname(), mine)
-                holdings = _gather(holding)
-                advice = self._distrust(self.agreed_step)
-                raise on_every_rank(_failure(holdings, step, self.agreed_step, advice))
+                raise on_every_rank(self._failure(parts, mine, step))
         self.agreed_step = step
         return None
+
+    def _failure(self, parts: Sequence[int], mine: Digests, step: int) -> RunFailed:
+        held, hosts = _of_all_ranks(mine), _of_all_ranks(socket.gethostname())
+        odd, clear = odd_ranks(parts, held)
+        places = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in odd)
+        differ = "weights differ between them, and there is no majority"
+        if clear:
+            differ = "other weights than most replicas"
+        weight, advice = first_difference(parts, held), self._distrust(self.agreed_step)
+        return RunFailed(
+            f"step {step}: {places}: {differ}; first in {weight}",
+            fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
+            f"step {self.agreed_step}; {advice}",
+            retry=False,  # A restart would use the same machines.
+        )
 
 
 def weight_digests(engine: Engine) -> dict[str, int]:
@@ -123,31 +121,31 @@ def digest(weight: Tensor) -> Tensor:
     return total
 
 
-def odd_ranks(holdings: Sequence[Holding]) -> tuple[list[int], bool]:
+def odd_ranks(parts: Sequence[int], held: Sequence[Digests]) -> tuple[list[int], bool]:
     """Ranks that differ from most of their replicas, and True.
 
     Without a majority (e.g. two replicas that differ), all of these replicas, and False.
     """
     odd: list[int] = []
     clear = True
-    for model_rank in sorted({holding.model_rank for holding in holdings}):
-        replicas = [r for r, held in enumerate(holdings) if held.model_rank == model_rank]
-        held = {rank: tuple(holdings[rank].digests.values()) for rank in replicas}
-        (most_held, count), *_ = Counter(held.values()).most_common()
+    for part in sorted(set(parts)):
+        replicas = [rank for rank, one in enumerate(parts) if one == part]
+        counts = Counter(tuple(held[rank].values()) for rank in replicas)
+        ((most, count),) = counts.most_common(1)
         if 2 * count > len(replicas):
-            odd += [rank for rank in replicas if held[rank] != most_held]
+            odd += [rank for rank in replicas if tuple(held[rank].values()) != most]
         else:
             odd += replicas
             clear = False
     return odd, clear
 
 
-def first_difference(holdings: Sequence[Holding]) -> str:
+def first_difference(parts: Sequence[int], held: Sequence[Digests]) -> str:
     """Name of the first weight that differs between two replicas, in the model's order."""
-    seen: dict[tuple[int, str], int] = {}
-    for holding in holdings:
-        for name, value in holding.digests.items():
-            if seen.setdefault((holding.model_rank, name), value) != value:
+    for part, mine in zip(parts, held, strict=True):
+        first = held[parts.index(part)]
+        for name, value in mine.items():
+            if first[name] != value:
                 return name
     raise AssertionError("asked only where replicas differ")
 
@@ -171,25 +169,7 @@ def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
     return f"{said}start the same command again"
 
 
-def _failure(
-    holdings: Sequence[Holding], step: int, agreed_step: int, advice: str
-) -> RunFailed:
-    odd, clear = odd_ranks(holdings)
-    places = ", ".join(f"rank {rank} ({holdings[rank].host})" for rank in odd)
-    if clear:
-        differ = f"{places}: other weights than most replicas"
-    else:
-        differ = f"{places}: weights differ between them, and there is no majority"
-    return RunFailed(
-        f"step {step}: {differ}; first in {first_difference(holdings)}",
-        fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
-        f"step {agreed_step}; {advice}",
-        retry=False,  # A restart would use the same machines.
-    )
-
-
-def _gather(value: T) -> list[T]:
-    """`value` of every rank."""
+def _of_all_ranks(value: Any) -> list[Any]:
     gathered = [value] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
