@@ -67,6 +67,23 @@ SETTINGS: dict[str, str] = {
     "asynchronous",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
+    **{
+        f"launch.kubernetes.{key}": f"write it in launch.kubernetes.pod, as {instead}"
+        for key, instead in {
+            "resources": "`containers: [{resources: …}]`",
+            "container": "`containers: [{…}]`",
+            "gpu_resource": "`containers: [{resources: {limits: {NAME: N}}}]`",
+        }.items()
+    },
+    **{
+        f"launch.kubernetes.{key}": f"remove it: {always}, or change the manifest that "
+        "`dmt render RECIPE --to kubernetes` prints"
+        for key, always in {
+            "runtime": "a TrainJob is built on torch-distributed",
+            "mount_path": "the volume is mounted at /dmt",
+            "labels": "the job has none",
+        }.items()
+    },
     "launch.spares": "remove it: machines beyond launch.elastic.max_nodes wait",
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
@@ -97,6 +114,9 @@ DEFAULTS: dict[str, object] = {
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",
     "launch.spares": 0,
+    "launch.kubernetes.gpu_resource": "nvidia.com/gpu",
+    "launch.kubernetes.runtime": "torch-distributed",
+    "launch.kubernetes.mount_path": "/dmt",
     "optimizer.muon.nesterov": True,
     "optimizer.muon.ns_steps": 5,
     "optimizer.muon.adjust_lr": "match_rms_adamw",

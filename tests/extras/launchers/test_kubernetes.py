@@ -23,16 +23,19 @@ from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSecti
 
 SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
 CLUSTERS_OWN = {
-    "labels": {"kueue.x-k8s.io/queue-name": "research"},
-    "resources": {"requests": {"cpu": "64"}, "limits": {"rdma/ib": "8"}},
-    "container": {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}},
     "pod": {
+        "containers": [
+            {
+                "resources": {"requests": {"cpu": "64"}, "limits": {"rdma/ib": "8"}},
+                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            }
+        ],
         "nodeSelector": {"pool": "h100"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "imagePullSecrets": [{"name": "registry"}],
     },
 }
-"""What a cluster may demand of a job: queue, resources, capabilities, nodes, pull secrets."""
+"""What a cluster may demand of a job: resources, capabilities, nodes, pull secrets."""
 
 
 def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[Any]:
@@ -138,18 +141,19 @@ def test_a_train_job_refuses_what_it_cannot_set():
 
 def test_a_clusters_own_fields_are_added_and_never_replace_ours():
     _, job = documents(1, "h100-80gb", **CLUSTERS_OWN)
-    assert job["metadata"]["labels"] == CLUSTERS_OWN["labels"]
     pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
-    assert {key: pod[key] for key in CLUSTERS_OWN["pod"]} == CLUSTERS_OWN["pod"]
+    others = {key: one for key, one in CLUSTERS_OWN["pod"].items() if key != "containers"}
+    assert {key: pod[key] for key in others} == others
     (container,) = pod["containers"]
     assert container["resources"] == {
         "requests": {"cpu": "64"},
         "limits": {"nvidia.com/gpu": "8", "rdma/ib": "8"},
     }
-    with pytest.raises(PlanError, match=r"launch\.kubernetes\.container\.image"):
-        documents(1, "cpu", container={"image": "other"})
+    with pytest.raises(PlanError, match=r"launch\.kubernetes\.pod\.containers\.image"):
+        documents(1, "cpu", pod={"containers": [{"image": "other"}]})
     with pytest.raises(PlanError, match=r"resources\.limits\.nvidia\.com/gpu"):
-        documents(1, "h100-80gb", resources={"limits": {"nvidia.com/gpu": "4"}})
+        limits = {"limits": {"nvidia.com/gpu": "4"}}
+        documents(1, "h100-80gb", pod={"containers": [{"resources": limits}]})
 
 
 def test_one_machine_needs_no_meeting_point():

@@ -25,6 +25,10 @@ from toolkit.text.terminal import tell
 
 PORT = 29400
 """The rendezvous port, on the first pod."""
+RUNTIME = "torch-distributed"
+"""The ClusterTrainingRuntime that a TrainJob is built on."""
+MOUNT = "/dmt"
+"""Where the volume is mounted in the containers."""
 CONFIG = PurePosixPath("/etc/dmt")
 """The recipe's path in the containers."""
 DEFAULT_GRACE_S = 600
@@ -113,10 +117,10 @@ def _pod(job: Job) -> Manifest:
         "name": "pytorch",  # The operator looks for this name.
         "image": settings.image,
         "command": ["python", *SAFE, *DMT, *_arguments(job)],
-        "workingDir": settings.mount_path,
+        "workingDir": MOUNT,
         "env": [{"name": key, "value": value} for key, value in job.env.items()],
         "volumeMounts": [
-            {"name": "work", "mountPath": settings.mount_path},
+            {"name": "work", "mountPath": MOUNT},
             {"name": "recipe", "mountPath": str(CONFIG), "readOnly": True},
             # NCCL and data loading need more than a container's usual 64 MiB.
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -124,21 +128,23 @@ def _pod(job: Job) -> Manifest:
     }
     if settings.env_from is not None:
         container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
-    gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
-    own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
-    if resources := _merged(own, settings.resources or {}, "resources"):
-        container["resources"] = resources
+    if job.cluster.gpu != "cpu":
+        gpus = {"nvidia.com/gpu": str(job.cluster.gpus_per_node)}
+        container["resources"] = {"limits": gpus}
+    more = dict(settings.pod or {})
+    stated, *sidecars = more.pop("containers", None) or [{}]
+    container = _merged(container, stated, "pod.containers")
     return _merged(
         {
             "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
-            "containers": [_merged(container, settings.container or {}, "container")],
+            "containers": [container, *sidecars],
             "volumes": [
                 {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
                 {"name": "recipe", "configMap": {"name": name}},
                 {"name": "shm", "emptyDir": {"medium": "Memory"}},
             ],
         },
-        settings.pod or {},
+        more,
         "pod",
     )
 
@@ -150,7 +156,7 @@ def train_job(job: Job) -> Manifest:
     Raises PlanError for a field that a TrainJob cannot set, or that DMT sets itself.
     """
     pod = _pod(job)
-    (container,) = pod.pop("containers")
+    container, *sidecars = pod.pop("containers")
     start = ["env", f"--chdir={container['workingDir']}", *container["command"]]
     trainer = {
         "numNodes": job.cluster.nodes,
@@ -162,7 +168,8 @@ def train_job(job: Job) -> Manifest:
         trainer["resourcesPerNode"] = container["resources"]
     patched = {key: container[key] for key in _PATCHED_CONTAINER if key in container}
     known = {"name", "workingDir", "command", "image", "env", "resources", *patched}
-    for extra in [*(container.keys() - known), *(pod.keys() - _PATCHED_POD)]:
+    extras = [*(container.keys() - known), *(pod.keys() - _PATCHED_POD)]
+    for extra in [*extras, *["a second container"] * bool(sidecars)]:
         raise PlanError(
             f"launch.kubernetes: a TrainJob cannot set `{extra}` of its pods",
             fix="set it in the ClusterTrainingRuntime, or choose "
@@ -179,7 +186,7 @@ def train_job(job: Job) -> Manifest:
         "kind": "TrainJob",
         "metadata": _metadata(job),
         "spec": {
-            "runtimeRef": {"name": _settings(job).runtime},
+            "runtimeRef": {"name": RUNTIME},
             "trainer": trainer,
             "runtimePatches": [patch],
         },
@@ -215,7 +222,7 @@ def _arguments(job: Job) -> list[str]:
             "letters, digits, `.`, `_` and `-`",
             fix="--run-dir runs/NAME",
         )
-    run_dir = PurePosixPath(_settings(job).mount_path) / "runs" / job.run_dir.name
+    run_dir = PurePosixPath(MOUNT) / "runs" / job.run_dir.name
     arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
     arguments += ["--launcher", "local"]
     if job.cluster.nodes == 1:
@@ -243,9 +250,7 @@ def _portable(recipe: str) -> str:
 
 
 def _metadata(job: Job) -> Manifest:
-    settings = _settings(job)
-    labels = {} if settings.labels is None else {"labels": dict(settings.labels)}
-    return {"name": _name(job), "namespace": settings.namespace, **labels}
+    return {"name": _name(job), "namespace": _settings(job).namespace}
 
 
 def _name(job: Job) -> str:
