@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 launch/train.py recipes/tiny/llama-bytes.yaml
     torchrun --nproc-per-node 2 launch/train.py recipes/tiny/llama-bytes.yaml
-    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
-        launch/train.py recipes/tiny/llama-bytes.yaml
+    dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
+    accelerate launch --config_file accelerate.yaml launch/train.py recipes/…
 
 Where DMT is installed from a wheel, `-m toolkit.train` is the same (deepspeed: `--module`).
 Rank 0 plans the recipe, hands the plan to the others, and prints what `dmt launch` prints.

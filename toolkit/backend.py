@@ -84,10 +84,6 @@ class InAccelerate:
 
     fields: ClassVar[tuple[str, ...]] = ()
     """Fields of TrainingArguments that state the engine."""
-    common: ClassVar[Mapping[str, Layout]] = {}
-    """Files of `launch/accelerate/` by name, each with its layout."""
-    common_options: ClassVar[tuple[str, ...]] = ()
-    """Options of `accelerate launch` that those files need."""
     notes: ClassVar[tuple[str, ...]] = ()
     """Lines for the head of a file: where a setting means something else than in a recipe."""
     recomputes: ClassVar[bool] = False
@@ -100,10 +96,6 @@ class InAccelerate:
     def distributed_type(self, world: int) -> str:
         """Accelerate's kind of run. On a CPU, its MULTI_CPU starts one process only."""
         return "MULTI_GPU" if world > 1 else "NO"
-
-    def preset(self, layout: Layout) -> dict[str, Any]:
-        """The replacement of `config` in the files of `common`."""
-        return {}
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
         """The part of the YAML file that configures training; `precision` is Accelerate's."""

@@ -1,6 +1,7 @@
 """Fine-tune a model in a loop of your own, under Accelerate, with a recipe's parallelism.
 
-    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
+    dmt render RECIPE --to accelerate --out accelerate.yaml
+    accelerate launch --config_file accelerate.yaml \\
         launch/examples/accelerate_loop.py RECIPE [--set KEY=VALUE …]
 
 The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`. Engine and ZeRO stage are
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from recipe_samples import RecipeSamples
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import toolkit.accelerate
-from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.distributed import end_process
 from toolkit.engines.optimizer import parameter_groups, set_learning_rate
 from toolkit.errors import DmtError, PlanError
@@ -51,7 +52,7 @@ class LanguageModel(nn.Module):
 
 def train(accelerator: Accelerator, recipe: Recipe) -> None:
     settings = recipe.optimizer
-    samples = TrainingSamples(recipe)  # in order: not to be shuffled
+    samples = RecipeSamples(recipe)  # in order: not to be shuffled
     loader = DataLoader(samples, batch_size=accelerator.plan.layout.micro_batch)
     model = LanguageModel(recipe)
     if accelerator.plan.layout.recompute == "full" and not accelerator.is_fsdp2:

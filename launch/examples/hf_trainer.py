@@ -1,6 +1,7 @@
 """Fine-tune with transformers' Trainer, every setting taken from a recipe.
 
-    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
+    dmt render RECIPE --to accelerate --out accelerate.yaml
+    accelerate launch --config_file accelerate.yaml \\
         launch/examples/hf_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]
 
 The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`. Engine and ZeRO stage are
@@ -12,11 +13,11 @@ import sys
 from pathlib import Path
 
 import torch
+from recipe_samples import RecipeSamples
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from toolkit.accelerate import training_arguments
-from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
@@ -53,7 +54,7 @@ class RecipeTrainer(Trainer):
 
 
 def train(recipe: Recipe, output_dir: Path) -> None:
-    samples = TrainingSamples(recipe)
+    samples = RecipeSamples(recipe)
     arguments = training_arguments(
         recipe,
         max_steps=samples.steps,

@@ -1,6 +1,7 @@
 """Post-train with TRL's SFTTrainer or DPOTrainer, with a recipe's parallelism and adapters.
 
-    accelerate launch --config_file launch/accelerate/zero3.yaml --num_processes 2 \\
+    dmt render RECIPE --to accelerate --out accelerate.yaml
+    accelerate launch --config_file accelerate.yaml \\
         launch/examples/trl_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]
 
 The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`, and by `training.objective`
@@ -39,14 +40,14 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
     """The trainer of the recipe's objective; `more` are arguments of its config."""
     data = recipe.data.train
     trainer, config_class = TRAINERS[recipe.training.objective]
+    config = build_config(recipe.model)  # the recipe's dropout: none unless it says so
+    lora = recipe.adapter and Lora.of(recipe.adapter, config.to_dict())
     arguments = training_arguments(
         recipe, config_class=config_class, **objective_settings(recipe), **more
     )
     tokenizer = load_tokenizer(recipe.data.tokenizer, recipe.data.tokenizer_revision)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = stated_template(recipe.data.chat_template, Path())
-    config = build_config(recipe.model)  # the recipe's dropout: none unless it says so
-    lora = recipe.adapter and Lora.of(recipe.adapter, config.to_dict())
     set_seed(recipe.training.seed)  # the adapters begin with the same values on all ranks
     # After the arguments: they let ZeRO-3 shard a model while it is loaded.
     model = AutoModelForCausalLM.from_pretrained(

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import runpy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,15 @@ BF16 = [*ENGINES["zero3"], "training.precision=bf16", "parallel.recompute=full"]
 SWITCHES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
+def script(name: str) -> dict[str, Any]:
+    """What an example defines; the scripts import their neighbour."""
+    sys.path.insert(0, str(EXAMPLES))
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
 def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
     """What the own loop printed, and what its model became."""
-    example = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))
+    example = script("accelerate_loop")
     accelerator = toolkit.accelerate.prepare(recipe)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -45,7 +52,7 @@ def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
 
 def with_trainer(recipe: Recipe, output: Path) -> tuple[str, str]:
     """What the Trainer printed, and what it trained."""
-    example = runpy.run_path(str(EXAMPLES / "hf_trainer.py"))
+    example = script("hf_trainer")
     trained: list[str] = []
     step = Trainer.training_step
 

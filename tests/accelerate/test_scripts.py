@@ -1,19 +1,29 @@
 """Scripts that are not ours train as `dmt launch` does, with a recipe's parallelism."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from tests.accelerate.conftest import STEPS
-from tests.accelerate.examples_worker import both_examples
+from tests.accelerate.examples_worker import EXAMPLES, both_examples
 from tests.e2e.conftest import Project
+from tests.e2e.product import curve, dmt, run, settings, tool
 from tests.forked import run_ranks
 from tests.processes import HANG_S, ROOT
-from toolkit.accelerate.scripts import planned_for_launcher, training_arguments
+from toolkit.accelerate.scripts import (
+    nearest_schedule,
+    planned_for_launcher,
+    training_arguments,
+)
 from toolkit.errors import PlanError, RecipeError
+from toolkit.recipe.schema import ScheduleSection
+from toolkit.train.schedule import learning_rate
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 SAME = 1e-6
@@ -54,6 +64,76 @@ def test_rotary_frequencies_stay_fp32_under_deepspeed(
     losses = results["own loop, bf16"]["losses"]
     assert losses == pytest.approx(worker_losses, rel=SAME_BF16)
     assert losses != worker_losses
+
+
+def launched(project: Project, script: Path, changes: dict[str, object], *more: str) -> str:
+    """What a script prints under `accelerate launch`, by the file rendered of the recipe."""
+    file, stated = project.folder / "rendered.yaml", settings(changes)
+    rendered = dmt("render", project.recipe, "--to", "accelerate", "--out", file, *stated)
+    run(rendered, project.folder, code=0)
+    start = tool("accelerate", "launch", "--config_file", file, script, project.recipe)
+    return run([*start, *more, *stated], project.folder, code=0).out
+
+
+@pytest.mark.slow
+def test_the_worker_under_accelerate_launch(
+    finetune: Project, worker_losses: list[float]
+) -> None:
+    """`launch/train.py` has the losses of `dmt launch`."""
+    fsdp = {"parallel.engine": "fsdp", "parallel.zero.stage": 3}
+    launched(finetune, ROOT / "launch" / "train.py", fsdp, "--run-dir", "worker-fsdp2")
+    losses = [loss for loss, _ in curve(finetune.folder / "worker-fsdp2").values()]
+    assert losses == pytest.approx(worker_losses, rel=1e-5)
+
+
+OFFLOAD = {"parallel.zero.offload_optimizer": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize(
+    ("more", "near"), [({}, SAME), pytest.param(OFFLOAD, 1e-4, marks=pytest.mark.soak)]
+)
+def test_a_loop_of_ones_own_under_accelerate_launch(
+    more: dict[str, object], near: float, finetune: Project, worker_losses: list[float]
+) -> None:
+    zero2 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 2}
+    printed = launched(finetune, EXAMPLES / "accelerate_loop.py", {**zero2, **more})
+    found = [float(loss) for loss in re.findall(r"^step .*loss (\S+)$", printed, re.M)]
+    assert found == pytest.approx(worker_losses, rel=near)
+
+
+PEAK, ALL = 1e-2, 20
+
+
+@pytest.mark.parametrize("smallest", [0.0, 1e-3])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_the_schedule_of_a_plain_trainer(name: Any, smallest: float) -> None:
+    """It is the recipe's, less than one step late."""
+    decay = 5 if name == "wsd" else None
+    schedule = ScheduleSection(
+        name=name, warmup_steps=4, decay_steps=decay, min_learning_rate=smallest
+    )
+    stated = nearest_schedule(schedule, PEAK)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = get_scheduler(
+        stated["lr_scheduler_type"],
+        optimizer,
+        num_warmup_steps=stated["warmup_steps"],
+        num_training_steps=ALL,
+        scheduler_specific_kwargs=stated["lr_scheduler_kwargs"],
+    )
+    rates = []
+    for _ in range(ALL):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(step, ALL, PEAK, schedule) for step in range(ALL)]
+    # wsd's warm-up starts at its smallest rate, not at 0.
+    first = schedule.warmup_steps if name == "wsd" else 1
+    for step in range(first, ALL):
+        around = ours[step - 1 : step + 1]
+        assert min(around) - 1e-9 <= rates[step] <= max(around) + 1e-9, step
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

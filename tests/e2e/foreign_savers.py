@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
-from toolkit.accelerate.samples import TrainingSamples
+from launch.examples.recipe_samples import RecipeSamples
 from toolkit.engines.deepspeed.models import import_deepspeed
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.intake.load import load_recipe
@@ -100,7 +100,7 @@ def save_deepspeed(
     losses = {}
     for name, case in cases.items():
         recipe = load_recipe(Path("recipe.yaml"), case.overrides)
-        samples, model = TrainingSamples(recipe), new_model(recipe)
+        samples, model = RecipeSamples(recipe), new_model(recipe)
         section = recipe.optimizer
         optimizer = adamw(list(model.parameters()), section, section.weight_decay)
         if not case.grouped:
@@ -185,7 +185,7 @@ def save_fsdp(project: Path, out: Path) -> list[float]:
     os.chdir(project)
     ranks = join()
     recipe = load_recipe(Path("recipe.yaml"))
-    samples, section = TrainingSamples(recipe), recipe.optimizer
+    samples, section = RecipeSamples(recipe), recipe.optimizer
     model = new_model(recipe)
     for layer in model.model.layers:
         fully_shard(layer)

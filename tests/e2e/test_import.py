@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
+from launch.examples.recipe_samples import RecipeSamples
 from tests.dmt import Dmt
 from tests.e2e.conftest import Project, write_project
 from tests.e2e.foreign_savers import (
@@ -24,7 +25,6 @@ from tests.e2e.foreign_savers import (
 )
 from tests.e2e.product import curve
 from tests.forked import run_ranks
-from toolkit.accelerate.samples import TrainingSamples
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
@@ -93,7 +93,7 @@ def whole(state: SavedState, quantity: str, tensor: str) -> torch.Tensor:
 
 def continued(state: SavedState, recipe: Any) -> list[float]:
     """Losses of plain transformers and torch from the imported state on."""
-    samples, section = TrainingSamples(recipe), recipe.optimizer
+    samples, section = RecipeSamples(recipe), recipe.optimizer
     model = AutoModelForCausalLM.from_config(build_config(recipe.model)).float()
     optimizer = adamw(list(model.parameters()), section, section.weight_decay)
     with torch.no_grad():

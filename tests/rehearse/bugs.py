@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -58,8 +59,10 @@ def _without_reduction(engine: Any, bug: ExitStack) -> None:
 
     kind = type(engine).__name__
     if kind == "DdpEngine":
-        engine.units[0].set_requires_all_reduce(False)
-        bug.enter_context(patch.object(engine, "prepare_backward", nothing))
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+        unreduced = SimpleNamespace(**{**vars(_fsdp_collectives.dist), "all_reduce": nothing})
+        bug.enter_context(patch.object(_fsdp_collectives, "dist", unreduced))
     elif kind == "DeepSpeedEngine":  # stages 1 and 2: averages a bucket over the ranks
         bug.enter_context(patch.object(engine.optimizer, "average_tensor", nothing))
     else:  # sequence parallel: the norms' in a tensor group

@@ -4,7 +4,7 @@ One file is complete; engine-specific parts are in `Backend.accelerate`. The key
 accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from toolkit.backend import BACKENDS, InAccelerate
@@ -27,13 +27,6 @@ ASK_FOR_RANK = "give --machine_rank N on the command line, 0 on the first machin
 they would wait for each other. As it is no number, Accelerate stops and quotes it."""
 
 ASK_FOR_IP = "give --main_process_ip on the command line"
-
-COMMON = {
-    name: engine
-    for engine in BACKENDS.names
-    for name in getattr(BACKENDS[engine].accelerate, "common", ())
-}
-"""The files of `launch/accelerate/`, and the engine of each."""
 
 _IN_SCRIPTS = {"loss": "whole", "compile": "none"}
 """What transformers models do by themselves, of `kernels`, and planning must know."""
@@ -63,30 +56,7 @@ def render(recipe: Recipe, plan: Plan) -> str:
             f"{layout.gradient_accumulation} accumulation steps, and clips at "
             f"{recipe.optimizer.clip_grad_norm or 0.0}.",
         )
-    return _file(heading, words, recipe.cluster, body)
-
-
-def render_common(name: str) -> str:
-    """The YAML text of `launch/accelerate/NAME.yaml`: bf16 on one machine with 8 GPUs."""
-    words = BACKENDS[COMMON[name]].accelerate
-    assert words is not None, "it named the file"
-    layout = words.common[name]
-    cluster = ClusterSection(nodes=1, gpus_per_node=8, gpu="h100-80gb")
-    options = "".join(f"{option} " for option in words.common_options)
-    heading = (
-        "Written by `python -m toolkit.accelerate.common`. For your own recipe and cluster:",
-        "dmt render RECIPE --to accelerate --out FILE. Use:",
-        f"accelerate launch --config_file launch/accelerate/{name}.yaml --num_processes N "
-        f"{options}…",
-        *words.notes,
-    )
-    return _file(heading, words, cluster, words.section(layout, "bf16", words.preset(layout)))
-
-
-def _file(
-    heading: Iterable[str], words: InAccelerate, cluster: ClusterSection, body: str
-) -> str:
-    start = dump(dict(_start(words, cluster)), flow=False)
+    start = dump(dict(_start(words, recipe.cluster)), flow=False)
     return "".join(f"# {line}\n" for line in heading) + start + body
 
 

@@ -557,8 +557,8 @@ def test_trl_trains_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> None:
+    from launch.examples.recipe_samples import RecipeSamples
     from tests.recipe.good import GOOD
-    from toolkit.accelerate.samples import TrainingSamples
     from toolkit.intake.load import load_recipe
 
     (tmp_path / "recipe.yaml").write_text(GOOD)
@@ -567,7 +567,7 @@ def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> N
     overrides = [data, "evaluation.every_steps=null", "training.objective=sft"]
     recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
     with pytest.raises(DataError, match="isolates the documents or conversations"):
-        TrainingSamples(recipe)
+        RecipeSamples(recipe)
 
 
 def test_a_process_that_ends_early_is_an_error(

@@ -1,7 +1,6 @@
 """Backend of engine `ddp`: everything except training."""
 
-from toolkit.backend import ANY, Backend, Rehearsed, Support
-from toolkit.engines.ddp.accelerate import DdpInAccelerate
+from toolkit.backend import ANY, Backend, InAccelerate, Rehearsed, Support
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -28,7 +27,7 @@ class DdpBackend(Backend):
         "hf": Support(degrees={"context": ANY}, kernel_stages=(0,)),
     }
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
-    accelerate = DdpInAccelerate()
+    accelerate = InAccelerate()
     cost = DdpCost()
     rehearsals = (
         Rehearsed("ddp", "hf", Layout(dp=2)),

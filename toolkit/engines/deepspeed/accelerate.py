@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.backend import InAccelerate
-from toolkit.engines.deepspeed.config import preset_for, preset_path
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
 from toolkit.text.dotted import put
@@ -33,25 +32,9 @@ class DeepSpeedInAccelerate(InAccelerate):
     """ZeRO as the JSON of engine deepspeed states it."""
 
     fields = ("deepspeed",)
-    common = {
-        "zero1": Layout(zero_stage=1),
-        "zero2": Layout(zero_stage=2),
-        "zero2_offload": Layout(zero_stage=2, offload_optimizer="cpu"),
-        "zero3": Layout(zero_stage=3),
-        "zero3_offload": Layout(
-            zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"
-        ),
-    }
-    common_options = ("--mixed_precision bf16",)  # which the presets leave open
 
     def distributed_type(self, world: int) -> str:
         return "DEEPSPEED"
-
-    def preset(self, layout: Layout) -> dict[str, Any]:
-        """Settings that only a recipe can state stay "auto" there: Accelerate fills them."""
-        text = preset_path(preset_for(layout)).read_text(encoding="utf-8")
-        found: dict[str, Any] = json.loads(text)
-        return found
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
         """The JSON as text, which Accelerate accepts instead of a file name.

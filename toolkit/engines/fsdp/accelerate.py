@@ -13,7 +13,6 @@ class FsdpInAccelerate(InAccelerate):
     """FSDP2 as engine fsdp does it. Prefetching is left to torch."""
 
     fields = ("fsdp", "fsdp_config")
-    common = {"fsdp2": Layout(zero_stage=3)}
     notes = (
         "With mixed_precision, Accelerate reduces gradients in 16 bits; launch/train.py",
         "and toolkit.accelerate.prepare(RECIPE) do so in fp32.",

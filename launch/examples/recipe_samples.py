@@ -1,7 +1,6 @@
 """The recipe's training data as a torch data set, in the order that the recipe fixes."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, from_numpy
 from torch.utils.data import Dataset
 
 from toolkit.data.build import recipe_data
@@ -11,7 +10,7 @@ from toolkit.models.huggingface import build_config
 from toolkit.recipe.schema import Recipe
 
 
-class TrainingSamples(Dataset[dict[str, Tensor]]):
+class RecipeSamples(Dataset[dict[str, Tensor]]):
     """Every sample of the run, one after the other: do not shuffle them.
 
     Samples [k · global batch, (k + 1) · global batch) are those of step k of `dmt launch`. An
@@ -20,7 +19,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        """Tokenise the data of `recipe`, or find it in the cache; one process does.
+        """Tokenise the data, or find it in the cache; one process does.
 
         Raises DataError as `recipe_data` does, for pairs, and for isolated documents: only the
         mask and kernel of our own forward pass isolate them.
@@ -32,17 +31,18 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 fix="set data.isolate_documents to false and data.packing to none, use data of "
                 "`kind: chat`, or train with `dmt launch`",
             )
-        self._data = recipe_data(recipe, build_config(recipe.model).vocab_size)
-        self.steps = steps_with(recipe, self._data.samples_per_epoch, self._data.ends_after)
+        data = recipe_data(recipe, build_config(recipe.model).vocab_size)
+        self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
         """Optimizer steps of the run."""
-        self._length = recipe.training.batches.samples(self.steps)
+        self.order, self.rows = data.order, data.train.rows
+        self.length = recipe.training.batches.samples(self.steps)
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        if not 0 <= place < self._length:
+        if not 0 <= place < self.length:
             raise IndexError(place)
-        (row,) = self._data.train.rows(int(self._data.order.indices(place, 1)[0]))
-        tokens, following = map(torch.from_numpy, (row.input_ids, row.labels))
+        (row,) = self.rows(int(self.order.indices(place, 1)[0]))
+        tokens, following = from_numpy(row.input_ids), from_numpy(row.labels)
         return {"input_ids": tokens, "labels": following, "shift_labels": following}
