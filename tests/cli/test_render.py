@@ -1,16 +1,12 @@
 """`dmt render`: what the backend reads, or one clear error."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.processes import HANG_S
 from toolkit.cli.render import render
 from toolkit.errors import PlanError, RecipeError
 
@@ -76,20 +72,9 @@ def test_engines_read_no_other_configuration() -> None:
         assert caught.value.fix == f"--set parallel.engine={engine}"
 
 
-def in_own_process(*arguments: str) -> dict[str, Any]:
-    """megatron-core is imported by the verb alone, printing nothing to standard error."""
-    command = [sys.executable, "-m", "toolkit.cli.main", "render", RECIPE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    # torch's own word where there is a CUDA compiler and no GPU.
-    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
-    assert (done.returncode, said) == (0, [])
-    config: dict[str, Any] = json.loads(done.stdout)
-    return config
-
-
 def test_megatron_cores_arguments_are_the_default_of_its_engine() -> None:
-    config = in_own_process(
-        "--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto"
+    config = json.loads(
+        run("--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto")
     )
     assert list(config) == ["transformer", "gpt", "ddp", "optimizer"]
     assert config["transformer"]["num_query_groups"] == 2
@@ -98,7 +83,7 @@ def test_megatron_cores_arguments_are_the_default_of_its_engine() -> None:
 
 def test_a_megatron_model_under_deepspeed_has_both_configurations() -> None:
     model = ("--set", "parallel.model=megatron")
-    config = in_own_process("--to", "megatron", *model)
+    config = json.loads(run("--to", "megatron", *model))
     assert list(config) == ["transformer", "gpt"]
     assert config["gpt"]["vocab_size"] == 320
     assert json.loads(run(*model))["zero_optimization"]["stage"] == 2
