@@ -5,14 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.dmt import Dmt
-from tests.processes import HANG_S, ROOT
 from tests.recipe.good import GOOD
 from toolkit import __version__
 from toolkit.cli.main import VERBS, Verb
@@ -194,21 +192,6 @@ def test_keys_that_transformers_ignores_are_named(tmp_path: Path, dmt: Dmt) -> N
     )
 
 
-def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:
-    files = []
-    for index in range(20):
-        files.append(tmp_path / f"{index}.yaml")
-        files[-1].write_text(GOOD)
-    begin = time.monotonic()
-    command = [
-        sys.executable,
-        "-c",
-        "from toolkit.cli.main import main; raise SystemExit(main())",
-    ]
-    subprocess.run([*command, "check", *files, good], check=True, capture_output=True)
-    assert time.monotonic() - begin < 60  # 0.4 s on an idle machine, minutes with torch
-
-
 HIDDEN = {"schema", "train"}
 
 
@@ -241,23 +224,6 @@ def test_completion(
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
     assert set(dmt().out.split()) == offered
-
-
-def test_completion_in_bash(tmp_path: Path) -> None:
-    """Installed as a user would, in a shell of its own; files where nothing else fits."""
-    command = tmp_path / "dmt"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit.cli.main "$@"\n')
-    command.chmod(0o755)
-    script = """
-        dmt --install-completion bash >&2 && source ~/.bashrc && complete -p dmt
-        COMP_WORDS=(dmt checkpoint ver) COMP_CWORD=2
-        _dmt_completion dmt && echo "${COMPREPLY[@]}"
-    """
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    env = {**os.environ, "HOME": str(tmp_path), "PATH": path, "PYTHONPATH": str(ROOT)}
-    bash = ["bash", "--norc", "-c", script]
-    done = subprocess.run(bash, env=env, capture_output=True, text=True, timeout=HANG_S)
-    assert done.stdout == "complete -o default -F _dmt_completion dmt\nverify\n", done.stderr
 
 
 def test_wrong_usage(dmt: Dmt) -> None:
@@ -308,9 +274,3 @@ def test_an_environment_that_is_not_utf8(verb: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "")
     assert "encoding of file names is ascii here" in done.stderr
     assert "export PYTHONUTF8=1" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_human_numbers() -> None:
-    assert [human(n) for n in (7, 1234, 1.5e6, 999_885_952, 8.03e9, 2e12)] == [
-        "7", "1.23k", "1.5M", "1B", "8.03B", "2T",
-    ]  # fmt: skip

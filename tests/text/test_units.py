@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.text.units import seconds
+from toolkit.text.units import human, seconds
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,9 @@ from toolkit.text.units import seconds
 )
 def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
+
+
+def test_human_numbers() -> None:
+    assert [human(n) for n in (7, 1234, 1.5e6, 999_885_952, 8.03e9, 2e12)] == [
+        "7", "1.23k", "1.5M", "1B", "8.03B", "2T",
+    ]  # fmt: skip

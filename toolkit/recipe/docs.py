@@ -5,6 +5,7 @@ python -m toolkit.recipe.docs --check    exit 1 when the file is not current
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.recipe.words import Schema, Setting, kinds, schema_of, settings
@@ -44,37 +45,55 @@ accepts and its default.
 
 def render() -> str:
     """The document's text."""
-    lines = [_PREFACE, "## Top level", "", *_table(schema_of())]
+    lines = [_PREFACE, "## Top level", "", *_lines(schema_of())]
     seen: set[str] = set()
     for path, setting in settings().items():
-        several = kinds(setting.sections)
+        names = {one["title"]: kind for kind, one in kinds(setting.sections).items()}
+        shown: dict[str, str] = {}
         for section in setting.sections:
-            if section["title"] in seen:
+            if (title := section["title"]) in seen:
                 continue
-            seen.add(section["title"])
-            kind = next((kind for kind, one in several.items() if one is section), "")
+            seen.add(title)
+            kind = names.get(title, "")
             heading = f"`{path}`" + f" with `kind: {kind}`" * bool(kind)
-            lines += ["", f"## {heading}", "", _flat(section["description"])]
-            lines += ["", *_table(section)]
+            lines += ["", f"## {heading}", "", _flat(section["description"]), ""]
+            lines += _section(section, kind, shown)
     return "\n".join(lines) + "\n"
 
 
-def _table(section: Schema) -> list[str]:
-    rows = ["| setting | accepts | default | |", "|---|---|---|---|"]
+def _section(section: Schema, kind: str, shown: dict[str, str]) -> Iterator[str]:
+    """The settings of a section. `shown`: those of other kinds of it, each with its kind, which
+    are only named again."""
+    again: dict[str, list[str]] = {}
+    for line in _lines(section):
+        if before := shown.get(line):
+            again.setdefault(before, []).append(line.split()[1])
+        else:
+            yield line
+            shown[line] = kind
+    for before, names in again.items():
+        yield f"- As with `kind: {before}`: {', '.join(names)}"
+
+
+def _lines(section: Schema) -> Iterator[str]:
+    """An item of a list for each setting: what it accepts, its default, its text."""
     for name, schema in section["properties"].items():
         setting = Setting(name, schema, name in section.get("required", ()))
         accepts, default = setting.allowed, setting.default
+        if "const" in schema:
+            continue  # the kind, which the heading names
         if len(setting.sections) == 1 and accepts.startswith("a map"):
-            accepts = f"the section `{name}`" + ", or null" * setting.takes("null")
-        if default not in ("required", "see below"):
-            default = f"`{default}`"
-        about = "" if "properties" in schema else _flat(schema.get("description", ""))
-        rows.append(f"| `{name}` | {accepts} | {default} | {about} |")
-    return rows
+            accepts = "a section" + ", or null" * setting.takes("null")
+        if default == "see below":
+            yield f"- `{name}` ({accepts})"
+            continue
+        default = default if default == "required" else f"default `{default}`"
+        about = _flat(schema.get("description", ""))
+        yield f"- `{name}` ({accepts}; {default})" + f": {about}" * bool(about)
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split())
 
 
 def main() -> int:
