@@ -151,8 +151,8 @@ def _in_every_layout(
     data = jsonl.plain(_machine_output(result))
     output(as_json, data, _lines(result, data), wrap=False)
     for one in result.layouts:
-        if one.failure is not None:
-            tell(f"--- the end of {one.candidate.name} ---\n{one.failure.log}")
+        if one.log:
+            tell(f"--- the end of {one.candidate.name} ---\n{one.log}")
     verdicts = {one.verdict for one in result.layouts}
     if verdicts == {"skipped"}:
         raise RunFailed("no layout was compared: every chosen one was skipped")

@@ -144,8 +144,8 @@ class SelfTest:
             for layout in layouts:
                 at = folder / numbers / layout.name
                 result = run_layout(recipe, layout, reference, self.options, at, bounds)
-                if result.skipped:
-                    skipped.append(result.skipped)
+                if result.verdict == "skipped":
+                    skipped.append(result.why)
                 else:
                     yield _check(step, result, bounds)
             if len(skipped) == len(layouts):
@@ -229,8 +229,8 @@ def _check(step: str, result: LayoutResult, bounds: Bounds) -> Check:
     text = [result.why] if result.why else []
     if far := result.comparison:
         text.append(f"loss {far.max_rel_loss:.0e}, norm {far.max_rel_grad_norm:.0e}")
-    tail = result.failure.log if result.failure else ""
-    return Check(step, result.candidate.name, verdict, "; ".join(text), bound, tail)
+    name = result.candidate.name
+    return Check(step, name, verdict, "; ".join(text), bound, result.log)
 
 
 def chosen_layouts(

@@ -25,7 +25,7 @@ from toolkit.rehearse.comparison import (
     tolerance,
 )
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, select
-from toolkit.rehearse.ranks import Failure, launch_spec, run_ranks
+from toolkit.rehearse.ranks import launch_spec, run_ranks
 from toolkit.rehearse.shrink import MICRO_BATCH, shrink_recipe
 from toolkit.run.assignment import Assignment, decide, write
 from toolkit.text.terminal import tell
@@ -56,32 +56,17 @@ class LayoutResult:
     """The result of one layout."""
 
     candidate: RehearsedLayout
+    verdict: Verdict
+    """A layout that failed has diverged."""
+    why: str = ""
+    """The reason of the verdict, on one line; empty where everything is the same."""
     plan: Plan | None = None
     """None if the layout is not legal for this recipe."""
     record: Record = field(default_factory=Record)
     comparison: Comparison | None = None
     """None for a layout that was skipped or failed."""
-    skipped: str | None = None
-    """Why it was not run."""
-    failure: Failure | None = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """A layout that failed has diverged."""
-        if self.skipped is not None:
-            return "skipped"
-        return self.comparison.verdict if self.comparison else "diverged"
-
-    @property
-    def why(self) -> str:
-        """The reason of the verdict, on one line; empty where everything is the same."""
-        if self.skipped is not None:
-            return self.skipped
-        if self.failure is not None:
-            done = len(self.record.loss)
-            return f"failed{f' after step {done}' if done else ''}: {self.failure.why}"
-        first = self.comparison.first if self.comparison else None
-        return str(first) if first else ""
+    log: str = ""
+    """The end of a failed rank's output."""
 
 
 @dataclass(frozen=True)
@@ -212,27 +197,29 @@ def run_layout(
     be run. `bounds`: by default those of fp32 on the CPU."""
     if candidate.processes > options.processes:
         why = f"needs {candidate.processes} processes, --processes is {options.processes}"
-        return LayoutResult(candidate, skipped=why)
+        return LayoutResult(candidate, "skipped", why)
     try:
         assignment = _assignment(
             recipe, candidate.parallel, candidate.processes, folder, options.gpu
         )
     except (PlanError, RecipeError) as error:
-        return LayoutResult(candidate, skipped=_reason(error))
+        return LayoutResult(candidate, "skipped", _reason(error))
     plan = assignment.plan
     try:
         assignment.prepare(tell)
     except BackendUnavailable as error:
-        return LayoutResult(candidate, plan, skipped=error.message)
+        return LayoutResult(candidate, "skipped", error.message, plan)
     write(assignment, ["dmt", "rehearse"])
     worker = ["-m", options.worker, str(folder)]
     spec = launch_spec(folder, candidate.processes, worker, options.gpu)
     failure = run_ranks(spec, options.limit_s)
     record = read_record(folder)
     if failure is not None:
-        return LayoutResult(candidate, plan, record, failure=failure)
-    comparison = compare(record, reference, bounds or tolerance(plan.layout))
-    return LayoutResult(candidate, plan, record, comparison)
+        done = len(record.loss)
+        why = f"failed{f' after step {done}' if done else ''}: {failure.why}"
+        return LayoutResult(candidate, "diverged", why, plan, record, log=failure.log)
+    found = compare(record, reference, bounds or tolerance(plan.layout))
+    return LayoutResult(candidate, found.verdict, str(found.first or ""), plan, record, found)
 
 
 def _assignment(

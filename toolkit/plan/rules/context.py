@@ -29,9 +29,9 @@ SPLIT_IS_KEPT: tuple[str, ...] = (
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 """Model types of transformers that compute the same with rows in parts, as
-`tests.models.every_type --context` found. Others may have a state along the row, count positions
-themselves, or attend in a way of their own; the comparison of a small batch, when an engine is
-built, is too coarse in 16 bits to trust it alone."""
+`tests.models.every_type --context` found. Others may have a state along the row, count
+positions themselves, or attend in a way of their own; the comparison of a small batch, when an
+engine is built, is too coarse in 16 bits to trust it alone."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
