@@ -134,7 +134,11 @@ MISTAKES = {
     "boolean for a stage": M("stage: auto", "stage: true", "parallel.zero.stage", "write auto"),
     "stage 4": M("stage: auto", "stage: 4", "parallel.zero.stage", "write one of 0, 1,"),
     "number for a section": M(
-        "  zero:\n    stage: auto", "  zero: 2", "parallel.zero", "a map of"
+        "  zero:\n    stage: auto", "  zero: 2", "parallel.zero", "write {stage: 2}"
+    ),
+    "true for a section": M(
+        "every_steps: 1\n", "every_steps: 1\n  wandb: true\n", "logging.wandb",
+        "write {project: dmt}", at="wandb: true",
     ),
     "misspelt word": M("name: cosine", "name: cosin", "schedule.name", "did you mean cosine"),
     "upper case": M("precision: fp32", "precision: FP32", "training.precision", "mean fp32"),
@@ -169,7 +173,7 @@ MISTAKES = {
         "launch:", "adapter: {rank: 0, alpha: 8}\nlaunch:", "adapter.rank", "1 or more"
     ),
     "adapters and frozen weights": M(
-        "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of the two"
+        "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of model.freeze"
     ),
     "a group without parameters": M(
         "weight_decay: 0.1",

@@ -24,9 +24,7 @@ def ramp_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{_KEY}.start", str(ramp.start), allowed, fix)
         return
     if recipe.data.stages:
-        fix = "remove one of training.batch_ramp and data.stages"
-        yield Problem(_KEY, "together with data.stages", "null with data.stages", fix)
-        return
+        return  # `EITHER` in checks.py
     yield from _sizes(recipe, ramp)
 
 

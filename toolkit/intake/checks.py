@@ -64,6 +64,7 @@ ONLY_WITH: dict[str, tuple[str, str, object]] = {
     "dpo": ("training.objective", "dpo", None),
     "dpo.label_smoothing": ("dpo.loss", "sigmoid", 0.0),
     "orpo": ("training.objective", "orpo", None),
+    "model.checkpoint": ("model.init", "checkpoint", None),
 }
 """Settings that mean something with one value of another setting only: that setting, the value,
 and their own default."""
@@ -83,6 +84,42 @@ def _only_with(recipe: Recipe) -> Iterator[Problem]:
         )
         fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
         yield Problem(key, found, allowed, fix)
+
+
+NEEDED_WITH = {
+    "schedule.decay_steps": ("schedule.name", "wsd", "an integer ≥ 1"),
+    "model.hub": ("model.init", "pretrained", "a hub id or folder"),
+    "model.checkpoint": ("model.init", "checkpoint", "a checkpoint or a run directory"),
+}
+"""Settings that a value of another setting needs: that setting, the value, what is needed."""
+
+
+def _needed_with(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.model_dump()
+    for key, (other, word, allowed) in NEEDED_WITH.items():
+        if get(stated, other) == word and get(stated, key) is None:
+            section, _, name = key.rpartition(".")
+            found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
+            fix = f"add `{name}: …` under `{section}`, or change {other}"
+            yield Problem(key, found, allowed, fix)
+
+
+EITHER = {
+    "schedule.warmup_ratio": "schedule.warmup_steps",
+    "data.validation_fraction": "data.validation",
+    "model.freeze": "adapter",
+    "training.batch_ramp": "data.stages",
+}
+"""Settings that exclude each other; a default is no statement."""
+
+
+def _either(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.model_dump()
+    for key, other in EITHER.items():
+        if (value := get(stated, key)) and get(stated, other):
+            shown = "settings" if isinstance(value, dict) else plain_text(value)
+            found, fix = f"{shown} together with {other}", f"remove one of {key} and {other}"
+            yield Problem(key, found, "one of the two", fix)
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -108,21 +145,6 @@ def _schedule_in(schedule: ScheduleSection, steps: int) -> Iterator[Problem]:
         found = f"{warmup} warm-up + {schedule.decay_steps} decay steps of {steps}"
         fix = f"set schedule.decay_steps to {room}" if room else "shorten the warm-up"
         yield Problem("schedule.decay_steps", found, f"at most {steps} together", fix)
-
-
-def _two_warmups(recipe: Recipe) -> Iterator[Problem]:
-    steps, ratio = recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio
-    if steps and ratio is not None:
-        found = f"{ratio} together with warmup_steps {steps}"
-        fix = "remove one (`warmup_steps: 0` where it comes from `extends`)"
-        yield Problem("schedule.warmup_ratio", found, "only one of the two", fix)
-
-
-def _decay(recipe: Recipe) -> Iterator[Problem]:
-    name, decay = recipe.schedule.name, recipe.schedule.decay_steps
-    if name == "wsd" and decay is None:
-        allowed, fix = "an integer ≥ 1 with `name: wsd`", "add `decay_steps:` under `schedule`"
-        yield Problem("schedule.decay_steps", "nothing", allowed, fix)
 
 
 def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
@@ -151,26 +173,9 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 def _model_source(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
-    if model.hub is None and model.init == "pretrained":
-        fix = "add `hub: <id or folder>`, or set model.init to random"
-        yield Problem("model.hub", "nothing with `init: pretrained`", "a hub id or folder", fix)
-    elif model.hub is None and model.config is None:
+    if model.hub is None and model.config is None and model.init != "pretrained":
         fix = "add `hub: <id or folder>` or `config: {model_type: …}`"
         yield Problem("model", "neither hub nor config", "at least one of them", fix)
-    if (model.init == "checkpoint") != (model.checkpoint is not None):
-        found = f"{model.checkpoint or 'nothing'} with `init: {model.init}`"
-        allowed = "a checkpoint or a run directory with `init: checkpoint`, null otherwise"
-        fix = "add `checkpoint: <run directory>`, or change model.init"
-        if model.checkpoint is not None:
-            fix = "remove it, or set model.init to checkpoint"
-        yield Problem("model.checkpoint", found, allowed, fix)
-
-
-def _frozen_twice(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.adapter is not None and recipe.model.freeze:
-        found = f"{', '.join(recipe.model.freeze)} together with adapter"
-        allowed = "nothing with adapter: all weights but the adapters' are frozen"
-        yield Problem("model.freeze", found, allowed, "remove one of the two")
 
 
 def _model_config(recipe: Recipe) -> Iterator[Problem]:
@@ -367,10 +372,6 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         fix = "add `validation_fraction: 0.01` under `data`, or remove it"
         found = f"{recipe.evaluation.every_steps}, but no validation data"
         yield Problem("evaluation.every_steps", found, allowed, fix)
-    if data.validation and data.validation_fraction:
-        fix = "remove one of data.validation and data.validation_fraction"
-        found = f"{data.validation_fraction} together with data.validation"
-        yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 
 def _objective_data(recipe: Recipe) -> Iterator[Problem]:
@@ -485,16 +486,15 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _only_with,
+    _needed_with,
+    _either,
     _moving,
     _length_of_run,
     _warmup,
-    _two_warmups,
-    _decay,
     _learning_rates,
     _optimizer,
     _model_source,
     _model_config,
-    _frozen_twice,
     _router_loss,
     _balance,
     _positions,

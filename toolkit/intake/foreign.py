@@ -192,6 +192,8 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     },
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
+    "parallel.zero": {str(stage): f"write {{stage: {stage}}}" for stage in range(4)},
+    "logging.wandb": {"true": "write {project: dmt}", "false": "write null"},
     "kernels.context": {
         **dict.fromkeys(("ring", "p2p", "alltoall", "batch_ring"), _NO_RING),
         **dict.fromkeys(("ulysses_ring", "a2a+p2p"), "write ulysses: rings were removed"),
