@@ -3,8 +3,8 @@
 import errno
 import os
 import shlex
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,9 @@ class RunDirectory:
         run = cls(path)
         refuse_other_run(run, recipe)
         _make_folders(run)
-        before = (
-            run.command.read_text("utf-8", "backslashreplace") if run.command.exists() else ""
-        )
+        before = ""
+        with suppress(OSError):
+            before = read_bytes(run.command).decode(errors="backslashreplace")
         files = {run.plan: jsonl.document(plan)}
         if engine_config:
             files[run.engine_config(plan["engine"])] = jsonl.document(engine_config)
@@ -144,10 +144,11 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
     """
-    if foreign := [*_foreign(run)]:
-        raise RecipeError(foreign)
-    if not run.recipe.exists() or _never_began(run):
-        return
+    try:
+        if not run.recipe.exists() or _never_began(run):
+            return
+    except OSError as error:  # e.g. a FIFO, or a name that is too long
+        raise not_writable(Path(error.filename or run.path), error) from error
     problems = [
         Problem(
             key=key,
@@ -205,27 +206,6 @@ def was_requested(run: RunDirectory, key: str, value: object) -> bool:
 
 def _not_changeable(found: str, allowed: str, fix: str) -> RecipeError:
     return RecipeError([Problem("--change", found, allowed, fix)])
-
-
-def _foreign(run: RunDirectory) -> Iterator[Problem]:
-    """What is in the place of a file or folder of the run and is something else: a FIFO would
-    be waited for forever."""
-    files = run.recipe, run.stated_in, run.plan, run.command, run.environment
-    folders = run.logs, run.ranks, run.samples, run.checkpoints
-    for path in (*files, run.metrics, run.events, run.lock, run.stop, *folders):
-        expected, is_meant = "a regular file", stat.S_ISREG
-        if path in folders:
-            expected, is_meant = "a folder", stat.S_ISDIR
-        try:
-            mode = path.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            yield not_writable(path, error).problems[0]
-            return
-        if not is_meant(mode):
-            found = f"{path}, which is not {expected}"
-            yield Problem("--run-dir", found, "the directory of a run", _OTHER)
 
 
 def _never_began(run: RunDirectory) -> bool:

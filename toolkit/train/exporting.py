@@ -69,4 +69,5 @@ def _files_of(folder: Path) -> dict[str, int]:
 def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
     """The files of the last export, if it was of `step`; otherwise none."""
     exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
-    return exports[-1].get("files", {}) if exports and exports[-1].get("step") == step else {}
+    files = exports[-1].get("files") if exports and exports[-1].get("step") == step else None
+    return files if isinstance(files, dict) else {}
