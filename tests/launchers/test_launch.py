@@ -178,8 +178,8 @@ def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, s
     launch.worker_pids()
     launch.process.send_signal(signal.SIGTERM)
     code, errors = launch.end()
-    said = "step 7 is saved, but ranks were not gone" if saved else "not saved and gone"
-    assert f"error: {said} within launch.grace_s (0.5 s): killed" in errors
+    said = "step 7 is saved, but the ranks did not" if saved else "the ranks did not save and"
+    assert f"error: {said} exit within launch.grace_s (0.5 s) and were killed" in errors
     assert code == (75 if saved else 4)
 
 

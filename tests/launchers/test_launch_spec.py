@@ -13,7 +13,6 @@ from toolkit.errors import PlanError
 from toolkit.launchers import base
 from toolkit.launchers.base import Job, starter
 from toolkit.launchers.local import LocalStarter
-from toolkit.launchers.process import Deadline
 from toolkit.launchers.slurm import SlurmStarter
 from toolkit.recipe.schema import ClusterSection, LaunchSection, SlurmSection
 
@@ -91,14 +90,6 @@ def test_printable_is_a_shell_command_without_secrets(monkeypatch):
     first, second = spec.printable().split(" &\n")
     assert shlex.split(first) == ["A=1 2", "RANK=0", "python", "train it.py", "***"]
     assert shlex.split(second)[1] == "RANK=1"
-
-
-def test_a_deadline_is_set_once():
-    deadline = Deadline()
-    assert not deadline.passed
-    deadline.start(0)
-    deadline.start(1000)
-    assert deadline.passed
 
 
 def test_a_recipe_for_cpus_sees_no_gpu(monkeypatch):

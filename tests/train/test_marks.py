@@ -157,7 +157,8 @@ def test_the_grace_of_a_rank_that_was_asked_to_stop(tmp_path):
     with Ranks(tmp_path, "signal@1", grace_s=0.5) as ranks:
         assert ranks.codes(1) == [4]
         assert 0.5 < ranks.seconds_since_it_began() < SLEEP_S
-        assert ranks.error() == ("not saved and gone within launch.grace_s (0.5 s): killed")
+        late = "within launch.grace_s (0.5 s) and were killed"
+        assert ranks.error() == f"the ranks did not save and exit {late}"
         assert "misbehave" in ranks.log(1)
 
 

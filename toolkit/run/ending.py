@@ -25,10 +25,10 @@ def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
     `offset`: see `events_offset`. Only what was not saved fails the run.
     """
     step = stopped_at(read_events(RunDirectory(run_dir).events, offset))
+    late = f"within launch.grace_s ({grace_s:g} s) and were killed"
     if step is None:
-        return f"not saved and gone within launch.grace_s ({grace_s:g} s): killed", EXIT_FAILED
-    saved = f"step {step} is saved, but ranks were not gone"
-    return f"{saved} within launch.grace_s ({grace_s:g} s): killed", EXIT_RESUMABLE
+        return f"the ranks did not save and exit {late}", EXIT_FAILED
+    return f"step {step} is saved, but the ranks did not exit {late}", EXIT_RESUMABLE
 
 
 def stopped_at(events: Sequence[Mapping[str, Any]]) -> int | None:
