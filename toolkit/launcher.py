@@ -30,9 +30,9 @@ class Launcher:
     starter: str
     """`module:class` of its `Starter`."""
     oversees: Literal["always", "one machine", "never"] = "always"
-    """Whether `dmt launch` supervises the whole run: it writes the run directory first, and
-    restarts a failed run. Otherwise machines or a scheduler start it from `Job.recipe`, and
-    restart failures; with `never`, the ranks run on machines that a scheduler chooses."""
+    """Whether `dmt launch` writes the run directory before the ranks start, from it. Otherwise
+    machines or a scheduler start them from `Job.recipe`; with `never`, on machines that a
+    scheduler chooses. Failures are restarted by the `Starter`."""
     elastic: bool = False
     """Whether it continues on the remaining machines, and takes in new ones
     (`launch.elastic`)."""

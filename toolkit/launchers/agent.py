@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import LaunchSpec, Meeting, Outcome
+from toolkit.launchers.base import LOOPBACK, LaunchSpec, Meeting, Outcome
 from toolkit.launchers.outcome import (
     USER_CODES,
     failure_code,
@@ -115,6 +115,8 @@ def _parameters(meeting: Meeting) -> RendezvousParameters:
     if meeting.elastic:
         options |= {"last_call_timeout": FIRST_CALL_S}
         options |= {"keep_alive_interval": BEAT_S, "keep_alive_max_attempt": BEATS}
+    if not meeting.several:
+        options |= {"local_addr": LOOPBACK}  # torch would ask for this machine's full name
     limits = meeting.least, meeting.most
     return RendezvousParameters("c10d", meeting.endpoint, meeting.name, *limits, **options)
 
