@@ -142,6 +142,7 @@ COMMANDS: dict[str, str] = {
     "or change what it computes",
     "doctor --bandwidth": "`dmt doctor --calibrate` measures the links of a machine; between "
     "machines use NVIDIA's nccl-tests",
+    "doctor --hostfile": "`deepspeed --hostfile FILE` asks the machines before it starts",
     "doctor --selftest": "use `dmt doctor --gpu-selftest`; on processors `dmt rehearse RECIPE`",
     "doctor --only": "leave it out; `dmt rehearse RECIPE --on gpu --layouts NAMES` runs less",
     "doctor --jobs": "leave it out: the parts of the self-test run one after the other",
@@ -156,6 +157,7 @@ COMMANDS: dict[str, str] = {
     "tune --prune": "leave it out: trials that are worse than others end early",
     "tune --no-prune": "train the points yourself with `dmt launch --set KEY=VALUE`",
     "tune --hang-seconds": "use --set launch.hang_timeout_s=SECONDS",
+    "tune --parallel": "start the same command several times, each with CUDA_VISIBLE_DEVICES",
     "tune --agent": "let the sweep's program be `dmt launch` (docs/tuning.md)",
     "watch": "`watch -n5 dmt report RUN` while the run trains, or a tracker (`logging`)",
     "checkpoint convert": "keep the checkpoint: runs continue from it in any layout, and `dmt "

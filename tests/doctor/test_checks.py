@@ -1,7 +1,6 @@
 """Single checks: what each says, and who needs it."""
 
 import shlex
-import socket
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,6 @@ from toolkit.doctor import accelerators, network, packages, storage
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.doctor.probe import Answer
-from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.system.compilers import file_system
 
@@ -177,12 +175,12 @@ def test_a_name_that_is_loopback_breaks_several_machines(
 ) -> None:
     """Without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
-    together = one(network.check(TWO_MACHINES, None), "host name")
+    together = one(network.check(TWO_MACHINES), "host name")
     assert together.blocks and "127.0.0.1" in together.found
     assert "export GLOO_SOCKET_IFNAME=" in together.fix and "/etc/hosts" in together.fix
     for quiet in (Needs(), TWO_MACHINES):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        assert "host name" not in {found.name for found in network.check(quiet, None)}
+        assert "host name" not in {found.name for found in network.check(quiet)}
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
@@ -220,25 +218,6 @@ def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone.level == "warning" and "does not resolve" in alone.found
 
 
-def test_machines_that_answer_and_do_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        up, unknown = network.reach(["127.0.0.1", "no-such-host.invalid"], port, "--hostfile")
-    assert up.level == "ok"
-    assert unknown.blocks and "does not resolve" in unknown.found
-    (closed,) = network.reach(["127.0.0.1"], port, "--hostfile")
-    assert closed.blocks and "refused" in closed.found and "ssh -- 127.0.0.1" in closed.fix
-
-
-def test_hostfiles(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# two machines\nworker-1 slots=8\n\nworker-2 slots=8  # the second\n")
-    assert network.read_hostfile(file) == ["worker-1", "worker-2"]
-    file.write_text("# none\n")
-    with pytest.raises(PlanError, match="names no machine"):
-        network.read_hostfile(file)
-
-
 @pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
 def test_no_fix_hands_a_foreign_word_to_the_shell(
     hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,18 +232,15 @@ def test_no_fix_hands_a_foreign_word_to_the_shell(
     fixes = [
         *(found.fix for found in storage.check(stated)),
         *(found.fix for found in network._interface_variables(stated)),
-        *(found.fix for found in network.reach([hostile], 22, "--hostfile")),
     ]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     fixes.append(network._host_name("cluster.nodes: 2").fix)
     quoted = (shlex.quote(foreign), shlex.quote(hostile))
-    assert sum(any(word in fix for word in quoted) for fix in fixes) == 4
+    assert sum(any(word in fix for word in quoted) for fix in fixes) == 3
     for fix in fixes:
         for word in quoted:
             fix = fix.replace(word, "")
         assert hostile not in fix
-    (ssh,) = (fix for fix in fixes if fix.startswith("ssh"))
-    assert ssh.startswith("ssh -- ")  # else a name that begins with - is an option
 
 
 def test_file_systems(tmp_path: Path) -> None:
@@ -311,14 +287,14 @@ def test_the_key_of_wandb_is_never_told(
     file = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(file))
     online = Needs(wandb="logging.wandb.mode: online")
-    assert not [*network.check(Needs(), None)]
-    (missing,) = network.check(online, None)
+    assert not [*network.check(Needs())]
+    (missing,) = network.check(online)
     assert missing.blocks and "wandb login" in missing.fix
     key = "0123456789abcdef0123456789abcdef01234567"
     file.write_text(f"machine api.wandb.ai login user password {key}\n")
     file.chmod(0o600)
-    (found,) = network.check(online, None)
+    (found,) = network.check(online)
     assert found.level == "ok" and found.found == str(file)
     file.write_text("machine api.wandb.ai and nonsense\n")
-    (damaged,) = network.check(online, None)
+    (damaged,) = network.check(online)
     assert damaged.blocks and str(file) in damaged.found

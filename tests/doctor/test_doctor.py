@@ -67,7 +67,8 @@ def test_what_the_recipe_needs_is_named_with_its_cost_and_fix(tmp_path: Path) ->
 
 
 def test_libaio_is_needed_by_nvme_offload_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CFLAGS", "-nostdinc")
+    for check in ("_libaio_links", "_libaio_header"):
+        monkeypatch.setattr(f"toolkit.engines.deepspeed.ops.{check}", lambda *_: False)
     monkeypatch.setattr(toolchain, "compiled_at_start", list)
     nvme = Needs(ops={"cpu_adam": "offload: nvme", "async_io": "nvme"})
     (libaio,) = (one for one in toolchain.check(nvme) if one.name == "libaio")
@@ -133,7 +134,7 @@ def test_groups_are_printed_as_they_come(
         (["--bandwidth"], "`dmt doctor --bandwidth` was removed"),
         (["--set", "training.steps=1"], "--set would be ignored"),
         (["--out", "mine.yaml", "--processes", "2"], "--out, --processes would be ignored"),
-        (["--hostfile", "/nonexistent"], "hostfile /nonexistent"),
+        (["--hostfile", "hosts"], "`dmt doctor --hostfile` was removed"),
         (["/nonexistent.yaml"], "/nonexistent.yaml"),
     ],
 )

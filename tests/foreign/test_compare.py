@@ -145,6 +145,10 @@ def test_what_the_command_prints(
     ]
     (compared,) = checked["against"]
     assert (compared["agrees"], compared["kind"]) == (False, "DeepSpeed")
+    file.write_text('{"train_batch_size": 999}')
+    line = 1 + TINY.read_text().splitlines().index("  global_batch_size: 16")
+    printed = dmt("check", TINY, "--against", file, code=2)
+    assert f"train_batch_size: 999, the recipe 16 ({TINY}:{line})" in printed.out
     file.write_text('{"gradient_clipping": 0.25}')
     dmt("check", TINY, "--against", file, "--set", "optimizer.clip_grad_norm=0.25")
 

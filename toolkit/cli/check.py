@@ -23,6 +23,7 @@ from toolkit.data.local import chat_notes, local_problems
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.foreign.carry import left_lines
 from toolkit.foreign.compare import FileComparison, against
+from toolkit.intake.layers import places_of
 from toolkit.intake.load import load_recipe, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
@@ -110,7 +111,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
         plan = plan or _plan_alone(recipe)
         for other in others:
             try:
-                reports.append(against(other, recipe, plan))
+                reports.append(against(other, recipe, plan, places_of(path, overrides)))
             except RecipeError as error:
                 found += error.problems
     problems = tuple(placed(problem, path, overrides) for problem in found)
@@ -230,7 +231,8 @@ def _comparison(report: FileComparison) -> Iterator[Line]:
     count = f"{len(report.settings) - len(conflicts)} settings agree, {len(conflicts)} disagree"
     yield Text.assemble("  ", sign, (report.source, "bold"), f"  {report.kind}: {count}")
     for row in conflicts:
-        values = f"  {row.name}: {row.other}, the recipe {row.recipe}\n      fix  "
+        ours = f"{row.recipe} ({row.recipe_place})" if row.recipe_place else row.recipe
+        values = f"  {row.name}: {row.other}, the recipe {ours}\n      fix  "
         where, key = (f"  {row.place}", "cyan"), (f"  {row.key}", "bold")
         yield Text.assemble(where, key, values, (row.fix, "green"))
     for one in report.misspelt:

@@ -46,12 +46,6 @@ def doctor(
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also ask these machines whether they answer: one HOST slots=N a line."
-        ),
-    ] = None,
     calibrate: CalibrateOption = False,
     out: OutOption = None,
     gpu_selftest: GpuSelfTestOption = False,
@@ -70,7 +64,6 @@ def doctor(
         {
             "RECIPE": (recipe, checks),
             "--set": (overrides, recipe is not None),
-            "--hostfile": (hostfile, checks),
             "--gpu-selftest": (gpu_selftest, not calibrate),
             "--out": (out, calibrate),
             "--folder": (folder, gpu_selftest),
@@ -82,7 +75,7 @@ def doctor(
     elif calibrate:
         _calibrate(processes, out or Path("cluster.yaml"), as_json)
     else:
-        _check(recipe, overrides, hostfile, as_json)
+        _check(recipe, overrides, as_json)
 
 
 def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
@@ -91,25 +84,20 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
     if useless:
         raise PlanError(
             f"dmt doctor: {', '.join(useless)} would be ignored here",
-            fix="leave it out: a check reads RECIPE, --set and --hostfile; --calibrate reads "
+            fix="leave it out: a check reads RECIPE and --set; --calibrate reads "
             "--processes and --out; --gpu-selftest reads --processes and --folder",
         )
 
 
-def _check(
-    recipe: Path | None, overrides: list[str], hostfile: Path | None, as_json: bool
-) -> None:
+def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
     from toolkit.cli.doctor_table import lines
     from toolkit.doctor.examine import examine
     from toolkit.doctor.needs import Needs, needs_of
-    from toolkit.doctor.network import read_hostfile
     from toolkit.intake.load import load_recipe
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
-    if hostfile is not None:
-        read_hostfile(hostfile)  # a mistake in it is reported before a second is spent
-    findings = [*examine(needs, hostfile)] if as_json else []
-    printed = lines(examine(needs, hostfile), findings)
+    findings = [*examine(needs)] if as_json else []
+    printed = lines(examine(needs), findings)
     output(as_json, {"findings": findings}, printed)
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)

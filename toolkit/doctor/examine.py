@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from toolkit.doctor import accelerators, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs
 
 
-def examine(needs: Needs, hostfile: Path | None = None) -> Iterator[Finding]:
-    """Every finding, group by group; takes seconds, most of them for imports.
-
-    `hostfile`: machines to ask whether they answer. Raises PlanError when it cannot be read.
-    """
+def examine(needs: Needs) -> Iterator[Finding]:
+    """Every finding, group by group; takes seconds, most of them for imports."""
     groups = {
         "packages": packages.check(needs),
         "accelerators": accelerators.check(needs),
         "programs": toolchain.check(needs),
-        "network": network.check(needs, hostfile),
+        "network": network.check(needs),
         "storage": storage.check(needs),
     }
     for group, findings in groups.items():

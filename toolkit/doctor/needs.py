@@ -17,7 +17,6 @@ from toolkit.run.assignment import Assignment, decide
 from toolkit.track.trackers import TRACKERS, wanted
 
 EVERY_RECIPE = "every recipe"
-SSH_PORT = 22
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Names, ports and interfaces of the rendezvous, and whether machines answer."""
+"""Names and interfaces by which ranks meet, and the login of W&B."""
 
 import netrc
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,42 +13,18 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, lacking
-from toolkit.doctor.needs import SSH_PORT, Needs
-from toolkit.errors import PlanError
-
-REACH_S = 3.0
-"""How long a machine may take to answer."""
+from toolkit.doctor.needs import Needs
 
 _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 
 
-def check(needs: Needs, hostfile: Path | None) -> Iterator[Finding]:
-    """`hostfile`: machines to ask as well. Raises PlanError when it cannot be read."""
+def check(needs: Needs) -> Iterator[Finding]:
     yield from _interface_variables(needs)
     if needs.several_machines and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield _host_name(needs.several_machines)
     yield from _master(needs)
     if needs.wandb:
         yield from _wandb_login(needs.wandb)
-    if hostfile is not None:
-        yield from reach(read_hostfile(hostfile), SSH_PORT, f"--hostfile {hostfile}")
-
-
-def read_hostfile(hostfile: Path) -> list[str]:
-    """The machines of a file with a line `HOST slots=N` for each.
-
-    Raises PlanError when it cannot be read, or names no machine.
-    """
-    fix = "a file with a line `HOST slots=N` for each machine"
-    try:
-        text = hostfile.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"hostfile {hostfile} cannot be read: {error}", fix=fix) from error
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    hosts = [host for host, *_ in filter(None, lines)]
-    if not hosts:
-        raise PlanError(f"hostfile {hostfile} names no machine", fix=fix)
-    return hosts
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -181,36 +156,3 @@ def _wandb_login(needed_by: str) -> Iterator[Finding]:
         cost="nothing of the run reaches W&B",
         fix="wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline",
     )  # fmt: skip
-
-
-def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
-    """Ask every machine at the same time whether it accepts connections."""
-    with ThreadPoolExecutor(max_workers=64) as threads:
-        answers = threads.map(lambda host: _connect(host, port), hosts)
-        for host, failure in zip(hosts, answers, strict=True):
-            name = f"machine {host}"
-            if failure is None:
-                yield Finding(name, "ok", f"accepts connections to port {port}")
-                continue
-            yield Finding(
-                name, "problem", failure, cost="no rank can be started there",
-                fix=f"ssh -- {shlex.quote(host)} true, from here, must work without a password",
-                needed_by=needed_by,
-            )  # fmt: skip
-
-
-def _connect(host: str, port: int) -> str | None:
-    """None, or why the connection failed."""
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        return f"does not resolve: {error}"
-    with socket.socket(address[0]) as connection:
-        connection.settimeout(REACH_S)
-        try:
-            connection.connect(address[4])
-        except TimeoutError:
-            return f"{address[4][0]} port {port} did not answer within {REACH_S:g} s"
-        except OSError as error:
-            return f"{address[4][0]} port {port}: {error.strerror}"
-    return None

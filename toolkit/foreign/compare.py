@@ -40,6 +40,8 @@ class SettingComparison:
     key: str
     """The recipe's key, or the word for a number that it derives."""
     recipe: str
+    recipe_place: str
+    """`FILE:LINE` of the recipe, or `--set`; empty for a default, and what the plan decides."""
     name: str
     """What the setting is called there."""
     other: str
@@ -68,8 +70,12 @@ class FileComparison:
         return all(row.agrees for row in self.settings) and not self.misspelt
 
 
-def against(path: Path, recipe: Recipe, plan: Plan | None) -> FileComparison:
+def against(
+    path: Path, recipe: Recipe, plan: Plan | None, places: Mapping[str, str] = {}
+) -> FileComparison:
     """Compare a recipe with the file at `path`; without a plan, not what is `auto`.
+
+    `places`: where the recipe states its settings (`intake.layers.places_of`).
 
     Raises RecipeError for a file that cannot be read or is not understood.
     """
@@ -80,7 +86,7 @@ def against(path: Path, recipe: Recipe, plan: Plan | None) -> FileComparison:
     add_batch(
         found, None if plan is None else plan.layout.dp, int(ours.get("parallel.context", 1))
     )
-    rows = (*_rows(found, ours), *_shape_rows(found, recipe))
+    rows = (*_rows(found, ours, places), *_shape_rows(found, recipe, places))
     kind = found.tools[0]
     misspelt = tuple(
         one for one in found.left if one.unknown and (kind.complete or one.at.value is None)
@@ -125,7 +131,9 @@ def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
     return values
 
 
-def _rows(found: Found, ours: Mapping[str, Any]) -> Iterator[SettingComparison]:
+def _rows(
+    found: Found, ours: Mapping[str, Any], places: Mapping[str, str]
+) -> Iterator[SettingComparison]:
     every = [*found.values.items()]
     every += [(key, one) for key, one in found.weak if one.also and key not in found.values]
     for key, one in every:
@@ -137,21 +145,26 @@ def _rows(found: Found, ours: Mapping[str, Any]) -> Iterator[SettingComparison]:
         if key == "schedule.warmup_ratio" and ours.get("training.steps"):
             key, value = "schedule.warmup_steps", math.ceil(value * ours["training.steps"])
         if key in ours and not (ours[key] is None and key.startswith("training.")):
-            yield _compared(key, ours[key], value, one)
+            yield _compared(key, ours[key], value, one, places)
 
 
-def _compared(key: str, ours: Any, value: Any, one: Carried) -> SettingComparison:
+def _compared(
+    key: str, ours: Any, value: Any, one: Carried, places: Mapping[str, str]
+) -> SettingComparison:
     agrees = same(value, ours) or any(same(other, ours) for other in one.also)
     there = f"change {one.at.name} at {one.at.place}"
     can_be_set = key in recipe_settings() and not isinstance(value, list | dict)
     here = f"--set {key}={shown(value).replace(' ', '')}, or " if can_be_set else ""
     return SettingComparison(
-        key, redact(shown(ours)), one.at.name, one.at.written, one.at.place, agrees,
+        key, redact(shown(ours)), places.get(key, ""), one.at.name, one.at.written,
+        one.at.place, agrees,
         "" if agrees else redact(here + there),
     )  # fmt: skip
 
 
-def _shape_rows(found: Found, recipe: Recipe) -> Iterator[SettingComparison]:
+def _shape_rows(
+    found: Found, recipe: Recipe, places: Mapping[str, str]
+) -> Iterator[SettingComparison]:
     """The model that the file describes, by the names of its config."""
     config, problems = config_of(found)
     if problems or not config:
@@ -164,4 +177,5 @@ def _shape_rows(found: Found, recipe: Recipe) -> Iterator[SettingComparison]:
         for name, value in config.items():
             if name in ours:
                 at = ForeignSetting(f"the model's {name}", value, first.file, first.line)
-                yield _compared(f"model.config.{name}", ours[name], value, Carried(value, at))
+                one = Carried(value, at)
+                yield _compared(f"model.config.{name}", ours[name], value, one, places)

@@ -103,6 +103,16 @@ def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda one: one[1] not in own))
 
 
+def places_of(path: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Dotted name of every setting that a recipe states → `FILE:LINE`, or `--set`.
+
+    Raises RecipeError when a file cannot be read.
+    """
+    merged = read_layers(path, overrides).merged
+    places = {key: merged.place(tuple(key.split("."))) for key, _ in leaves(merged.data)}
+    return {key: f"{at.file}:{at.line}" if at.line else at.file for key, at in places.items()}
+
+
 @dataclass(frozen=True)
 class _Files:
     """The files of one recipe as they are read."""

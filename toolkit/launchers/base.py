@@ -40,8 +40,6 @@ _LOOPBACK_S = 10.0
 
 PORTS = range(20_000, 32_000)
 """Below Linux's range for outgoing connections, so that none of these takes the port."""
-PORTS_VARIABLE = "DMT_PORTS"
-"""`LOW-HIGH`: the part of PORTS that is this process's own, next to others that launch runs."""
 
 
 @dataclass(frozen=True)
@@ -262,10 +260,9 @@ def check_loopback() -> None:
 
 def free_port() -> int:
     """Return a free TCP port."""
-    random, (low, _, high) = SystemRandom(), os.environ.get(PORTS_VARIABLE, "").partition("-")
-    ports = range(int(low), int(high) + 1) if high else PORTS
+    random = SystemRandom()
     while True:
-        port = random.choice(ports)
+        port = random.choice(PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

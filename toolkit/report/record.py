@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -45,11 +45,11 @@ class RunRecord:
     metrics: Sequence[Metrics] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     stated_in: Mapping[str, Any] = field(default_factory=dict)
-    """Setting → the file that states it; empty in runs that did not record it."""
+    """Setting → the file that states it; empty under another launcher."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """What each rank waited for; empty in runs that did not record it."""
+    """What each rank waited for."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, one sentence per file."""
 
@@ -78,89 +78,50 @@ class RunRecord:
         return state_of(self.run, self.summary.ending)
 
 
-class Logs:
-    """JSON Lines files that grow: what was read once is not read again."""
-
-    def __init__(self) -> None:
-        self._logs: dict[Path, _Log] = {}
-
-    def lines(
-        self, path: Path, missing: list[str], valid: Callable[[Any], Any] = dict
-    ) -> list[dict[str, Any]]:
-        """The objects in a file as `valid` returns them; one for which it returns None is
-        damaged. `missing` gets a sentence where the file could not be read whole."""
-        try:
-            status = path.stat()
-            identity = status.st_dev, status.st_ino
-            log = self._logs.get(path)
-            if log is None or log.identity != identity or status.st_size < log.size:
-                log = self._logs[path] = _Log(identity)
-            data = read_bytes(path, jsonl.LARGEST, log.size)
-        except (OSError, ValueError) as error:
-            self._logs.pop(path, None)
-            missing.append(f"{path.name}: {_why(error)}")
-            return []
-        end = data.rfind(b"\n") + 1
-        log.add(data[:end], valid)
-        if bad := log.count - len(log.objects):
-            missing.append(
-                f"{path.name}: {bad:,} of {log.count:,} lines cannot be read (the first: line "
-                f"{log.damaged:,}); left out"
-            )
-        if end < len(data):
-            missing.append(f"{path.name}: its last line is cut short, or is being written")
-        return log.objects
+def read_lines(
+    path: Path, missing: list[str], valid: Callable[[Any], Any] = dict
+) -> list[dict[str, Any]]:
+    """The objects in a JSON Lines file as `valid` returns them; one for which it returns None
+    is damaged. `missing` gets a sentence where the file could not be read whole."""
+    try:
+        lines = read_bytes(path, jsonl.LARGEST).split(b"\n")
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name}: {_why(error)}")
+        return []
+    is_cut = bool(lines.pop())
+    parsed = {
+        number: next(map(valid, jsonl.parse(line)), None)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    }
+    if damaged := [number for number, one in parsed.items() if one is None]:
+        missing.append(
+            f"{path.name}: {len(damaged):,} of {len(parsed):,} lines cannot be read (the "
+            f"first: line {damaged[0]:,}); left out"
+        )
+    if is_cut:
+        missing.append(f"{path.name}: its last line is cut short, or is being written")
+    return [one for one in parsed.values() if one is not None]
 
 
-@dataclass
-class _Log:
-    """What was read of one file."""
-
-    identity: tuple[int, int]
-    """Device and inode: another file under the same name is read from its beginning."""
-    objects: list[dict[str, Any]] = field(default_factory=list)
-    count: int = 0
-    """Lines that are not blank."""
-    ends: int = 0
-    """Lines, blank ones too."""
-    damaged: int = 0
-    """Number of the first line that cannot be read, from 1; 0 without one."""
-    size: int = 0
-    """Bytes up to the end of the last complete line."""
-
-    def add(self, lines: bytes, valid: Callable[[Any], Any]) -> None:
-        for line in lines.split(b"\n")[:-1]:
-            self.ends += 1
-            if not line.strip():
-                continue
-            self.count += 1
-            found = next(map(valid, jsonl.parse(line)), None)
-            if found is not None:
-                self.objects.append(found)
-            elif not self.damaged:
-                self.damaged = self.ends
-        self.size += len(lines)
-
-
-def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
-    """Read a run directory, of `logs` only what is new. Raises DataError for a folder that is
-    none."""
-    run, logs = require_run(path), logs or Logs()
+def read_record(path: Path) -> RunRecord:
+    """Read a run directory. Raises DataError for a folder that is none."""
+    run = require_run(path)
     record = RunRecord(run)
-    record.events = logs.lines(run.events, record.missing, valid_event)
-    record.metrics = logs.lines(run.metrics, record.missing)
+    record.events = read_lines(run.events, record.missing, valid_event)
+    record.metrics = read_lines(run.metrics, record.missing)
     files = {
         int(number): file
         for file in run.ranks.glob("rank-*.jsonl")
         if (number := file.stem.removeprefix("rank-")).isdecimal()
     }
     for rank in sorted(files)[:MOST_RANKS]:
-        record.ranks[rank] = logs.lines(files[rank], record.missing)
+        record.ranks[rank] = read_lines(files[rank], record.missing)
     if len(files) > MOST_RANKS:
         record.missing.append(
             f"ranks: of {len(files):,} ranks, the waits of the first {MOST_RANKS} are read"
         )
-    record.recipe = _mapping(run.recipe, parse_yaml, record.missing)
+    record.recipe = _mapping(run.recipe, parse_recipe, record.missing)
     if run.stated_in.exists():
         record.stated_in = _mapping(run.stated_in, parse_mapping, record.missing)
     record.plan = _mapping(run.plan, parse_mapping, record.missing)
@@ -203,12 +164,6 @@ def _mapping(
     except (OSError, ValueError) as error:
         missing.append(f"{path.name}: {_why(error)}")
         return {}
-
-
-@lru_cache(maxsize=64)
-def parse_yaml(text: str) -> dict[str, Any]:
-    """The values of a recipe: as slow to read as thousands of logged lines, so only once."""
-    return parse_recipe(text)
 
 
 def _why(error: Exception) -> str:
@@ -293,7 +248,7 @@ def run_line(path: Path) -> RunLine:
     if not size and run.metrics.exists() and not run.metrics.is_file():
         missing.append(f"{run.metrics.name}: it is not a regular file")
     tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
-    found = summarize(Logs().lines(run.events, missing, valid_event), tail)
+    found = summarize(read_lines(run.events, missing, valid_event), tail)
     state, why = state_of(run, found.ending)
     loss = found.losses and found.losses[1].value
     age_s = max(0.0, time.time() - last_written(run))

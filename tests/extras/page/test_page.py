@@ -240,45 +240,13 @@ def test_the_command(tmp_path: Path, dmt: Dmt) -> None:
         assert message in dmt("report", *arguments, code=2).err
 
 
-NAMES = st.sampled_from(
-    [
-        "time",
-        "kind",
-        "step",
-        "from_step",
-        "loss",
-        "exit_code",
-        "rank",
-        "seconds",
-        "why",
-        "step_time_s",
-        "tokens_per_s",
-        "mfu",
-        "lr",
-        "consumed_tokens",
-        "data_wait_s",
-        "grad_norm",
-        "data",
-        "train",
-        "stages",
-        "weights",
-        "label",
-        "predicted",
-        "layout",
-        "dp",
-        "predicted_parts",
-        "memory_gib",
-        "packages",
-        "training",
-        "steps",
-        "reasons",
-        "measured",
-        "basis",
-        "attempt",
-        "validation/a",
-        "measured_over_predicted",
-    ]
-)
+NAMES = st.sampled_from([
+    "time", "kind", "step", "from_step", "loss", "exit_code", "rank", "seconds", "why",
+    "step_time_s", "tokens_per_s", "mfu", "lr", "consumed_tokens", "data_wait_s",
+    "grad_norm", "data", "train", "stages", "weights", "label", "predicted", "layout", "dp",
+    "predicted_parts", "memory_gib", "packages", "training", "steps", "reasons", "measured",
+    "basis", "attempt", "validation/a", "measured_over_predicted",
+])  # fmt: skip
 NUMBERS = st.integers() | st.floats() | st.sampled_from(["NaN", "Infinity", "-Infinity"])
 JUNK = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=5),

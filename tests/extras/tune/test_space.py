@@ -3,16 +3,17 @@
 from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from tests.processes import ROOT
 from toolkit.errors import RecipeError
-from toolkit.extras.tune.space import Parameter, load_space, overrides_of
+from toolkit.extras.tune.space import Space, load_space, overrides_of
 from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 
 
-def space(tmp_path: Path, text: str) -> list[Parameter]:
+def space(tmp_path: Path, text: str) -> Space:
     file = tmp_path / "space.yaml"
     file.write_text(text, encoding="utf-8")
     return load_space(file, TINY)
@@ -27,13 +28,13 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         "parallel.zero.stage: [1, auto]\n"
         "model.config.hidden_size: {low: 64, high: 128, step: 64}\n",
     )
-    assert loaded == [
-        Parameter("optimizer.learning_rate", 1e-4, 1.0, log=True),
-        Parameter("schedule.warmup_steps", 0, 100, step=10, whole=True),
-        Parameter("optimizer.betas", choices=("[0.9, 0.95]", "[0.9, 0.99]")),
-        Parameter("parallel.zero.stage", choices=("1", "auto")),
-        Parameter("model.config.hidden_size", 64, 128, step=64, whole=True),
-    ]
+    assert loaded == {
+        "optimizer.learning_rate": FloatDistribution(1e-4, 1.0, log=True),
+        "schedule.warmup_steps": IntDistribution(0, 100, step=10),
+        "optimizer.betas": CategoricalDistribution(("[0.9, 0.95]", "[0.9, 0.99]")),
+        "parallel.zero.stage": CategoricalDistribution(("1", "auto")),
+        "model.config.hidden_size": IntDistribution(64, 128, step=64),
+    }
     overrides = overrides_of(
         {"optimizer.learning_rate": 1e-05, "optimizer.betas": "[0.9, 0.99]"}
     )
@@ -57,8 +58,8 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("data.tokenizer: [bytes, gpt2]", "data.tokenizer", "remove it"),
         ("optimizer.eps: {low: 1.0e-8, hig: 2}", "optimizer.eps", "remove hig"),
         ("optimizer.eps: {low: 2, high: 1}", "optimizer.eps", "more than `low`"),
-        ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps", "more than 0"),
-        ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "or `step`"),
+        ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps", "> 0"),
+        ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "`step`"),
         ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps", "`low` a number"),
     ],
 )  # fmt: skip

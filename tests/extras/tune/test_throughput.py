@@ -19,7 +19,7 @@ from tests.e2e import product
 from tests.e2e.conftest import write_project
 from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
-from toolkit.errors import DirectoryInUse, PlanError, Stopped
+from toolkit.errors import DirectoryInUse, Stopped
 from toolkit.extras.tune import throughput, trial
 from toolkit.extras.tune.throughput import Judge, Tuning, differences, key_of, settings_of
 from toolkit.extras.tune.trial import Followed, TrialResult
@@ -168,7 +168,7 @@ def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
     event = {"kind": "end", "exit_code": 4, "error": f"RuntimeError: {raised.value}"}
-    assert trial._ending(4, [event], Path(os.devnull), 0)[0] == "out_of_memory"
+    assert trial._ending(4, [event], Path(os.devnull))[0] == "out_of_memory"
 
 
 def test_a_trial_waits_for_ranks_of_a_killed_tuning(
@@ -185,21 +185,8 @@ def test_a_trial_waits_for_ranks_of_a_killed_tuning(
         trial.wait_until_free(tmp_path)
 
 
-def test_slices_of_a_machine_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "working_gpus", lambda _: ["4", "5", "6", "7"])
-    cluster = load_recipe("recipes/tiny/llama-bytes.yaml", "cluster.gpu=h100-80gb").cluster
-    first, second = trial.device_slices(cluster, 2)
-    assert (first.gpus, second.gpus) == (("4", "5"), ("6", "7"))
-    assert not {*first.ports} & {*second.ports}
-    with pytest.raises(PlanError, match="GPUs that are visible: 4"):
-        trial.device_slices(cluster, 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(PlanError, match="GPUs that are visible: 0"):
-        trial.device_slices(cluster)
-
-
 def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> None:
-    judge = Judge(5, 1.0, lambda _: None)
+    judge = Judge(5, 1.0)
 
     def answers(*times: float) -> list[bool]:
         lines = [{"step_time_s": time} for time in times]

@@ -12,7 +12,8 @@ from toolkit.recipe.schema import Recipe
 from toolkit.report.attempts import amount, number
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
-from toolkit.report.record import RunRecord, parse_yaml
+from toolkit.report.record import RunRecord
+from toolkit.run.recorded import parse_recipe
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
@@ -151,7 +152,7 @@ def _recipe(record: RunRecord) -> Section | None:
 @lru_cache(maxsize=64)
 def _settings(recipe: str) -> list[list[str]]:
     """Those that differ from the defaults, with their values. Raises ValidationError."""
-    stated = Recipe.model_validate(parse_yaml(recipe), strict=False)
+    stated = Recipe.model_validate(parse_recipe(recipe), strict=False)
     values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
     return [[key, in_yaml(value)] for key, value in values]
 

@@ -1,5 +1,6 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -12,11 +13,10 @@ from toolkit.cli.bars import count_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.output import Line, Table, columns, output
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
-from toolkit.extras.tune import search as hyperparameters
-from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest
+from toolkit.extras.tune.search import HyperparameterSearch, Point, SearchRequest
 from toolkit.extras.tune.space import load_space, overrides_of
 from toolkit.extras.tune.throughput import Measurement, Tuning, fastest, measure, searched
-from toolkit.extras.tune.trial import check_waits, device_slices, starts_locally
+from toolkit.extras.tune.trial import check_waits, starts_locally
 from toolkit.extras.tune.tuned import (
     check_tuned_path,
     tuned_path,
@@ -49,9 +49,6 @@ Trials = Annotated[
 Steps = Annotated[
     int, typer.Option(min=1, max=10_000, help="Measured steps of each layout, after 2 others.")
 ]
-Parallel = Annotated[
-    int, typer.Option(min=1, help="With --search: trials at a time, which share the devices.")
-]
 Seed = Annotated[int, typer.Option(min=0, help="With --search: random seed of its points.")]
 TuneDir = Annotated[
     Path | None,
@@ -70,6 +67,8 @@ DryRun = Annotated[
 
 _LONGEST_STEP_S = 300.0
 """A trial hangs when one step takes longer, unless launch.hang_timeout_s is less."""
+_SHOWN = 10
+"""Points of a search that are printed, the best ones."""
 WORDS = {
     "done": ("measured", "green"),
     "stopped": ("given up", "dim"),
@@ -86,7 +85,6 @@ def tune(
     search: Space = None,
     trials: Trials = None,
     steps: Steps = 10,
-    parallel: Parallel = 1,
     seed: Seed = 0,
     folder: TuneDir = None,
     out: Out = None,
@@ -116,7 +114,7 @@ def tune(
         request = SearchRequest(
             recipe, overrides, load_space(search, recipe, overrides),
             folder or Path("runs") / f"{loaded.name}-search", trials or 30,
-            device_slices(loaded.cluster, parallel), hang_s, seed,
+            hang_s, seed,
         )  # fmt: skip
         return _search(request, loaded, file, as_json)
     where = None if cluster is None else find_cluster(cluster)
@@ -168,10 +166,31 @@ def _search(request: SearchRequest, recipe: Recipe, file: Path, as_json: bool) -
         tell(f"{request.folder}: stopped; start the same command again to continue")
     data = {"best": best, "trials": sorted(search.points(), key=lambda one: one.number)}
     code = EXIT_DONE if is_over else EXIT_RESUMABLE
-    output(as_json, data, hyperparameters.lines(search), exit_code=code)
+    output(as_json, data, _points(search), exit_code=code)
     if best is None:
         logs = f"{request.folder}/trials/*/launch.log"
         raise RunFailed("no trial came to its end", fix=f"the reasons are in {logs}")
+
+
+def _points(search: HyperparameterSearch) -> Iterator[Text]:
+    """How many trials ended how, and the best ones."""
+    points, best = search.points(), search.best()
+    endings = [one.ending for one in points]
+    counts = ", ".join(f"{endings.count(one)} {one}" for one in dict.fromkeys(endings))
+    yield Text(f"{len(points)} trials: {counts}", "bold")
+    table: Table[Point] = Table(
+        {
+            "trial": lambda one: str(one.number),
+            "ended": lambda one: one.ending,
+            "steps": lambda one: f"{one.steps:,}",
+            "loss": lambda one: "-" if one.loss is None else f"{one.loss:.4f}",
+            "settings": lambda one: " ".join(overrides_of(one.settings)),
+        },
+        left=2,
+    )
+    yield from table.texts(
+        points[:_SHOWN], lambda one: "bold" if one is points[0] and best else "", "  "
+    )
 
 
 def _list_layouts(tuning: Tuning, as_json: bool) -> None:
@@ -200,13 +219,27 @@ def _measure(tuning: Tuning) -> None:
     total = min(tuning.trials, len(tuning.search.fitting))
     with count_progress(total) as update:
         update(completed=done)
-        for one in measure(tuning, lambda _, text: update(description=text)):
+        for one in measure(tuning):
             done += 1
             update(completed=done)
             time = "" if one.step_time_s is None else f", {seconds(one.step_time_s)} per step"
             why = f": {one.reason}" if one.reason else ""
             ending = one.ending.replace("_", " ")
             tell(f"{done} of {total}: trial {one.number}, {one.layout}: {ending}{time}{why}")
+
+
+def _machine_output(tuning: Tuning, file: Path) -> dict[str, Any]:
+    """Output of `--json`."""
+    best = fastest(tuning.read())
+    return {
+        "recipe": str(tuning.path),
+        "directory": str(tuning.folder),
+        "considered": len(tuning.search.fitting),
+        "best": best and asdict(best),
+        "planned": tuning.planned,
+        "tuned": str(file),
+        "trials": [asdict(one) for one in _ranked(tuning)],
+    }
 
 
 def _ranked(tuning: Tuning) -> list[Measurement]:
@@ -218,76 +251,35 @@ def _ranked(tuning: Tuning) -> list[Measurement]:
     )
 
 
-def _tokens_per_s(tuning: Tuning, one: Measurement) -> float | None:
-    """Tokens of the global batch per second, all ranks together."""
-    training = tuning.recipe.training
-    rows = training.global_batch_size * training.rows_per_sample
-    return rows * training.sequence_length / one.step_time_s if one.step_time_s else None
+_LAYOUTS: Table[Measurement] = Table(
+    {
+        "#": lambda one: str(one.number),
+        "layout": lambda one: one.layout,
+        "measured": lambda one: seconds(one.step_time_s) if one.step_time_s else "-",
+        "predicted": lambda one: seconds(one.predicted_s),
+        "tokens/s": lambda one: f"{one.tokens_per_s:,.0f}" if one.measured else "-",
+        "outcome": lambda one: WORDS[one.ending][0] + (f": {one.reason}" if one.reason else ""),
+    },
+    left=2,
+)
 
 
-def _planned(tuning: Tuning) -> str:
-    best = tuning.search.best
-    return layout_text(*best.pair, best.layout)
-
-
-def _machine_output(tuning: Tuning, file: Path) -> dict[str, Any]:
-    """Output of `--json`."""
-    best = fastest(tuning.read())
-    return {
-        "recipe": str(tuning.path),
-        "directory": str(tuning.folder),
-        "considered": len(tuning.search.fitting),
-        "best": best and asdict(best),
-        "planned": _planned(tuning),
-        "tuned": str(file),
-        "trials": [
-            asdict(one) | {"tokens_per_s": _tokens_per_s(tuning, one)}
-            for one in _ranked(tuning)
-        ],
-    }
-
-
-def _lines(tuning: Tuning, file: Path) -> list[Line]:
+def _lines(tuning: Tuning, file: Path) -> Iterator[Line]:
     """The table, and what to do with it."""
     ranked = _ranked(tuning)
     best = fastest(ranked)
-
-    def speed(one: Measurement) -> str:
-        tokens = _tokens_per_s(tuning, one) if one.measured else None
-        return "-" if tokens is None else f"{tokens:,.0f}"
-
-    table: Table[Measurement] = Table(
-        {
-            "#": lambda one: str(one.number),
-            "layout": lambda one: one.layout,
-            "measured": lambda one: seconds(one.step_time_s) if one.step_time_s else "-",
-            "predicted": lambda one: seconds(one.predicted_s),
-            "tokens/s": speed,
-            "outcome": lambda one: WORDS[one.ending][0],
-        },
-        left=2,
-    )
-    lines: list[Line] = [
-        Text(line.plain, "bold green") if best and row is best else line
-        for row, line in table.coloured(ranked, lambda one: WORDS[one.ending])
-    ]
-    lines += [
-        f"#{one.number} {WORDS[one.ending][0]}: {one.reason}" for one in ranked if one.reason
-    ]
+    for row, line in _LAYOUTS.coloured(ranked, lambda one: WORDS[one.ending]):
+        yield Text(line.plain, "bold green") if best and row is best else line
     if best is None:
-        return lines
-    planned = next((one for one in ranked if one.layout == _planned(tuning)), None)
+        return
+    planned = next((one for one in ranked if one.layout == tuning.planned), best)
     gain = ""
     if planned is best:
-        gain = ", the planner's choice"
-    elif planned and planned.measured and planned.step_time_s and best.step_time_s:
-        gain = (
-            f", {planned.step_time_s / best.step_time_s:.2f} × as fast as the planner's choice"
-        )
-    return [
-        *lines,
-        "",
-        f"fastest: {best.layout}{gain}",
-        f"wrote {file}: dmt launch {quote(str(file))}",
-        f"trials are in {tuning.folder}/trials",
-    ]
+        gain = ", the planner's choice" if best.layout == tuning.planned else ""
+    elif planned.measured and planned.step_time_s and best.step_time_s:
+        times = planned.step_time_s / best.step_time_s
+        gain = f", {times:.2f} × as fast as the planner's choice"
+    yield ""
+    yield f"fastest: {best.layout}{gain}"
+    yield f"wrote {file}: dmt launch {quote(str(file))}"
+    yield f"trials are in {tuning.folder}/trials"

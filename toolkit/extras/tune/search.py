@@ -1,48 +1,40 @@
 """`dmt tune --search`: Optuna chooses the points, `dmt launch` trains them.
 
-The study is DIR/study.db (SQLite). A trial is recorded as running before it starts and until
-its result is recorded; what a killed search left running, the next one continues in its run
-directory. So no trial is lost, and none runs twice.
+The study is DIR/study.db (SQLite), in which several processes may search. A running trial has
+Optuna's heartbeat: one that a kill left is failed, and retried with the same point in the same
+run directory, which continues. So no trial is lost, and none runs twice.
 """
 
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from rich.text import Text
-
-from toolkit.cli.output import Table
 from toolkit.errors import DmtError, PlanError, RecipeError, RunFailed
-from toolkit.extras.tune.space import Parameter, overrides_of
-from toolkit.extras.tune.trial import DeviceSlice, Followed, run_trial, trial_folder
+from toolkit.extras.tune.space import Space, overrides_of, suggest
+from toolkit.extras.tune.trial import Followed, run_trial, trial_folder
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.process import StopSignals
 from toolkit.planning import plan_recipe
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
-from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.system.install import optional
 from toolkit.text.terminal import tell
 
-STUDY = "study.db"
+HEARTBEAT_S, GRACE_S = 10, 60
+"""How often a running trial gives a sign of life, and after which silence it was killed."""
 _REDUCTION = 2
 """At a rung, one trial in so many continues (ASHA: Li et al. 2020, arXiv:1810.05934)."""
-_MOST_FAILURES = 5
-"""Trials that fail before any has succeeded."""
-_MOST_REFUSALS = 20
-"""Points that the recipe's rules refuse before any is trained."""
-_SHOWN = 10
-"""Rows of the printed table, the best trials."""
-_POLL_S = 0.2
+_MOST_FAILURES, _MOST_REFUSALS = 5, 20
+"""Trials that fail, and points that the recipe's rules refuse, before any has succeeded."""
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,11 +44,9 @@ class SearchRequest:
     recipe: Path
     overrides: Sequence[str]
     """Overrides of every trial."""
-    space: Sequence[Parameter]
+    space: Space
     folder: Path
     trials: int
-    devices: Sequence[DeviceSlice]
-    """One trial at a time runs on each."""
     hang_s: float
     seed: int = 0
 
@@ -66,13 +56,22 @@ class Point:
     """One trial of a search."""
 
     number: int
+    """Of its run directory: that of its first start."""
     ending: str
-    """As `TrialResult.ending`, or `refused`, `diverged` or `running`."""
+    """As `TrialResult.ending`, or `refused` or `diverged`; a `stopped` trial was pruned."""
     settings: dict[str, Any]
     loss: float | None
     """Loss at the last step that has one."""
     steps: int
     reason: str = ""
+
+
+class _Interrupted(Exception):
+    """A signal ended the trial, which saved."""
+
+
+class _SaysNothing(Exception):
+    """A trial that failed says nothing about its point."""
 
 
 class HyperparameterSearch:
@@ -83,117 +82,136 @@ class HyperparameterSearch:
         PlanError if the folder has another search."""
         self.request = request
         self._optuna = optional("optuna", "tune", "dmt tune --search: optuna")
-        self._states = self._optuna.trial.TrialState
         self.recipe = load_recipe(request.recipe, request.overrides)
         self.rung = first_rung(self.recipe, request.space)
-        self._lock = Lock()
         self._interrupted: Callable[[], bool] = lambda: False
         request.folder.mkdir(parents=True, exist_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.ERROR)
-        self._study = self._open_study()
+        with warnings.catch_warnings():  # heartbeats are experimental
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            self._study = self._open_study()
+        self._before = {one.number for one in self.points() if one.ending in ("failed", "hung")}
 
     def run(self) -> bool:
         """Run the trials that are left. False when a signal ended the search early.
 
-        Raises DirectoryInUse while another process searches here, RunFailed or PlanError when
-        the first trials all fail.
+        Raises RunFailed when the first trials all fail.
         """
-        devices = self.request.devices
-        with (
-            claimed(RunDirectory(self.request.folder)),
-            StopSignals() as signals,
-            ThreadPoolExecutor(len(devices)) as threads,
-        ):
-            trials = self._trials()
-            self._left = [one for one in trials if one.state == self._states.RUNNING]
-            self._failed_before = {
-                one.number for one in trials if one.state == self._states.FAIL
-            }
-            failed = False
-            self._interrupted = lambda: signals.stop_requested or failed
-            workers = [threads.submit(self._work, one) for one in devices]
-            while (left := wait(workers, _POLL_S, FIRST_EXCEPTION).not_done) and not failed:
-                # Threads run the trials: only this one receives signals.
-                failed = any(one.done() and one.exception() for one in workers)
-            wait(left)
-            for one in workers:
-                one.result()
-            return all(one.state.is_finished() for one in self._trials())
+        running = self._optuna.trial.TrialState.RUNNING
+        with StopSignals() as signals:
+            self._interrupted = lambda: bool(signals.stop_requested)
+            while (left := self._left()) > 0:
+                if signals.stop_requested:
+                    return False
+                if left <= len(self._study.get_trials(states=(running,))):
+                    self._wait_for_others()
+                    continue
+                try:
+                    self._study.optimize(self._objective, 1, catch=(_SaysNothing,))
+                except _Interrupted:
+                    return False
+                self._give_up_if_none_succeeds()
+        return True
 
     def points(self) -> list[Point]:
-        """Every trial, the best first: by loss those that came to their end, then the others
-        by their steps."""
-        points = [self._point(one) for one in self._trials()]
+        """Every trial that ended, the best first: by loss those that came to their end, then
+        the others by their steps."""
 
         def rank(one: Point) -> tuple[bool, int, float]:
             done = one.ending == "done"
-            return (
-                not done,
-                0 if done else -one.steps,
-                math.inf if one.loss is None else one.loss,
-            )
+            return not done, 0 if done else -one.steps, one.loss or math.inf
 
-        return sorted(points, key=rank)
+        trials = self._study.get_trials(deepcopy=False)
+        ended = [
+            one for one in trials if "ending" in one.user_attrs and one.state.is_finished()
+        ]
+        return sorted(map(self._point, ended), key=rank)
 
     def best(self) -> Point | None:
         """The trial with the lowest loss at its end."""
         return next((one for one in self.points() if one.ending == "done"), None)
 
-    def _point(self, one: Any) -> Point:
-        facts = one.user_attrs.get("result", {"ending": "running", "reason": ""})
-        step = one.last_step or 0
-        loss = one.intermediate_values.get(step)
-        return Point(one.number, facts["ending"], one.params, loss, step, facts["reason"])
+    def _point(self, trial: Any) -> Point:
+        facts, step = trial.user_attrs, trial.last_step or 0
+        loss = trial.intermediate_values.get(step)
+        number = self._folder_number(trial)
+        return Point(number, facts["ending"], trial.params, loss, step, facts["reason"])
 
-    def _work(self, devices: DeviceSlice) -> None:
-        """Run one trial after the other on a share of the devices."""
-        while not self._interrupted() and (trial := self._next_trial()) is not None:
-            self._carry_out(trial, devices)
+    def _folder_number(self, trial: Any) -> int:
+        return int(trial.user_attrs.get("folder", trial.number))
 
-    def _next_trial(self) -> Any:
-        """A trial that an earlier start left, or a new one. None when there are enough."""
-        with self._lock:
-            if self._left:
-                trial = self._optuna.trial.Trial(self._study, self._left.pop(0)._trial_id)
-            elif self._count_tried() < self.request.trials:
-                trial = self._study.ask()
-            else:
-                return None
-            for one in self.request.space:
-                one.suggest(trial)
-            return trial
+    def _retry(self, study: Any, trial: Any) -> None:
+        """Enqueue the point of a trial that was killed or interrupted."""
+        study.enqueue_trial(trial.params, user_attrs={"folder": self._folder_number(trial)})
 
-    def _carry_out(self, trial: Any, devices: DeviceSlice) -> None:
-        """Run a trial and record its result."""
+    def _left(self) -> int:
+        """Trials that have no end yet, without points that cost nothing (refused) or said
+        nothing (failed) in an earlier start."""
+        ended = [one for one in self.points() if one.ending != "refused"]
+        return self.request.trials - sum(one.number not in self._before for one in ended)
+
+    def _wait_for_others(self) -> None:
+        """Other processes run the last trials, or were killed."""
+        time.sleep(_POLL_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            self._optuna.storages.fail_stale_trials(self._study)
+
+    def _objective(self, trial: Any) -> float:
+        """Run a trial; its loss. TPE learns from a pruned trial that its point is bad, from a
+        failed one nothing."""
+        for key, distribution in self.request.space.items():
+            suggest(trial, key, distribution)
+        ending, reason, loss = self._trained(trial)
+        frozen = self._study.get_trials(deepcopy=False)[trial.number]
+        if ending == "interrupted":
+            self._retry(self._study, frozen)
+            raise _Interrupted
+        former = self.best()
+        trial.set_user_attr("reason", reason[:500])
+        trial.set_user_attr("ending", ending)
+        number = self._folder_number(frozen)
+        self._drop_checkpoints(number, former, loss if ending == "done" else None)
+        shown = "" if loss is None else f", loss {loss:.4f}"
+        why = f": {reason}" if reason else ""
+        words = " ".join(overrides_of(trial.params))
+        tell(f"trial {number}  {ending}{shown}{why}  ({words})")
+        if ending in ("failed", "hung"):
+            raise _SaysNothing
+        if ending != "done" or loss is None:
+            raise self._optuna.TrialPruned
+        return loss
+
+    def _trained(self, trial: Any) -> tuple[str, str, float | None]:
+        """Train a point: how it ended, why, and the last loss."""
         overrides = [*self.request.overrides, *overrides_of(trial.params)]
         if refusal := self._refusal(overrides):
-            return self._record(trial, "refused", refusal)
-        losses_seen: dict[int, float] = dict(self._frozen(trial).intermediate_values)
+            return "refused", refusal, None
+        frozen = self._study.get_trials(deepcopy=False)[trial.number]
+        seen: dict[int, float] = dict(frozen.intermediate_values)
         end = self.recipe.total_steps() or 0
 
         def is_hopeless(followed: Followed) -> bool:
             """A trial at its end has its result: there is nothing left to save."""
             hopeless = False
-            with self._lock:
-                for step, loss in sorted(losses(followed, validates(self.recipe)).items()):
-                    if step not in losses_seen:
-                        losses_seen[step] = loss
-                        trial.report(loss, step)
-                        hopeless |= step < end and bool(trial.should_prune())
+            for step, loss in sorted(losses(followed, validates(self.recipe)).items()):
+                if step not in seen:
+                    seen[step] = loss
+                    trial.report(loss, step)
+                    hopeless |= step < end and bool(trial.should_prune())
             return hopeless
 
-        folder = trial_folder(self.request.folder, trial.number)
+        folder = trial_folder(self.request.folder, self._folder_number(frozen))
         result = run_trial(
-            self.request.recipe, overrides, folder, devices, is_hopeless,
+            self.request.recipe, overrides, folder, is_hopeless,
             hang_s=self.request.hang_s, interrupted=self._interrupted,
         )  # fmt: skip
-        if result.ending == "interrupted":
-            return None
-        ending, reason = result.ending, result.reason
-        loss = losses_seen[max(losses_seen)] if losses_seen else None
-        if ending == "done" and loss is None:
-            ending, reason = "failed", "it logged no loss"
-        return self._record(trial, ending, reason, loss)
+        loss = seen[max(seen)] if seen else None
+        if result.ending == "done" and loss is None:
+            return "failed", "it logged no loss", None
+        if result.ending == "done" and not math.isfinite(loss or 0.0):
+            return "diverged", f"the loss is {loss}", loss
+        return result.ending, result.reason, loss
 
     def _refusal(self, overrides: Sequence[str]) -> str:
         """Why a point of the space cannot be trained, empty if it can."""
@@ -205,76 +223,43 @@ class HyperparameterSearch:
             return error.message
         return "" if planned.search.fits else "no layout fits into the devices' memory"
 
-    def _record(self, trial: Any, ending: str, reason: str, loss: float | None = None) -> None:
-        """Record how a trial ended. Checkpoints are kept for the best trial only.
-
-        TPE learns from a pruned trial that its point is bad, from a failed one nothing.
-        """
-        value = loss if ending == "done" else None
-        if ending == "done" and not math.isfinite(value or 0.0):
-            ending, reason, value = "diverged", f"the loss is {loss}", None
-        states = {"done": self._states.COMPLETE} | dict.fromkeys(
-            ("failed", "hung"), self._states.FAIL
-        )
-        shown = "" if loss is None else f", loss {loss:.4f}"
-        why = f": {reason}" if reason else ""
-        words = " ".join(overrides_of(trial.params))
-        with self._lock:
-            former = self.best()
-            trial.set_user_attr("result", {"ending": ending, "reason": reason[:500]})
-            self._study.tell(trial, value, states.get(ending, self._states.PRUNED))
-            best = self.best()
-            for number in {trial.number} | ({former.number} if former else set()):
-                if best is None or number != best.number:
-                    folder = RunDirectory(trial_folder(self.request.folder, number))
-                    for one in (folder.checkpoints, folder.export):
-                        shutil.rmtree(one, ignore_errors=True)
-            tell(f"trial {trial.number}  {ending}{shown}{why}  ({words})")
-            self._give_up_if_none_succeeds()
+    def _drop_checkpoints(self, number: int, former: Point | None, loss: float | None) -> None:
+        """Checkpoints are kept for the best trial only."""
+        is_best = loss is not None and (former is None or loss < (former.loss or math.inf))
+        dropped = number if former is None or not is_best else former.number
+        if is_best and former is None:
+            return
+        folder = RunDirectory(trial_folder(self.request.folder, dropped))
+        for one in (folder.checkpoints, folder.export):
+            shutil.rmtree(one, ignore_errors=True)
 
     def _give_up_if_none_succeeds(self) -> None:
-        points = [
-            point
-            for one in self._trials()
-            if one.number not in self._failed_before
-            and (point := self._point(one)).ending != "running"
-        ]
+        points = [one for one in self.points() if one.number not in self._before]
+        failures = [one for one in points if one.ending != "refused"]
         if any(one.ending in ("done", "stopped") for one in points):
             return
-        refused = sum(one.ending == "refused" for one in points)
-        last = f"{points[-1].ending}: {points[-1].reason}"
-        if refused >= _MOST_REFUSALS and refused == len(points):
-            fix = "change the space, so that more of it suits the recipe"
-            raise PlanError(f"all of {refused} points are {last}", fix=fix)
-        if len(points) - refused >= _MOST_FAILURES:
+        if len(failures) >= _MOST_FAILURES or len(points) >= _MOST_REFUSALS:
+            last = (failures or points)[-1]
             logs = f"{self.request.folder}/trials/*/launch.log"
             raise RunFailed(
-                f"none of {len(points)} trials came to its end; the last {last}",
-                fix=f"read {logs}; the same command then tries other points",
+                f"none of {len(points)} trials came to its end; one {last.ending}: "
+                f"{last.reason}",
+                fix=f"change the space, or read {logs}; the same command tries other points",
             )
-
-    def _count_tried(self) -> int:
-        """Trials without those that cost nothing (refused) or failed in an earlier start."""
-        return sum(
-            one.number not in self._failed_before and self._point(one).ending != "refused"
-            for one in self._trials()
-        )
-
-    def _frozen(self, trial: Any) -> Any:
-        return self._trials()[trial.number]
-
-    def _trials(self) -> list[Any]:
-        trials: list[Any] = self._study.get_trials(deepcopy=False)
-        return trials
 
     def _open_study(self) -> Any:
         optuna, request = self._optuna, self.request
-        address = f"sqlite:///{(request.folder / STUDY).absolute()}"
-        study = optuna.create_study(study_name="search", storage=address, load_if_exists=True)
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{(request.folder / 'study.db').absolute()}",
+            heartbeat_interval=HEARTBEAT_S,
+            grace_period=GRACE_S,
+            heartbeat_stale_trial_callback=self._retry,
+        )
+        study = optuna.create_study(study_name="search", storage=storage, load_if_exists=True)
         stated = read_layers(request.recipe, request.overrides).merged
         asked = {
             "recipe": in_yaml(stated.data),
-            "space": json.dumps([asdict(one) for one in request.space]),
+            "space": str({key: str(one) for key, one in request.space.items()}),
         }
         for name, value in asked.items():
             if study.user_attrs.get(name, value) != value:
@@ -307,7 +292,7 @@ def losses(followed: Followed, validation: bool) -> dict[int, float]:
     return by_step
 
 
-def first_rung(recipe: Recipe, space: Sequence[Parameter]) -> int | None:
+def first_rung(recipe: Recipe, space: Space) -> int | None:
     """Steps after which ASHA first ends trials: a quarter of the run, and after the warm-up of
     all trials, in which a high learning rate is still low. None if no trial has a loss there
     before its end."""
@@ -316,32 +301,18 @@ def first_rung(recipe: Recipe, space: Sequence[Parameter]) -> int | None:
     if every is None or steps is None:
         return None
     schedules = [recipe.schedule]
-    for one in space:
-        name = one.key.removeprefix("schedule.")
-        if one.key in ("schedule.warmup_steps", "schedule.warmup_ratio"):
-            values = [float(value) for value in one.choices if value != "null"] or [one.high]
-            schedules += [recipe.schedule.with_values({name: value}) for value in values]
+    for key in ("schedule.warmup_steps", "schedule.warmup_ratio"):
+        for value in _most(space[key]) if key in space else ():
+            changed = {key.removeprefix("schedule."): value}
+            schedules.append(recipe.schedule.with_values(changed))
     warmup = max(int(one.warmup(steps)) for one in schedules)
     rung = every * math.ceil(max(steps / _REDUCTION**2, warmup) / every)
     return rung if rung < steps else None
 
 
-def lines(search: HyperparameterSearch) -> Iterator[Text]:
-    """How many trials ended how, and the best ones."""
-    points, best = search.points(), search.best()
-    endings = [one.ending for one in points]
-    counts = ", ".join(f"{endings.count(one)} {one}" for one in dict.fromkeys(endings))
-    yield Text(f"{len(points)} trials: {counts}", "bold")
-    table: Table[Point] = Table(
-        {
-            "trial": lambda one: str(one.number),
-            "ended": lambda one: one.ending,
-            "steps": lambda one: f"{one.steps:,}",
-            "loss": lambda one: "-" if one.loss is None else f"{one.loss:.4f}",
-            "settings": lambda one: " ".join(overrides_of(one.settings)),
-        },
-        left=2,
-    )
-    yield from table.texts(
-        points[:_SHOWN], lambda one: "bold" if one is points[0] and best else "", "  "
-    )
+def _most(distribution: Any) -> list[float]:
+    """The largest value of a range, or every choice that is a number."""
+    choices = getattr(distribution, "choices", None)
+    if choices is None:
+        return [distribution.high]
+    return [float(one) for one in choices if one != "null"]

@@ -6,7 +6,7 @@ killed and is started again repeats the trial that ran, and no other.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,10 @@ from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError, Stopped
 from toolkit.extras.tune.trial import (
     WARM_UP_STEPS,
-    DeviceSlice,
     Ending,
     Followed,
     TrialResult,
     check_waits,
-    device_slices,
     run_trial,
     trial_folder,
     wait_until_free,
@@ -38,7 +36,6 @@ from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.system.atomic import write_atomically
 from toolkit.text.redact import redact
-from toolkit.text.units import seconds
 
 HOPELESS = 1.3
 """A layout is given up when it is this many times slower than the fastest one."""
@@ -76,6 +73,8 @@ class Measurement(TrialResult):
     """Settings of a recipe that ask for the layout."""
     predicted_s: float
     """Seconds per step."""
+    tokens_per_s: float | None
+    """Of the global batch, all ranks together."""
 
     @property
     def measured(self) -> bool:
@@ -166,6 +165,11 @@ class Tuning:
         return [self.by_key[key] for key in times]
 
     @property
+    def planned(self) -> str:
+        """The planner's choice."""
+        return layout_text(*self.search.best.pair, self.search.best.layout)
+
+    @property
     def results(self) -> Path:
         return self.folder / "results.jsonl"
 
@@ -213,21 +217,17 @@ def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
     return recipe, explore(recipe, cluster)
 
 
-def measure(
-    tuning: Tuning, on_step: Callable[[int, str], None] = lambda _, __: None
-) -> Iterator[Measurement]:
+def measure(tuning: Tuning) -> Iterator[Measurement]:
     """Run the trials that are left, and yield each result when it is written.
 
-    `on_step`: called with the trial's number and a line about it after each of its steps.
-    Raises as `Tuning.claim` and `device_slices` do, and Stopped when a signal to a trial has
+    Raises as `Tuning.claim` does, and Stopped when a signal to a trial has
     ended it: that is no result.
     """
     tuning.claim()
-    devices = device_slices(tuning.recipe.cluster)[0]
     number = 1 + max((result.number for result in tuning.read()), default=-1)
     results = tuning.kept()
     while not _all_fail(results) and (candidate := tuning.following(_times(results))):
-        result = _measured(tuning, candidate, devices, number, fastest(results), on_step)
+        result = _measured(tuning, candidate, number, fastest(results))
         if result.ending == "interrupted":
             raise Stopped(
                 f"a signal ended trial {number}", fix="start the same command to continue"
@@ -261,20 +261,12 @@ def _times(results: Sequence[Measurement]) -> dict[str, float | None]:
 def _measured(
     tuning: Tuning,
     candidate: Candidate,
-    devices: DeviceSlice,
     number: int,
     best: Measurement | None,
-    on_step: Callable[[int, str], None],
 ) -> Measurement:
     """Run the trial of a layout, in a new run directory."""
-    layout = layout_text(*candidate.pair, candidate.layout)
     assert candidate.step_s is not None, "it fits"
-    judge = Judge(
-        tuning.steps,
-        None if best is None else best.step_time_s,
-        lambda text: on_step(number, f"{layout}: {text}"),
-    )
-    on_step(number, f"{layout}: starting")
+    judge = Judge(tuning.steps, best.step_time_s if best else None)
     folder = trial_folder(tuning.folder, number)
     if folder.exists():  # of a tuning that was killed
         wait_until_free(folder)
@@ -283,37 +275,34 @@ def _measured(
         tuning.path,
         tuning.overrides_of(candidate),
         folder,
-        devices,
         judge,
         hang_s=tuning.hang_s,
         options=tuning.options,
     )
     shutil.rmtree(RunDirectory(folder).checkpoints, ignore_errors=True)
     ending, reason = judge.ending(result)
+    training = tuning.recipe.training
+    tokens = training.global_batch_size * training.rows_per_sample * training.sequence_length
     return Measurement(
         **vars(replace(result, ending=ending, reason=reason)),
         number=number,
-        layout=layout,
+        layout=layout_text(*candidate.pair, candidate.layout),
         settings=settings_of(candidate),
         predicted_s=candidate.step_s,
+        tokens_per_s=tokens / result.step_time_s if result.step_time_s else None,
     )
 
 
 class Judge:
     """Ends a trial that has trained enough steps, or that cannot become the fastest."""
 
-    def __init__(
-        self, steps: int, best_s: float | None, on_step: Callable[[str], None]
-    ) -> None:
-        self._enough, self._best_s, self._on_step = WARM_UP_STEPS + steps, best_s, on_step
+    def __init__(self, steps: int, best_s: float | None) -> None:
+        self._enough, self._best_s = WARM_UP_STEPS + steps, best_s
         self._given_up = ""
 
     def __call__(self, followed: Followed) -> bool:
         """Whether the trial ends here."""
         times = [float(line["step_time_s"]) for line in followed.metrics]
-        if not times:
-            return False
-        self._on_step(f"step {len(times)}, {seconds(times[-1])}")
         measured = times[WARM_UP_STEPS:]
         if len(times) >= self._enough:
             return True

@@ -11,21 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.launcher import LAUNCHERS
-from toolkit.launchers.base import DMT, PORTS, PORTS_VARIABLE
-from toolkit.launchers.gpus import visible_gpus, working_gpus
+from toolkit.launchers.base import DMT
 from toolkit.launchers.outcome import failure_reason, log_tail
 from toolkit.launchers.process import ORPHAN_GRACE_S, Deadline, die_with_parent
-from toolkit.recipe.schema import ClusterSection, Recipe
-from toolkit.report.record import Logs
+from toolkit.recipe.schema import Recipe
+from toolkit.report.record import read_lines
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import valid_event
@@ -50,60 +49,6 @@ _MEMORY_ERROR = re.compile(
     re.IGNORECASE,
 )
 """Text in the errors of ranks, on a GPU and on a CPU."""
-
-
-@dataclass(frozen=True)
-class DeviceSlice:
-    """The part of this machine that one trial at a time may use."""
-
-    number: int
-    gpus: tuple[str, ...] = ()
-    """Their names in CUDA_VISIBLE_DEVICES; empty on a CPU."""
-    cores: frozenset[int] = frozenset()
-    """Empty: all of this process."""
-    ports: range = PORTS
-    """From which its ranks' port is chosen."""
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Variables of the trial's launcher."""
-        env = {PORTS_VARIABLE: f"{self.ports.start}-{self.ports.stop - 1}"}
-        return env | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
-
-
-def device_slices(cluster: ClusterSection, parallel: int = 1) -> list[DeviceSlice]:
-    """This machine's devices in `parallel` equal parts, each for one trial of a recipe with
-    this `cluster`, which share no GPU and no port, and no core while there are enough.
-
-    Raises PlanError if the working GPUs are fewer than all trials need.
-    """
-    each, cores = cluster.gpus_per_node, sorted(os.sched_getaffinity(0))
-    gpus = [] if cluster.gpu == "cpu" else _gpus(cluster, each * parallel)
-    if cluster.gpu != "cpu" and len(gpus) < each * parallel:
-        most = len(gpus) // each
-        fewer = f"--parallel {most}, or " if most else ""
-        raise PlanError(
-            f"trials at a time: {parallel}, with {each} GPUs each; working GPUs that are "
-            f"visible: {len(gpus)}",
-            fix=f"{fewer}a smaller cluster.gpus_per_node, or look at CUDA_VISIBLE_DEVICES",
-        )
-    share, ports = len(cores) // parallel, len(PORTS) // parallel
-    return [
-        DeviceSlice(
-            number,
-            tuple(gpus[number * each : (number + 1) * each]),
-            frozenset(cores[number * share : (number + 1) * share] if parallel > 1 else ()),
-            PORTS[number * ports : (number + 1) * ports],
-        )
-        for number in range(parallel)
-    ]
-
-
-def _gpus(cluster: ClusterSection, planned: int) -> list[str]:
-    """Names of the GPUs for trials."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return []
-    return working_gpus(planned) if cluster.nodes == 1 else visible_gpus(planned)
 
 
 def check_waits(recipe: Recipe) -> None:
@@ -171,7 +116,6 @@ def run_trial(
     recipe: Path,
     overrides: Sequence[str],
     folder: Path,
-    devices: DeviceSlice,
     on_progress: Callable[[Followed], bool] = lambda _: False,
     *,
     hang_s: float = 300.0,
@@ -183,7 +127,6 @@ def run_trial(
     Args:
         recipe: Path or shipped name, as of `dmt launch`.
         overrides: `KEY=VALUE`, as of `--set`.
-        devices: From `device_slices`: one trial at a time uses a slice.
         on_progress: Called when there are new lines; True ends the trial at once, without
             a checkpoint (`stopped`).
         hang_s: Seconds that one step may take (`launch.hang_timeout_s`), the first one three
@@ -202,16 +145,14 @@ def run_trial(
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]
-    started, kills = time.monotonic(), _kernel_kills()
+    started = time.monotonic()
     follower = _Follower(RunDirectory(folder))
-    with _started(command, folder, devices) as process:
+    with _started(command, folder) as process:
         ended_by = _follow(process, follower, on_progress, interrupted, hang_s)
     follower.read()
     followed, starts = follower.followed, follower.before
     memory = [line["memory_gib"] for line in followed.metrics if line.get("memory_gib")]
-    ending, reason = ended_by or _ending(
-        process.returncode, followed.events[starts:], folder, _kernel_kills() - kills
-    )
+    ending, reason = ended_by or _ending(process.returncode, followed.events[starts:], folder)
     return TrialResult(
         ending,
         reason,
@@ -239,10 +180,10 @@ def wait_until_free(folder: Path) -> None:
 
 
 class _Follower:
-    """Reads what a run directory's files have grown by."""
+    """Reads a run directory's files again when they have grown."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run, self._logs = run, Logs()
+        self._run, self._sizes = run, (0, 0)
         self.followed = Followed()
         self.read()
         self.before = len(self.followed.events)
@@ -250,10 +191,13 @@ class _Follower:
 
     def read(self) -> bool:
         """Whether there is anything new."""
-        now = self.followed
+        sizes = _size(self._run.metrics), _size(self._run.events)
+        if sizes == self._sizes:
+            return False
+        self._sizes, now = sizes, self.followed
         before = len(now.metrics), len(now.events)
-        now.metrics = self._logs.lines(self._run.metrics, [], _stepped)
-        now.events = self._logs.lines(self._run.events, [], valid_event)
+        now.metrics = read_lines(self._run.metrics, [], _stepped)
+        now.events = read_lines(self._run.events, [], valid_event)
         return (len(now.metrics), len(now.events)) != before
 
 
@@ -262,46 +206,29 @@ def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
     return line if isinstance(line.get("step"), int) else None
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 @contextmanager
-def _started(
-    command: Sequence[str], folder: Path, devices: DeviceSlice
-) -> "Iterator[subprocess.Popen[bytes]]":
-    """The launcher, which has ended together with its ranks when this is left."""
+def _started(command: Sequence[str], folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """The launcher, which has ended together with its ranks when this is left, or when the
+    kernel sees this thread end."""
     with (folder / "launch.log").open("ab") as log:
-        process = start_on(devices, command, log, die=signal.SIGKILL, env={})
+        process = subprocess.Popen(
+            command,
+            env={**os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # Ctrl-C at the terminal is for this process, which passes it on.
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )
     try:
         yield process
     finally:
-        end_launcher(process)
-
-
-def start_on(
-    devices: DeviceSlice,
-    command: Sequence[str],
-    output: IO[bytes] | None,
-    *,
-    die: signal.Signals,
-    env: Mapping[str, str],
-) -> "subprocess.Popen[bytes]":
-    """Start a launcher on a part of this machine. It gets the signal `die` from the kernel when
-    the starting thread ends; without `output`, it prints to this process's."""
-    end_too = die_with_parent(die)
-
-    def between_fork_and_exec() -> None:
-        end_too()
-        if devices.cores:
-            os.sched_setaffinity(0, devices.cores)
-
-    return subprocess.Popen(
-        command,
-        env={**os.environ, **devices.env, **env},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        # Ctrl-C at the terminal is for this process, which passes it on.
-        start_new_session=True,
-        preexec_fn=between_fork_and_exec,
-    )
+        _end_launcher(process)
 
 
 def _follow(
@@ -332,9 +259,7 @@ def _follow(
     return ("interrupted", "") if asked and code != EXIT_DONE else None
 
 
-def _ending(
-    code: int, events: Sequence[dict[str, Any]], folder: Path, kernel_kills: int
-) -> tuple[Ending, str]:
+def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[Ending, str]:
     """How a launcher that ended by itself ended, and why."""
     if code == EXIT_DONE:
         return "done", ""
@@ -350,20 +275,10 @@ def _ending(
     ends = [str(event.get("error")) for event in events if event.get("kind") == "end"]
     if any(map(_MEMORY_ERROR.search, [reason, *ends])):
         return "out_of_memory", reason
-    if kernel_kills > 0 and "SIGKILL" in reason:
-        return "out_of_memory", f"{reason}: the host's memory ran out"
     return "failed", reason or f"exit code {code}"
 
 
-def _kernel_kills() -> int:
-    """How many processes of this machine the kernel has killed for want of memory."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0
-
-
-def end_launcher(process: "subprocess.Popen[bytes]") -> None:
+def _end_launcher(process: "subprocess.Popen[bytes]") -> None:
     """End a launcher with its ranks and their children: it kills them at the third interrupt,
     and the kernel does when it dies itself."""
     grace = Deadline()
