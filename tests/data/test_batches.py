@@ -52,7 +52,7 @@ def dataset(tokenized: Tokenized) -> Callable[[int], StreamSamples]:
 
 
 SETTINGS = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20
 )
 Make = Callable[[int], StreamSamples]
 

@@ -248,17 +248,6 @@ def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
     assert list(open_hf(tmp_path, "lines.txt")) == ["one", "", "two"]
 
 
-def test_zstandard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "ZSTANDARD_AVAILABLE", False)
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    for name in ("a.jsonl.zst", "a.txt.zst"):
-        (tmp_path / name).touch()
-        with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
-            list(open_hf(tmp_path, name))
-
-
 def test_hf_glob_and_slices(tmp_path: Path) -> None:
     for i in range(4):
         (tmp_path / f"part-{i}.jsonl").write_text(json.dumps({"body": f"text {i}"}) + "\n")

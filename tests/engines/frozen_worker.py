@@ -31,46 +31,27 @@ STEPS = 4
 def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     """A few steps of a case, its checkpoint, and what its optimizer holds on this rank."""
     engine, layout = new_engine(case, ranks, SEED)
-    trained_steps = steps(engine, layout, ranks, 0, STEPS)
-    batches, count = first_batch(ranks, layout)
-    refused = engine.train_step(batches, count, 1e-3, max_loss=0.5)
+    found = curves(steps(engine, layout, ranks, 0, STEPS))
     parameters = list(parameters_of(engine))
-    away = any(is_away(p) for p in parameters if not p.requires_grad)
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
+    moments = sum(
+        local(state["exp_avg"]).numel()
+        for adam in adams_of(engine)
+        for state in adam.state.values()
+    )
     checkpoint = write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
-    found = {
-        **curves(trained_steps),
-        "refused": refused.skipped,
-        "optimizer_steps": engine.counters().optimizer_steps,
+    result = {
+        **found,
         "gradients": sum(p.grad is not None for p in parameters if not p.requires_grad),
         "trained": trained,
         "frozen": sum(numel_of(p) for p in parameters) - trained,
-        "shares": shares_of(case, ranks.world),
-        "moments": sum(
-            local(state["exp_avg"]).numel()
-            for adam in adams_of(engine)
-            for state in adam.state.values()
-        ),
-        "grouped": sum(
-            any(parameter is other for other in group["params"])
-            for adam in adams_of(engine)
-            for group in adam.param_groups
-            for parameter in parameters
-            if not parameter.requires_grad
-        ),
+        "moments": moments * shares_of(case, ranks.world),
         "buffers": sum(buffer.grad_data.numel() for buffer in buffers_of(engine)),
-        "away": away,
         "checkpoint": saved(case, checkpoint) if ranks.rank == 0 else None,
     }
-    engine.evaluate(batches)
+    engine.evaluate(first_batch(ranks, layout)[0])
     engine.close()
-    return found
-
-
-def is_away(parameter: Any) -> bool:
-    """Is a ZeRO-3 parameter on the disk?"""
-    shard = getattr(parameter, "ds_tensor", None)
-    return shard is not None and shard.status.name == "NOT_AVAILABLE"
+    return result
 
 
 def shares_of(case: Case, world: int) -> int:

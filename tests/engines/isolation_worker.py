@@ -1,4 +1,4 @@
-"""What every rank of test_isolation.py does: look at single tokens, and train packed rows."""
+"""What every rank of test_isolation.py does: train packed rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,21 +25,16 @@ from tests.engines.parity_worker import (
     reference_model,
     unmasked,
 )
-from toolkit.batch import IGNORE_INDEX, MicroBatch
-from toolkit.engines.base import Engine
+from toolkit.batch import IGNORE_INDEX
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
 from toolkit.models import huggingface as hf
 from toolkit.models.context import Context
-from toolkit.objectives.base import LossTerms
-from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
 
 STEPS = 3
-ENDS = ([5, 6, LENGTH], [3, 12, LENGTH])
-"""Where the documents of the two probed rows end: one has a single token."""
 
 
 def segments_of(ends: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -63,62 +58,9 @@ def documents(step: int) -> list[list[int]]:
     return ends
 
 
-class EachToken(Pretrain):
-    """Reports the log-probability of every label of two rows."""
-
-    metrics = tuple(f"{row}.{place}" for row in range(2) for place in range(LENGTH))
-
-    def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
-        found = dict(zip(self.metrics, log_probs.flatten(), strict=True))
-        return LossTerms(super().loss(log_probs, batch).loss, found)
-
-
-def set_objective(engine: Any, objective: Pretrain) -> None:
-    """Let the engine evaluate and minimise this one."""
-    engine.setup = replace(engine.setup, objective=objective)
-    if hasattr(engine, "objective"):
-        engine.objective = objective
-
-
-def log_probs(engine: Engine, batch: MicroBatch, stages: int) -> Tensor:
-    """Of each label, [2, sequence], as the engine computes it."""
-    result = engine.evaluate([batch] * stages)
-    return torch.tensor([*result.metrics.values()], dtype=torch.float64).view(2, LENGTH)
-
-
-def leaks(engine: Engine, batch: MicroBatch, stages: int) -> tuple[int, int]:
-    """Tokens whose log-probability changes with a token of another document of their row, and
-    with a token of their own, over changes of each of `CHANGED`."""
-    before = log_probs(engine, batch, stages)
-    other, own = 0, 0
-    for place in CHANGED:
-        tokens = batch.input_ids.clone()
-        tokens[:, place] = (tokens[:, place] + 1) % VOCABULARY
-        changed = log_probs(engine, replace(batch, input_ids=tokens), stages) != before
-        same = SEGMENTS[:, place, None] == SEGMENTS
-        other += int((changed & ~same).sum())
-        own += int((changed & same).sum())
-    return other, own
-
-
-CHANGED = (0, 2, 3, 5, 6, 11)
-"""The first and the last token of documents."""
-SEGMENTS, POSITIONS = segments_of([*ENDS])
-
-
-def look(case: Case, ranks: Ranks) -> dict[str, Any]:
-    """Leaks with and without segments, then loss and gradient norm of a few packed steps."""
+def train(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Loss and gradient norm of a few packed steps."""
     engine, layout = new_engine(case, ranks, SEED)
-    set_objective(engine, EachToken())
-    tokens = torch.randint(
-        VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1)
-    )
-    batch = MicroBatch(
-        tokens[:, :-1], tokens[:, 1:], positions=POSITIONS, segments=SEGMENTS
-    )  # fmt: skip
-    isolated, own = leaks(engine, batch, layout.pp)
-    crossing, _ = leaks(engine, replace(batch, segments=None), layout.pp)
-    set_objective(engine, Pretrain())
     results = []
     for step, (inputs, labels) in enumerate(global_batches(STEPS)):
         segments, positions = segments_of(documents(step))
@@ -127,9 +69,7 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
         )
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     engine.close()
-    return {
-        "isolated": isolated, "own": own, "crossing": crossing, **curves(results),
-    }  # fmt: skip
+    return curves(results)
 
 
 def separate_documents(family: dict[str, Any]) -> dict[str, list[float]]:

@@ -6,7 +6,6 @@
 import zlib
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -147,23 +146,6 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     state = SavedState(checkpoint)
     blocks = {name: whole_block(name, shape) for name, shape in state.shapes.items()}
     return {name: state.read("weight", block) for name, block in blocks.items()}
-
-
-def unmarked(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
-    """As `look`, but no factor is marked as one whose gradient is to be summed."""
-    from toolkit.engines.megatron import engine
-
-    attach = engine.attach
-
-    def forget(chunks: Any, lora: Any) -> None:
-        attach(chunks, lora)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                if ".lora." in name:
-                    parameter.sequence_parallel = False
-
-    with patch.object(engine, "attach", forget):
-        return look(folder, case, ranks)
 
 
 def dropped(case: Case, ranks: Ranks) -> dict[str, Any]:

@@ -20,9 +20,7 @@ LAYOUTS = {
     "tp2": megatron(tensor=2, family={}),
     "zero2": Case("deepspeed", 2, 2),
     "pp2": megatron(pipeline=2, family={}),
-    "distributed": megatron(stage=1, family={}),
     "fsdp3": Case("fsdp", 2, 3),
-    "zero3": Case("deepspeed", 2, 3),
 }
 EXPERTS = {
     "ep2": megatron(expert=2, family=MIXTRAL),

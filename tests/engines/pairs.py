@@ -208,17 +208,18 @@ BASE: Settings = {
 IN_16_BITS = Bounds(3e-2, 3e-2)
 Value = tuple[str, str]
 """An axis and one of its values."""
+SIX_LAYERS: Value = ("model", "six layers")
+"""For chunks that differ."""
 FIRST = {axis: next(iter(values)) for axis, values in FEATURES.items()}
 VALUES: tuple[Value, ...] = (
     *(
         (axis, value)
         for axis in FEATURES
         for value in FEATURES[axis]
-        if value not in (FIRST[axis], "six layers")
+        if value != FIRST[axis] and (axis, value) != SIX_LAYERS
     ),
     *FIRST.items(),  # last: cases for the others have these, too
 )
-"""Six layers are for chunks that differ."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,13 @@ def covering(layouts: Sequence[str]) -> Iterator[Case]:
         for value in case.values:
             missing.pop(value, None)
         yield case
+
+
+def covering_array(layouts: Sequence[str], most: int | None = None) -> list[Case]:
+    """`covering`, or its first cases, and one case for each layout that has none there."""
+    cases = [*covering(layouts)][:most]
+    left = [name for name in layouts if name not in {case.layout for case in cases}]
+    return cases + [_models(name)[0] for name in left]
 
 
 def whole_product(layout: str) -> Iterator[Case]:

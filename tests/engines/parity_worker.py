@@ -74,8 +74,6 @@ class Case:
     """Further keys of the model's config; with `vocab_size`, all of them."""
     resume_in: str | None = None
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
-    resume_as: "Case | None" = None
-    """Another layout in which it goes on there."""
     export_to: str | None = None
     """Folder: export there, and measure the validation loss of the export as well."""
     isolated: bool = False
@@ -430,7 +428,7 @@ def save_and_load(
     """Save, throw the engine away, continue in a new one."""
     checkpoint = write_state(case, ranks, engine, 1, folder)
     engine.close()
-    return read_state(case.resume_as or case, ranks, checkpoint, SEED + 1)
+    return read_state(case, ranks, checkpoint, SEED + 1)
 
 
 def exported_loss(

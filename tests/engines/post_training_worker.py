@@ -6,25 +6,18 @@ The data are pairs of token lists, or token lists with a mask, made without any 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
-from toolkit.data.batches import batches_of
-from toolkit.data.formats.indexed import read_indexed, write_indexed
-from toolkit.data.packing import RowParts, StreamSamples, TokenStream, pack, packed_rows
-from toolkit.data.tokenized import TokenizedData
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.layout import Layout
@@ -57,7 +50,6 @@ class Objective:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
 
 
 def pairs(steps: int) -> list[list[Pair]]:
@@ -95,43 +87,6 @@ def conversations() -> list[list[Conversation]]:
         [conversation(length(), step, place, generator) for place in range(SAMPLES)]
         for step in range(STEPS)
     ]
-
-
-def packed_conversations() -> tuple[list[Conversation], list[list[int]]]:
-    """Conversations, and which of them share a row: of one to three, some with padding."""
-    generator = torch.Generator().manual_seed(13)
-    lengths = torch.tensor([5, 7, 9, 16])[torch.randint(4, (130,), generator=generator)]
-    rows = pack(lengths.numpy(), parity.LENGTH)
-    made = {
-        chat: conversation(int(lengths[chat]), *divmod(number, SAMPLES), generator)
-        for number, row in enumerate(rows)
-        for chat in row
-    }
-    return [made[chat] for chat in sorted(made)], rows
-
-
-def unpacked() -> list[list[Conversation]]:
-    """The conversations of each global batch of packed rows; untrained ones make them equally
-    many, as TRL wants it."""
-    chats, rows = packed_conversations()
-    batches = [
-        [chats[chat] for row in rows[first : first + SAMPLES] for chat in row]
-        for first in range(0, STEPS * SAMPLES, SAMPLES)
-    ]
-    most = max(map(len, batches))
-    return [batch + [([2, 2], [0, 0])] * (most - len(batch)) for batch in batches]
-
-
-def packed_samples(cache: Path) -> StreamSamples:
-    """The data set that DMT makes of `packed_conversations`."""
-    chats, _ = packed_conversations()
-    stored = (np.where(mask, tokens, np.invert(tokens)) for tokens, mask in chats)
-    write_indexed(cache / "chats", np.int32, stored)
-    data = TokenizedData(read_indexed(cache / "chats"), "", "chats", is_marked=True)
-    stream = TokenStream.whole(data)
-    write_indexed(cache / "rows", np.int64, packed_rows(stream, parity.LENGTH))
-    parts = RowParts.stored(read_indexed(cache / "rows"))
-    return StreamSamples(stream, parity.LENGTH, parts, isolates=True)
 
 
 def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +142,6 @@ def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
     plain["training"] |= {
         "global_batch_size": SAMPLES, "objective": objective.name, "steps": STEPS,
     }  # fmt: skip
-    plain["data"]["isolate_documents"] = objective.packed
     if objective.settings:
         plain[objective.name] = objective.settings
     return Recipe.model_validate(plain)
@@ -222,18 +176,6 @@ Step: TypeAlias = tuple[MicroBatch, list[MicroBatch]]
 """A global batch, and this rank's micro batches of it."""
 
 
-def packed_steps(layout: Layout, rank: int) -> Iterator[Step]:
-    with TemporaryDirectory() as cache:
-        samples = packed_samples(Path(cache))
-        used = np.arange(STEPS * SAMPLES)
-        whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
-        share = layout.data_rank(rank), layout.micro_batches
-        for (batch,), mine in zip(
-            whole, batches_of(samples, used, SAMPLES, *share), strict=True
-        ):
-            yield batch, mine
-
-
 def steps_of(
     case: parity.Case,
     objective: Objective,
@@ -242,9 +184,6 @@ def steps_of(
     rank: int,
 ) -> Iterator[Step]:
     """`found` is the reference's log p of every row."""
-    if objective.packed:
-        yield from packed_steps(layout, rank)
-        return
     uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
     data = conversations() if objective.name == "sft" else pairs(STEPS)
     for step, batch in enumerate(data):
@@ -377,26 +316,3 @@ def by_sft_trainer(
     size = {"per_device_train_batch_size": len(batches[0])}
     arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS | size)
     return logged(trl.SFTTrainer, model, arguments, samples)
-
-
-def plain_sft(
-    model: torch.nn.Module, batches: list[list[Conversation]]
-) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step, by transformers and torch alone, without padding."""
-    optimizer = parity.adamw(model)
-    losses, norms = [], []
-    for batch in batches:
-        trained = sum(sum(mask[1:]) for _, mask in batch)
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens, mask in batch:
-            inputs = torch.tensor(tokens)
-            logits = model(inputs[None], use_cache=False).logits[0, :-1]
-            loss = cross_entropy(logits, inputs[1:], reduction="none")
-            loss = (loss * torch.tensor(mask[1:])).sum() / trained
-            loss.backward()
-            total += loss.item()
-        norms.append(parity.clipped(model))
-        optimizer.step()
-        losses.append(total)
-    return losses, norms

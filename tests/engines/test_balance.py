@@ -69,21 +69,17 @@ CASES = {
         hf("ddp", 8, recompute="full"),
         biased(Case("ddp", 4)),
         balanced(Case("ddp", 4, family=LLAMA4)),
+        balanced(Case("ddp", 4, family=QWEN2)),
+        biased(Case("ddp", 4), DEEPSEEK),
     ],
     2: [
         hf("fsdp", 1),
-        balanced(Case("deepspeed", 1, 2, family=QWEN2)),
         balanced(Case("deepspeed", 2, 1, recompute="full", family=QWEN3)),
-        biased(Case("deepspeed", 1, 2), DEEPSEEK),
-        hf("deepspeed", 1, 2, recompute="full"),
-        balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
-        biased(Case("fsdp", 2)),
         biased(Case("deepspeed", 2, 3, recompute="full")),
+        balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
         biased(megatron(expert=2)),
         balanced(megatron(context=2, expert=2, family=MIXTRAL)),
-        biased(megatron(context=2, recompute="full")),
     ],
-    4: [biased(megatron(expert=2, tensor=2))],
 }
 """What is logged is compared here, and the biases; all layouts are in test_pairs.py."""
 
@@ -201,9 +197,7 @@ def check(model_type: str, result: dict[str, Any]) -> None:
     assert all(max(map(abs, values)) > 0.03 for values in biases.values()), "they moved"
 
 
-@pytest.mark.parametrize(
-    "world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
-)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_layouts_equal_a_plain_loop(world: int) -> None:
     for case, (name, result) in zip(
         CASES[world], run(CASES[world], world).items(), strict=True
@@ -216,19 +210,15 @@ def test_layouts_equal_a_plain_loop(world: int) -> None:
 def test_biases_are_saved_and_exported(tmp_path: Path) -> None:
     """A load that left them out would go on with biases of 0; so would transformers."""
     folder = str(tmp_path)
+    exported = {"resume_in": folder, "export_to": f"{folder}/export"}
     cases = [
-        replace(biased(Case("fsdp", 4)), resume_in=folder),
-        replace(
-            biased(Case("deepspeed", 4, 3)), resume_in=folder, export_to=f"{folder}/export"
-        ),
-        replace(biased(megatron(pipeline=2)), resume_in=folder),
+        replace(biased(Case("deepspeed", 4, 3)), **exported),
         replace(biased(megatron(expert=2)), resume_in=folder, export_to=f"{folder}/second"),
     ]
     for name, result in run(cases, world=2).items():
         print(name)
         check("glm4_moe", result)
-        if result["exported"] is not None:
-            assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
+        assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
     for exported in tmp_path.glob("*/model.safetensors"):
         with safe_open(exported, "pt") as tensors:
             for name, values in reference("glm4_moe")["biases"].items():

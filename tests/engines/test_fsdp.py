@@ -3,17 +3,14 @@
 That it computes what the other engines compute is in test_parity.py.
 """
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
-from tests.engines.cases import assert_curves, run
 from tests.engines.fsdp_worker import look
-from tests.engines.parity_worker import CONFIG, Case, each_case, reference
+from tests.engines.parity_worker import CONFIG, Case, each_case
 from tests.forked import call_ranks
 from toolkit.engines.fsdp.config import render
 from toolkit.layout import Layout
@@ -120,8 +117,8 @@ def test_embedding_and_head_are_gathered_by_themselves() -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_shards_sum_their_gradients_once_a_step(tmp_path: Path) -> None:
-    """Every shard is saved once, and the losses are those of other layouts."""
+def test_copies_of_shards_sum_their_gradients_once_a_step() -> None:
+    """Every shard is saved once."""
     case = Case("fsdp", 1, stage=3, parallel={"replicate": 2})
     found = call_ranks(each_case, 4, look, [case])[0][case.name]
     micro_batches = MICRO_BATCHES // 2
@@ -134,7 +131,3 @@ def test_copies_of_shards_sum_their_gradients_once_a_step(tmp_path: Path) -> Non
     assert sum(found["saved"]) == found["whole"]
     pairs = found["saved"], found["held"]
     assert all(0 < saved < held for saved, held in zip(*pairs, strict=True))
-    cases = [replace(case, resume_in=str(tmp_path)), replace(case, stage=1)]
-    expected = reference()
-    for result in run(cases, world=4).values():
-        assert_curves(result, expected)

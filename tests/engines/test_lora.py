@@ -1,5 +1,5 @@
-"""Adapters on every engine against PEFT in a plain loop: loss, gradient norm, and every tensor
-of every adapter at the end."""
+"""Adapters against PEFT in a plain loop: loss, gradient norm, and every tensor of every adapter
+at the end, of runs that continue in another layout. Every layout is in test_pairs.py."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,11 +18,9 @@ from tests.engines.lora_worker import (
     exported_losses,
     look,
     reference,
-    unmarked,
 )
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import call_ranks
-from tests.models.configs import config_of
 from toolkit.adapters.huggingface import peft_config
 from toolkit.checkpoint import export_adapters
 from toolkit.checkpoint.export import export
@@ -33,14 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 """What PEFT reads."""
 
 ALL = adapter()
-ATTENTION = adapter(targets="attention", rslora=True)
 EXPERTS = adapter(targets=["attention", "experts"], rank=8)
-SOME = adapter(targets=["v_proj", "up_proj"])
-"""A part of each of megatron-core's fused layers."""
 TARGETS: dict[str, Any] = {
     "all-linear": "all-linear",
-    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    str(SOME["targets"]): SOME["targets"],
     str(EXPERTS["targets"]): ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 """What a recipe says, in PEFT's words."""
@@ -50,38 +43,26 @@ def adapted(case: Case, adapter: dict[str, Any] = ALL, **changes: Any) -> Case:
     return replace(case, adapter=adapter, **{"family": case.family or LAYERS, **changes})
 
 
-def deepspeed(stage: int, **more: Any) -> Case:
-    return Case("deepspeed", 2, stage=stage, **more)
-
-
-FEW = [
-    adapted(Case("ddp", 2)),
-    adapted(deepspeed(3)),
+CIRCLE = [
+    adapted(Case("deepspeed", 2, stage=3)),
     adapted(megatron(tensor=2, sequence=True)),
     adapted(megatron(pipeline=2)),
+    adapted(Case("fsdp", 2, stage=3)),
 ]
-PARTS = [
-    adapted(deepspeed(2), ATTENTION),
-    adapted(megatron(tensor=2, sequence=True), SOME),
-    adapted(megatron(expert=2, family=MIXTRAL), ATTENTION),
-    adapted(megatron(tensor=2, sequence=True, family=config_of("gpt2"))),
-]
+TO_THE_BIT = CIRCLE[:2]
 OF_EXPERTS = [
     adapted(case, EXPERTS, family=MIXTRAL)
     for case in (
-        Case("ddp", 2),
-        deepspeed(3, recompute="full"),
         Case("fsdp", 2, stage=3),
         replace(megatron(expert=2), kernels={"experts": "grouped"}),
         replace(megatron(tensor=2, sequence=True), kernels={"experts": "sequential"}),
-        replace(megatron(tensor=2, sequence=True), kernels={"experts": "grouped"}),
     )
 ]
 HALF_PRECISION = [
     adapted(megatron(tensor=2, sequence=True), precision="bf16"),
-    adapted(deepspeed(1), precision="bf16"),
-    adapted(megatron(pipeline=2), precision="fp16"),
-    adapted(megatron(expert=2, stage=1), EXPERTS, family=MIXTRAL, precision="bf16"),
+    adapted(Case("deepspeed", 2, stage=1), precision="bf16"),
+    adapted(Case("fsdp", 2, stage=3), precision="bf16"),
+    adapted(megatron(expert=2, stage=1), EXPERTS, family=MIXTRAL, precision="fp16"),
 ]
 
 
@@ -132,10 +113,12 @@ def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
         assert difference.mean() <= tolerance / 10 and difference.max() <= 20 * tolerance, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [FEW, PARTS, OF_EXPERTS], ids=["few", "parts", "experts"])
-def test_two_processes(cases: list[Case], tmp_path: Path) -> None:
-    check(cases, 2, tmp_path)
+def moved(cases: Sequence[Case], halves: Sequence[Path]) -> list[Case]:
+    """The cases, each of which continues the checkpoint of the one before."""
+    return [
+        replace(case, resume_in=str(half))
+        for case, half in zip(cases, [halves[-1], *halves[:-1]], strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -144,39 +127,23 @@ def test_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
-    """Sequence parallel without the mark of the whole factors: the first loss is right."""
-    case = adapted(megatron(tensor=2, sequence=True))
-    found = call_ranks(each_case, 2, partial(unmarked, str(tmp_path)), [case])[0][case.name]
-    wanted = expected(case)
-    assert found["loss"][0] == pytest.approx(wanted["loss"][0], rel=TOLERANCE)
-    assert found["grad_norm"][0] != pytest.approx(wanted["grad_norm"][0], rel=0.01)
-
-
-@pytest.mark.slow
-def test_continued_in_the_same_layout_to_the_bit(tmp_path: Path) -> None:
-    cases = [adapted(deepspeed(3)), FEW[2]]
-    first = check(cases, 2, tmp_path)
-    again = [replace(case, resume_in=str(first[case.name]["half"])) for case in cases]
-    for before, after in zip(cases, check(again, 2, tmp_path / "again").items(), strict=True):
-        unbroken, (_, resumed) = first[before.name], after
-        assert resumed["loss"] == unbroken["loss"][STEPS // 2 :]
-        assert resumed["grad_norm"] == unbroken["grad_norm"][STEPS // 2 :]
+def test_continued(tmp_path: Path) -> None:
+    """Each layout's checkpoint of half the run continues to the bit there, and in another one
+    to the same end; what is exported then, for PEFT and merged, has the engine's loss."""
+    first = check(CIRCLE, 2, tmp_path)
+    halves = [first[case.name]["half"] for case in CIRCLE]
+    pairs = zip(TO_THE_BIT, halves, strict=False)
+    again = [replace(case, resume_in=str(half)) for case, half in pairs]
+    found = check(again, 2, tmp_path / "again")
+    for before, after in zip(TO_THE_BIT, again, strict=True):
+        unbroken, resumed = first[before.name], found[after.name]
+        for quantity in ("loss", "grad_norm"):
+            assert resumed[quantity] == unbroken[quantity][STEPS // 2 :]
         for name, tensor in unbroken["tensors"].items():
             assert tensor.equal(resumed["tensors"][name]), name
-
-
-@pytest.mark.slow
-def test_continued_in_another_layout(tmp_path: Path) -> None:
-    """Each layout's checkpoint of half the run, continued in the next one to the same end; what
-    is exported then, for PEFT and merged, has the loss that the engine has."""
-    cases = [*FEW[1:], adapted(Case("fsdp", 2, stage=3))]
-    first = check(cases, 2, tmp_path)
-    halves = [str(first[case.name]["half"]) for case in cases]
-    others = [*cases[1:], cases[0]]
-    moved = [replace(a, resume_in=half) for a, half in zip(others, halves, strict=True)]
-    results = check(moved, 2, tmp_path / "moved")
-    for index, case in enumerate(moved):
+    others = moved(CIRCLE, halves)
+    results = check(others, 2, tmp_path / "moved")
+    for index, case in enumerate(others):
         result = results[case.name]
         assert len(result["loss"]) == STEPS // 2
         losses = exported_losses(case, result["end"], tmp_path / str(index))
@@ -187,17 +154,10 @@ def test_continued_in_another_layout(tmp_path: Path) -> None:
 def test_adapters_of_experts_in_another_layout(tmp_path: Path) -> None:
     """The same of experts, whose columns of B lie apart: on ranks that each have two experts, a
     half of each, and rows of all."""
-    fsdp, expert, _, tensor = OF_EXPERTS[2:]
-    cases = [fsdp, expert, tensor]
-    first = check(cases, 2, tmp_path)
-    others = [expert, tensor, fsdp]
-    moved = [
-        replace(other, resume_in=str(first[case.name]["half"]))
-        for case, other in zip(cases, others, strict=True)
-    ]
-    results = check(moved, 2, tmp_path / "moved")
-    result = results[moved[0].name]
-    losses = exported_losses(moved[0], result["end"], tmp_path / "exported")
+    first = check(OF_EXPERTS, 2, tmp_path)
+    others = moved(OF_EXPERTS, [first[case.name]["half"] for case in OF_EXPERTS])
+    result = check(others, 2, tmp_path / "moved")[others[1].name]
+    losses = exported_losses(others[1], result["end"], tmp_path / "exported")
     assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
     assert_lost_adapters_are_refused(result["end"], tmp_path)
 

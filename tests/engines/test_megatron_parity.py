@@ -102,18 +102,6 @@ TWO = [
     megatron(context=2, expert=2, family=GPT_OSS),
 ]
 """Families that can be cut wrongly; all layouts of others are in test_pairs.py."""
-FOUR = [
-    megatron(tensor=2, pipeline=2, family=PADDED),
-    megatron(tensor=4, family=OLMO2),
-    megatron(tensor=2, expert=2, family=GPT_OSS),
-    zero(2, **OLMO2),
-]
-SELDOM = [
-    megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
-    megatron(expert=2, pipeline=2, family=MIXTRAL),
-    zero(2, **QWEN3),
-]
-"""Left to `make soak`."""
 
 
 @cache
@@ -155,14 +143,6 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [FOUR, pytest.param(SELDOM, marks=pytest.mark.soak)], ids=["some", "seldom"]
-)
-def test_four_processes(cases: list[Case]) -> None:
-    check(cases, world=4)
-
-
-@pytest.mark.slow
 def test_many_buckets_on_their_way(tmp_path: Path) -> None:
     """The model is one bucket otherwise; they are reduced, and weights gathered, while others
     are computed with. A save and a new engine come between two steps."""
@@ -185,20 +165,19 @@ def test_many_buckets_on_their_way(tmp_path: Path) -> None:
 def test_pipeline_messages_on_their_way() -> None:
     cases = [
         megatron(1, pipeline=2, virtual_pipeline=2, stage=1, family=EIGHT),
-        megatron(1, pipeline=4, virtual_pipeline=2, family=EIGHT),
         megatron(1, pipeline=4, virtual_pipeline=2, overlap="none", family=EIGHT),
     ]
-    check(cases[:1], world=4)
-    check(cases[1:], world=4)  # megatron-core remembers which ranks shared an embedding
+    check(cases[:1], world=2)
+    check(cases[1:], world=4)
     messages = [rendered_config(case)["transformer"] for case in cases]
-    assert [one.get("overlap_p2p_comm") for one in messages] == [True, True, None]
-    assert [one["deallocate_pipeline_outputs"] for one in messages] == [False, False, True]
+    assert [one.get("overlap_p2p_comm") for one in messages] == [True, None]
+    assert [one["deallocate_pipeline_outputs"] for one in messages] == [False, True]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_zero_with_cpu_offload() -> None:
-    check([zero(3, "cpu")], world=4, tolerance=OFFLOAD_TOLERANCE)
+    check([zero(3, "cpu")], world=2, tolerance=OFFLOAD_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -209,9 +188,7 @@ def test_resumed_and_exported(tmp_path: Path) -> None:
         replace(case, resume_in=str(tmp_path), export_to=str(tmp_path / f"export-{index}"))
         for index, case in enumerate(
             [
-                megatron(tensor=2),
                 megatron(pipeline=2, virtual_pipeline=2),
-                megatron(stage=1),
                 megatron(expert=2, family=MIXTRAL),
                 zero(1),
             ]
@@ -225,39 +202,20 @@ def test_resumed_and_exported(tmp_path: Path) -> None:
 def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
     """The fp32 weights are saved; the 16-bit ones of the model follow from them."""
     unbroken = [
-        *(Case("deepspeed", 2, stage=stage) for stage in (0, 1, 2, 3)),
+        *(Case("deepspeed", 2, stage=stage) for stage in (1, 3)),
         Case("ddp", 2),
-        megatron(stage=0, family={}),
         megatron(stage=1, family={}),
         megatron(tensor=2, family={}),
-        zero(1),
     ]
-    unbroken = [replace(case, steps=6, precision="bf16") for case in unbroken]
+    unbroken = [replace(case, steps=4, precision="bf16") for case in unbroken]
     check_resumed(unbroken, 2, tmp_path)
-
-
-@pytest.mark.soak
-def test_resumed_on_four_ranks_to_the_bit(tmp_path: Path) -> None:
-    """Sums of four terms depend on their order. In hidden size 6, a rank holds padding only."""
-    thin = {"hidden_size": 6, "num_attention_heads": 1, "num_key_value_heads": 1}
-    unbroken = [
-        replace(case, steps=6, micro_batch=2)
-        for case in (
-            Case("ddp", 2, wide=True),
-            *(Case("deepspeed", 2, stage=stage, wide=True) for stage in (0, 1, 2, 3)),
-            Case("deepspeed", 2, stage=1, family=thin | {"num_hidden_layers": 1}),
-            Case("megatron", 2, stage=0, wide=True),
-            Case("megatron", 2, stage=1, wide=True),
-        )
-    ]
-    check_resumed(unbroken, 4, tmp_path)
 
 
 @pytest.mark.slow
 def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
     """A resumed run draws what the unbroken one draws: random streams follow from the step."""
     family = {"attention_dropout": 0.3}
-    layouts = ({"tensor": 2}, {"tensor": 2, "sequence": False}, {"pipeline": 2})
+    layouts = ({"tensor": 2, "sequence": False}, {"pipeline": 2})
     unbroken = [megatron(family=family, **layout) for layout in layouts]
     resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
     results = run([*unbroken, *resumed], world=2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.engines.muon_worker import orthogonalized
-from tests.engines.owner_cases import LAYOUTS, check_reshaped
+from tests.engines.owner_cases import check_reshaped
 from tests.forked import run_ranks
 from toolkit.checkpoint.verify import coverage_problems
 from toolkit.engines.muon import Muon, newton_schulz
@@ -42,8 +42,7 @@ def test_rectangles() -> None:
 
 @pytest.mark.slow
 def test_reshape(tmp_path: Path) -> None:
-    cases = {name: case for name, case in LAYOUTS.items() if name != "distributed"}
-    state = check_reshaped(tmp_path, OPTIMIZER, cases)
+    state = check_reshaped(tmp_path, OPTIMIZER)
     assert state.quantities("model.layers.1.mlp.up_proj.weight") == ["weight", "exp_avg"]
     assert [*coverage_problems(state, optimizer="muon")] == []
     assert "exp_avg_sq of model.layers." in next(coverage_problems(state))

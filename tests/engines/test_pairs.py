@@ -11,29 +11,34 @@ import pytest
 
 from tests.engines.pairs import (
     LAYOUTS,
+    SIX_LAYERS,
     VALUES,
     Case,
     compared,
     covering,
+    covering_array,
     in_16_bits,
     records,
     whole_product,
 )
 from tests.forked import call_ranks
 
-TWO = [name for name, (world, _) in LAYOUTS.items() if world == 2]
-SHARED = {
-    "zero": ["zero2", "zero0", "zero1"],
-    "fsdp": ["fsdp2", "fsdp1"],
-    "megatron tp2": ["megatron-tp2", "megatron-tp2-sp"],
-    "megatron cp2": ["megatron-cp2", "megatron-cp2-ep2"],
-    "cp2": ["ddp-cp2", "zero2-cp2", "zero3-cp2", "fsdp3-cp2"],
+TWO = {
+    "ddp": ["ddp", "ddp-cp2"],
+    "zero": ["zero3", "zero2", "zero3-cp2", "zero1", "zero0", "zero2-cp2"],
+    "fsdp": ["fsdp3", "fsdp2", "fsdp3-cp2", "fsdp1"],
+    "megatron": [
+        "megatron-tp2",
+        "megatron-tp2-sp",
+        "megatron-pp2",
+        "megatron-pp2-vpp2",
+        "megatron-dp2-distopt",
+        "megatron-cp2",
+        "megatron-dp2",
+    ],
+    "experts": ["megatron-ep2", "megatron-cp2-ep2", "megatron-ep2-distopt"],
 }
-"""Layouts that share the features."""
-SOAK = ("zero2-offload", "fsdp3-offload")
-"""Only among all layouts of `make soak`: they differ from others in where the optimizer is."""
-QUICK = ("zero3", "fsdp3", "megatron-pp2", "megatron-ep2")
-"""In `make test`."""
+"""Layouts of two processes that share the features, each of which one of them meets."""
 FOUR = {
     "in DeepSpeed": [
         *(f"megatron-tp2-zero{stage}" for stage in (0, 1, 2, 3)),
@@ -49,7 +54,7 @@ FOUR = {
     "of experts": ["megatron-tp2-ep2", "megatron-dp4-ep2-distopt"],
     "of transformers": ["fsdp3-replicated"],
 }
-"""Layouts of four processes that share the features: theirs by twos are among `TWO`."""
+"""Layouts that need four; theirs by twos are among `TWO`, so each has one case."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
@@ -72,35 +77,39 @@ def check(cases: Sequence[Case]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(one, marks=pytest.mark.quick) if one in QUICK else one
-        for one in [*TWO, *SHARED]
-        if not any(one in shared for shared in [*SHARED.values(), SOAK])
-    ],
-)
-def test_two_processes(layout: str, request: pytest.FixtureRequest) -> None:
-    if "offload" in layout:
-        request.getfixturevalue("cpu_adam")
-    check([*covering(SHARED.get(layout, [layout]))])
+@pytest.mark.quick
+@pytest.mark.parametrize("layouts", TWO.values(), ids=TWO)
+def test_two_processes(layouts: list[str]) -> None:
+    check(covering_array(layouts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", TWO.values(), ids=TWO)
+def test_other_pairs(layouts: list[str]) -> None:
+    """The features meet the layouts from the last to the first."""
+    check(covering_array(layouts[::-1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", FOUR.values(), ids=FOUR)
 def test_four_processes(layouts: list[str]) -> None:
-    check([*covering(layouts)])
+    check(covering_array(layouts, len(layouts)))
 
 
 def test_every_feature_is_legal_somewhere() -> None:
-    """Or no layout would have met it."""
-    met = {
-        value
-        for layout in (*QUICK, "ddp-cp2", "megatron-pp2-vpp2")
-        for case in covering([layout])
-        for value in case.values
-    }
-    assert met - {("model", "six layers")} == set(VALUES)
+    """Or no layout would have met it, and no layout is forgotten."""
+    cases = [case for layouts in TWO.values() for case in covering_array(layouts)]
+    assert {value for case in cases for value in case.values} == {*VALUES, SIX_LAYERS}
+    tried = {case.layout for case in cases} | {one for some in FOUR.values() for one in some}
+    assert {name for name in LAYOUTS if "offload" not in name} == tried
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_feature(layout: str, request: pytest.FixtureRequest) -> None:
+    if "offload" in layout:
+        request.getfixturevalue("cpu_adam")
+    check([*covering([layout])])
 
 
 @pytest.mark.soak
@@ -110,6 +119,6 @@ def test_the_whole_product(layout: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", TWO)
-def test_16_bits(layout: str) -> None:
-    check([*in_16_bits(layout)])
+@pytest.mark.parametrize("layouts", TWO.values(), ids=TWO)
+def test_16_bits(layouts: list[str]) -> None:
+    check([case for layout in layouts for case in in_16_bits(layout)])

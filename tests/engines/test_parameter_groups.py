@@ -1,5 +1,5 @@
-"""`optimizer.groups`: on every engine the run of plain transformers and torch's AdamW with
-groups that are written by hand.
+"""`optimizer.groups`: the run of plain transformers and torch's AdamW with groups that are
+written by hand. Every layout has groups in test_pairs.py.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.reshaping import around, write_all
-from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import LAYERS, TOLERANCE, assert_curves, megatron, run
 from tests.engines.lora_worker import adapter, look
 from tests.engines.lora_worker import reference as lora_reference
@@ -81,34 +79,12 @@ def test_by_hand_differs() -> None:
         assert max(abs(a / b - 1) for pair in pairs for a, b in pair) > 20 * TOLERANCE
 
 
-RESUMED = [
-    grouped(Case("fsdp", 2, stage=3)),
-    grouped(Case("deepspeed", 2, stage=1)),
-    grouped(megatron(tensor=2)),
-    grouped(megatron(pipeline=2, stage=1)),
-]
-
-
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    """The same curves; and to the bit after a checkpoint half-way."""
-    broken = [replace(case, resume_in=str(tmp_path)) for case in RESUMED]
-    results = run([*RESUMED, *broken], 2)
+def test_engines() -> None:
+    cases = [grouped(Case("fsdp", 2, stage=3)), grouped(megatron(pipeline=2, stage=1))]
     expected = _reference(tuple(LAYERS.items()))
-    for one, other in zip(RESUMED, broken, strict=True):
-        assert_curves(results[one.name], expected, name=one.name)
-        for quantity in ("loss", "grad_norm"):
-            assert results[one.name][quantity] == results[other.name][quantity], one.name
-
-
-@pytest.mark.slow
-def test_reshape(tmp_path: Path) -> None:
-    layouts = {
-        "pp2": (2, grouped(megatron(pipeline=2))),
-        "zero3": (2, grouped(Case("deepspeed", 2, stage=3))),
-        "tp2": (2, grouped(megatron(tensor=2))),
-    }
-    check_reshape(tmp_path, write_all(tmp_path, layouts), layouts, around(layouts))
+    for name, result in run(cases, 2).items():
+        assert_curves(result, expected, name=name)
 
 
 @pytest.mark.slow

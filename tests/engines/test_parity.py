@@ -54,21 +54,6 @@ def test_two_processes_with_cpu_offload(tmp_path: Path) -> None:
         assert_curves(result, _reference(), tolerance=OFFLOAD_TOLERANCE)
 
 
-@pytest.mark.slow
-def test_resumed_runs(tmp_path: Path) -> None:
-    """A load that did nothing would go on from weights of another seed."""
-    spread = {"context": 2}
-    ddp = Case("ddp", 4, resume_in=str(tmp_path))
-    zero3 = Case("deepspeed", 4, stage=3, parallel=spread)
-    fsdp3 = Case("fsdp", 4, stage=3, parallel=spread, resume_in=str(tmp_path))
-    cases = [replace(ddp, resume_as=zero3), replace(fsdp3, resume_as=ddp)] + [
-        Case("deepspeed", 4, stage=stage, resume_in=str(tmp_path)) for stage in range(4)
-    ]
-    for name, result in run(cases, world=2).items():
-        print(name)
-        assert_curves(result, _reference())
-
-
 @pytest.mark.soak
 @pytest.mark.usefixtures("async_io")
 def test_two_processes_with_nvme_offload(tmp_path: Path) -> None:

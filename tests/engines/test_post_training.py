@@ -22,10 +22,8 @@ from tests.engines.post_training_worker import (
     initial_model,
     log_probs_of,
     pairs,
-    plain_sft,
     references,
     train_all,
-    unpacked,
 )
 from tests.forked import call_ranks
 
@@ -40,13 +38,9 @@ OTHER_SEED = 99
 BETA = 0.3
 
 SFT = Objective("sft")
-PACKED = Objective("sft", packed=True)
-CONVERSATIONS = {"sft": conversations, "packed": unpacked}
-"""What TRL and the plain loop are given: each conversation has a row of its own."""
-LOSSES = {
+DPO = {
     loss: Objective("dpo", {"loss": loss, "beta": BETA}) for loss in ("sigmoid", "ipo", "hinge")
 }
-SIGMOID = LOSSES["sigmoid"]
 
 CASES = [
     Case("ddp", 1, family=LAYERS),
@@ -66,38 +60,35 @@ def reference_log_probs() -> list[list[float]]:
 
 @cache
 def by_trl(objective: str) -> dict[str, list[float]]:
-    """What TRL logs: `sft` or `packed`, or dpo with a loss of this name."""
+    """What TRL logs: of sft, or of dpo with a loss of this name."""
     with TemporaryDirectory() as folder:
         model = initial_model(**LAYERS)
-        if objective in CONVERSATIONS:
-            return by_sft_trainer(Path(folder), model, CONVERSATIONS[objective]())
+        if objective == "sft":
+            return by_sft_trainer(Path(folder), model, conversations())
         reference = initial_model(OTHER_SEED, **LAYERS)
         return by_dpo_trainer(Path(folder), model, reference, loss=objective, beta=BETA)
 
 
 @cache
 def trained() -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Every case with sft, packed or not, and with dpo; the first with every loss of dpo."""
-    jobs = [(case, objective) for case in CASES for objective in (SFT, PACKED, SIGMOID)]
-    jobs += [(CASES[0], LOSSES[loss]) for loss in ("ipo", "hinge")]
+    """Every case with sft and dpo; the first with every loss of dpo."""
+    jobs = [(case, objective) for case in CASES for objective in (SFT, DPO["sigmoid"])]
+    jobs += [(CASES[0], DPO[loss]) for loss in ("ipo", "hinge")]
     found, *others = call_ranks(train_all, 2, jobs, reference_log_probs())
     assert all(other == found for other in others), "every rank logs the same"
-    names = [
-        (case.name, "packed" if o.packed else o.settings.get("loss", o.name))
-        for case, o in jobs
-    ]
+    names = [(case.name, o.settings.get("loss", o.name)) for case, o in jobs]
     return dict(zip(names, found, strict=True))
 
 
 def check(found: dict[str, list[float]], objective: str) -> None:
     expected = by_trl(objective)
-    metrics = () if objective in CONVERSATIONS else REWARDS
+    metrics = () if objective == "sft" else REWARDS
     for name in ("loss", "grad_norm", *metrics):
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("objective", ["sft", "packed", "sigmoid"])
+@pytest.mark.parametrize("objective", ["sft", "sigmoid"])
 def test_steps_equal_trl(case: Case, objective: str) -> None:
     check(trained()[case.name, objective], objective)
 
@@ -105,14 +96,6 @@ def test_steps_equal_trl(case: Case, objective: str) -> None:
 @pytest.mark.parametrize("loss", ["ipo", "hinge"])
 def test_losses_of_dpo_equal_trl(loss: str) -> None:
     check(trained()[CASES[0].name, loss], loss)
-
-
-@pytest.mark.parametrize("objective", CONVERSATIONS)
-def test_sft_equals_a_plain_loop(objective: str) -> None:
-    losses, norms = plain_sft(initial_model(**LAYERS), CONVERSATIONS[objective]())
-    found = trained()[CASES[0].name, objective]
-    assert found["loss"] == pytest.approx(losses, rel=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(norms, rel=TOLERANCE)
 
 
 def test_log_probs_of_rows_are_those_of_single_sequences() -> None:

@@ -26,27 +26,29 @@ WHY = {
     NO_TOKENS: "no token of the batch is trained",
     HIGH_LOSS: "the loss is above 0.5",
 }
-TWO = [
+CASES = [
     Case("ddp", 2),
-    *(Case("deepspeed", 2, stage=stage) for stage in range(4)),
-    *(Case("deepspeed", 2, stage=stage, precision="bf16") for stage in (0, 1, 2, 3)),
-    megatron(tensor=2),
-    megatron(pipeline=2),
-    megatron(stage=1),
-    Case("fsdp", 2, stage=3),
     Case("ddp", 2, precision="fp16"),
     Case("fsdp", 2, stage=3, offload="cpu", precision="fp16"),
+    Case("deepspeed", 2, stage=0, precision="bf16"),
+    Case("deepspeed", 2, stage=1),
+    Case("deepspeed", 2, stage=2, precision="bf16"),
+    Case("deepspeed", 2, stage=3),
+    zero(2),
+    megatron(pipeline=2),
+    megatron(stage=1),
     replace(megatron(tensor=2), precision="fp16"),
 ]
+"""One of each way to find it out: torch's, DeepSpeed's by stage and model, megatron-core's."""
 
 
-def check(cases: list[Case], world: int) -> None:
-    results = call_ranks(each_case, world, compare, cases)[0]
+def check(cases: list[Case]) -> None:
+    results = call_ranks(each_case, 2, compare, cases)[0]
     for case in cases:
         print(case.name)
         result = results[case.name]
         steps = spoiled_steps(case)
-        assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * world
+        assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * 2
         assert len(result["dropped"]) == STEPS - len(steps)
         assert result["spoiled"] == result["dropped"]
         assert result["scalers"][0] == result["scalers"][1]
@@ -54,15 +56,10 @@ def check(cases: list[Case], world: int) -> None:
 
 @pytest.mark.slow
 def test_two_processes() -> None:
-    check(TWO, 2)
+    check(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_cpu_offload() -> None:
-    check([Case("deepspeed", 2, stage=stage, offload="cpu") for stage in (2, 3)], 2)
-
-
-@pytest.mark.slow
-def test_deepspeed_with_a_megatron_model() -> None:
-    check([zero(0), zero(2)], 4)
+    check([Case("deepspeed", 2, stage=3, offload="cpu")])

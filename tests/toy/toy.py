@@ -1,6 +1,6 @@
 """A complete engine of another package: what everyone who does not train with it asks.
 
-`test_toy_engine.py` puts this file and `toy_engine.py` where that package would be installed.
+`conftest.py` puts this file and `toy_engine.py` where that package would be installed.
 """
 
 from typing import Any

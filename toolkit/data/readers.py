@@ -14,7 +14,7 @@ import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BufferedReader, RawIOBase
+from io import BufferedReader
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -27,7 +27,7 @@ from toolkit.data.columns import (
     check_column,
 )
 from toolkit.data.remote import DataFile
-from toolkit.errors import BackendUnavailable, DataError
+from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, RowsSource
 from toolkit.text.units import MIB
 
@@ -45,18 +45,31 @@ _TOO_DEEP = Broken("it is nested too deeply")
 _SPACE = re.compile(r"\s*")
 _SCANNED = json.JSONDecoder().raw_decode
 
-_OPENERS: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
-}  # fmt: skip
-_COMPRESSED = (*_OPENERS, ".zst")
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""Exceptions of reading files, also compressed ones."""
+
+
+def _plain(stream: Any, _mode: str) -> BufferedReader:
+    return BufferedReader(stream)
+
+
+def _zstandard(stream: Any, _mode: str) -> BufferedReader:
+    from pyarrow import CompressedInputStream
+
+    return BufferedReader(CompressedInputStream(stream, "zstd"))
+
+
+_OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard,
+}  # fmt: skip
+"""By the ending of a compression."""
 
 
 def ending_of(file: DataFile) -> str:
     """The ending by which a file is read, without that of a compression; empty if none is
     known."""
     path = PurePosixPath(str(file))
-    plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    plain = path.with_suffix("") if path.suffix in _OPENERS else path
     return plain.suffix if plain.suffix in ENDINGS else ""
 
 
@@ -81,8 +94,7 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
     read; and whether no row has others. Of JSON, the first rows are read."""
     columns: dict[str, str] = {}
     # What builds the data says what is wrong with a file.
-    unreadable = (*undecodable(), ValueError, ImportError, BackendUnavailable, DataError)
-    with suppress(*unreadable):
+    with suppress(*_UNREADABLE, ValueError, ImportError, DataError):
         match ending_of(file):
             case ".parquet" | ".arrow":
                 with _opened_table(file) as (schema, _):
@@ -105,69 +117,11 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
 
 @contextmanager
 def opened(file: DataFile) -> Iterator[Any]:
-    """The bytes of a file, not compressed. Raises BackendUnavailable where a package is
-    missing."""
-    opener = _opener(file)
+    """The bytes of a file, not compressed."""
+    opener: Callable[..., Any] = _OPENERS.get(PurePosixPath(str(file)).suffix, _plain)
     raw: Any
     with file.open("rb") as raw, opener(raw, "rb") as stream:
         yield stream
-
-
-def _opener(file: DataFile) -> Callable[..., Any]:
-    ending = PurePosixPath(str(file)).suffix
-    if ending != ".zst":
-        return _OPENERS.get(ending, lambda stream, _: BufferedReader(stream))
-    try:
-        import zstandard
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"{file} needs the package `zstandard`", fix="pip install zstandard"
-        ) from error
-    decompressor = zstandard.ZstdDecompressor()
-    return lambda stream, _: BufferedReader(_Zstandard(stream, decompressor))
-
-
-class _Zstandard(RawIOBase):
-    """The content of all frames. Unlike `zstandard.open`, it raises EOFError where a file ends
-    inside a frame."""
-
-    _INPUT_BYTES = 2**8
-    """Decompressed at once: a byte may stand for 32 KiB."""
-
-    def __init__(self, stream: Any, decompressor: Any) -> None:
-        self._stream, self._decompressor = stream, decompressor
-        self._frame: Any = None
-        self._input, self._output = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        """As every stream that is read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """See `io.RawIOBase`."""
-        while not self._output:
-            self._input = self._input or self._stream.read(self._INPUT_BYTES)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a zstandard frame")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            output, self._input = self._frame.decompress(self._input), b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-            self._output = memoryview(output)
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
-        return count
-
-
-def undecodable() -> tuple[type[Exception], ...]:
-    """Exceptions of reading files, also compressed ones."""
-    try:
-        from zstandard import ZstdError
-    except ImportError:
-        return _UNREADABLE
-    return (*_UNREADABLE, ZstdError)
 
 
 # Lines
@@ -184,7 +138,7 @@ def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, b
                 raise _too_long(f"{file}:{number}", limit_mib)
             line = line.removesuffix(b"\n")
             yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
-    except undecodable() as error:
+    except _UNREADABLE as error:
         after = f" after line {number:,}" if number else ""
         raise DataError(f"cannot read {file}{after}: {error}", fix=_WHOLE) from error
 
@@ -223,7 +177,7 @@ def _rows_of_json(file: DataFile, limit_mib: int) -> Iterator[tuple[str, object]
 def _begin(file: DataFile, stream: Any) -> bytes:
     try:
         return bytes(stream.peek(1))
-    except undecodable() as error:
+    except _UNREADABLE as error:
         raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
 
 
@@ -266,7 +220,7 @@ def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple
                 text += decode(block)
             except UnicodeDecodeError as wrong:
                 raise DataError(f"{place}: {_not_utf8(wrong)}", fix=_WHOLE) from wrong
-            except undecodable() as wrong:
+            except _UNREADABLE as wrong:
                 raise DataError(f"cannot read {file}: {wrong}", fix=_WHOLE) from wrong
             if not block:
                 said = f"{place}: it is not JSON ({error.msg})"
