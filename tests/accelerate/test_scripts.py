@@ -89,10 +89,12 @@ def test_the_worker_under_accelerate_launch(
 OFFLOAD = {"parallel.zero.offload_optimizer": "cpu"}
 
 
+WITH_CPU_ADAM = pytest.mark.usefixtures("cpu_adam"), pytest.mark.soak
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize(
-    ("more", "near"), [({}, SAME), pytest.param(OFFLOAD, 1e-4, marks=pytest.mark.soak)]
+    ("more", "near"), [({}, SAME), pytest.param(OFFLOAD, 1e-4, marks=WITH_CPU_ADAM)]
 )
 def test_a_loop_of_ones_own_under_accelerate_launch(
     more: dict[str, object], near: float, finetune: Project, worker_losses: list[float]
