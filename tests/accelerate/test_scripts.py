@@ -89,16 +89,19 @@ def test_the_worker_under_accelerate_launch(
 OFFLOAD = {"parallel.zero.offload_optimizer": "cpu"}
 
 
-WITH_CPU_ADAM = pytest.mark.usefixtures("cpu_adam"), pytest.mark.soak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "near"), [({}, SAME), pytest.param(OFFLOAD, 1e-4, marks=WITH_CPU_ADAM)]
+    ("more", "near"), [({}, SAME), pytest.param(OFFLOAD, 1e-4, marks=pytest.mark.soak)]
 )
 def test_a_loop_of_ones_own_under_accelerate_launch(
-    more: dict[str, object], near: float, finetune: Project, worker_losses: list[float]
+    more: dict[str, object],
+    near: float,
+    finetune: Project,
+    worker_losses: list[float],
+    request: pytest.FixtureRequest,
 ) -> None:
+    if more:
+        request.getfixturevalue("cpu_adam")
     zero2 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 2}
     printed = launched(finetune, EXAMPLES / "accelerate_loop.py", {**zero2, **more})
     found = [float(loss) for loss in re.findall(r"^step .*loss (\S+)$", printed, re.M)]

@@ -7,6 +7,7 @@ data. It has no transformer, takes microseconds per step, and implements the who
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,18 @@ from torch import Tensor
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, whole_block
 from toolkit.engines import totals
-from toolkit.engines.base import Counters, Engine, EvalResult, StepResult, refusal
+from toolkit.engines.base import Counters, StepResult, refusal
 from toolkit.models.log_probs import label_log_probs
 from toolkit.objectives.base import Objective
 from toolkit.objectives.pretrain import Pretrain
 
 
-class FakeEngine(Engine):
+class FakeEngine(totals.LogProbEngine):
     """A unigram model of `vocab_size` tokens, trained by plain gradient descent."""
 
     def __init__(self, vocab_size: int, objective: Objective | None = None) -> None:
         self.objective = objective or Pretrain()
+        self.device = torch.device("cpu")
         self.logits = torch.zeros(vocab_size)
         self.unused = torch.zeros(2, vocab_size)
         self.steps = 0
@@ -55,18 +57,11 @@ class FakeEngine(Engine):
             self.steps += 1
         return StepResult(mean_loss, norm, skipped, totals.named(self.objective, metrics))
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        return totals.evaluate(
-            self.objective,
-            micro_batches,
-            lambda batch: _log_probs(self.logits, batch),
-            self.logits.device,
-        )
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        return _log_probs(self.logits, batch)
 
-    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return totals.sequence_log_probs(
-            micro_batches, lambda batch: _log_probs(self.logits, batch), self.logits.device
-        )
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "logits", self.logits

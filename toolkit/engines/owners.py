@@ -238,7 +238,7 @@ class _Piece:
 
     def of(self, parameter: Tensor) -> Tensor:
         """Its elements of the parameter, or of a tensor with the same layout, as stored."""
-        return stored_values(self.block, self.offset, _local(parameter).view(-1))
+        return stored_values(self.block, self.offset, local(parameter).view(-1))
 
 
 class OwnerOptimizer(torch.optim.AdamW):
@@ -278,7 +278,7 @@ class OwnerOptimizer(torch.optim.AdamW):
         """Decay the weights and subtract the update."""
         rate, unit = group["lr"], self.units[parameter]
         assert parameter.grad is not None, "computed"
-        _local(parameter).mul_(1 - rate * group["weight_decay"])
+        local(parameter).mul_(1 - rate * group["weight_decay"])
         for held in unit.held[parameter]:
             shape = unit.exchange.shapes[held.block.tensor]
             adjusted = rate * unit.exchange.rule.rate(shape)
@@ -330,8 +330,8 @@ class Unit:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient, state = parameter.grad, optimizer.state[parameter]
-            moments = {name: _local(state[name]) for name in self.exchange.whole.moments}
-            self.exchange.rule.accumulate(_local(gradient), moments)
+            moments = {name: local(state[name]) for name in self.exchange.whole.moments}
+            self.exchange.rule.accumulate(local(gradient), moments)
             step = step or int(state["step"]) + 1
             for one in self.held[parameter]:
                 rectangles[one.block.stored] = one.of(gradient)
@@ -385,7 +385,7 @@ def _held_in(
     """The rectangles of the rule's tensors in this rank's memory of each parameter."""
     found: dict[Tensor, list[_Piece]] = {parameter: [] for parameter in parameters}
     starts = sorted(
-        ((_local(parameter).data_ptr(), parameter) for parameter in parameters),
+        ((local(parameter).data_ptr(), parameter) for parameter in parameters),
         key=lambda one: one[0],
     )
     for shard in state:
@@ -394,14 +394,14 @@ def _held_in(
         address = shard.get("weight").data_ptr()
         start, parameter = starts[bisect(starts, address, key=lambda one: one[0]) - 1]
         first = (address - start) // torch.float32.itemsize
-        if not 0 <= first < _local(parameter).numel():
+        if not 0 <= first < local(parameter).numel():
             continue  # does not train
         for block, offset in with_offsets(shard.blocks):
             found[parameter].append(_Piece(block, first + offset))
     return found
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's memory of a tensor, without history."""
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: the memory itself, without history."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

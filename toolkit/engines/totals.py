@@ -1,14 +1,15 @@
 """Loss and metrics of an objective, summed over micro batches and ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.batch import MicroBatch, row_log_probs
-from toolkit.engines.base import EvalResult
+from toolkit.engines.base import Engine, EvalResult
 from toolkit.engines.distributed import to_device
 from toolkit.objectives.base import Objective
 
@@ -40,30 +41,37 @@ def eval_result(objective: Objective, totals: Sequence[float]) -> EvalResult:
     return EvalResult(loss, int(tokens), named(objective, metrics))
 
 
-def sequence_log_probs(
-    micro_batches: Sequence[MicroBatch],
-    log_probs: Callable[[MicroBatch], Tensor],
-    device: torch.device,
-) -> Tensor:
-    batches = (to_device(batch, device) for batch in micro_batches)
-    return torch.cat([row_log_probs(log_probs(b)) for b in batches]).cpu()
+class LogProbEngine(Engine):
+    """Evaluation by an engine that computes one micro batch after the other."""
 
+    objective: Objective
+    device: torch.device
+    data_group: dist.ProcessGroup | None = None
+    """The ranks over whose batches losses are summed; None: all."""
+    repeats = 1
+    """How many of these ranks have the same batches."""
 
-def evaluate(
-    objective: Objective,
-    micro_batches: Sequence[MicroBatch],
-    log_probs: Callable[[MicroBatch], Tensor],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    repeats: int = 1,
-) -> EvalResult:
-    """Loss over the batches of all of `group`'s ranks (None: of all ranks), so many of which
-    have the same ones."""
-    totals = torch.zeros(3 + len(objective.metrics), dtype=torch.float64, device=device)
-    for micro_batch in micro_batches:
-        batch = to_device(micro_batch, device)
-        _, parts = terms(objective, log_probs(batch), batch)
-        totals += counted(objective, parts, batch)
-    if dist.is_initialized():
-        dist.all_reduce(totals, group=group)
-    return eval_result(objective, (totals / repeats).tolist())
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
+        raise NotImplementedError
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context of forward passes without a backward pass."""
+        raise NotImplementedError
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        size = 3 + len(self.objective.metrics)
+        totals = torch.zeros(size, dtype=torch.float64, device=self.device)
+        with self.evaluating():
+            for micro_batch in micro_batches:
+                batch = to_device(micro_batch, self.device)
+                _, parts = terms(self.objective, self.log_probs(batch), batch)
+                totals += counted(self.objective, parts, batch)
+        if dist.is_initialized():
+            dist.all_reduce(totals, group=self.data_group)
+        return eval_result(self.objective, (totals / self.repeats).tolist())
+
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        with self.evaluating():
+            batches = (to_device(batch, self.device) for batch in micro_batches)
+            return torch.cat([row_log_probs(self.log_probs(b)) for b in batches]).cpu()

@@ -17,8 +17,6 @@ from toolkit.engines import totals
 from toolkit.engines.base import (
     NON_FINITE_GRADIENTS,
     Counters,
-    Engine,
-    EvalResult,
     StepResult,
     refusal,
 )
@@ -45,16 +43,15 @@ from toolkit.engines.owners import (
 )
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
-from toolkit.objectives.base import Objective
 from toolkit.objectives.pretrain import Pretrain
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(totals.LogProbEngine):
     """A model whose states DeepSpeed shards over the data-parallel ranks."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
-        self.objective: Objective = setup.objective
+        self.objective, self.repeats = setup.objective, setup.layout.cp
         self.device = setup.ranks.device
         self.copies = setup.layout.dp * setup.layout.cp
         self.copy = setup.ranks.rank // setup.layout.tp
@@ -72,6 +69,7 @@ class DeepSpeedEngine(Engine):
         )
         self.context = setup.context_group()
         self.model = build_model(setup, self.context)
+        self.data_group = self.model.data_group
         module = self.model.module
         self.veto = Veto(module)
         groups = adam.parameter_groups(
@@ -150,7 +148,7 @@ class DeepSpeedEngine(Engine):
             sums += parts / count / self.setup.layout.cp
             if last:
                 mine = sums.clone()
-                joint_sums = RunningSum(sums, self.model.data_group)
+                joint_sums = RunningSum(sums, self.data_group)
                 balance.sum_up()
                 self.veto.judge(mine, joint_sums.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over its data-parallel ranks; the loss is a sum.
@@ -192,26 +190,9 @@ class DeepSpeedEngine(Engine):
         return float(self.optimizer.loss_scale_config.cur_scale)
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
-        """See `hf.log_probs`."""
         return self.model.log_probs(self.engine, batch, self.context)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        with self.evaluating():
-            return totals.evaluate(
-                self.objective,
-                micro_batches,
-                self.log_probs,
-                self.device,
-                self.model.data_group,
-                self.setup.layout.cp,
-            )
-
-    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        with self.evaluating():
-            return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
-
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context of forward passes without a backward pass."""
         return hf.evaluating(self.engine)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:

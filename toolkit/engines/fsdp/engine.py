@@ -26,7 +26,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
@@ -37,19 +36,17 @@ from toolkit.engines.balance import Balance
 from toolkit.engines.base import (
     NON_FINITE_GRADIENTS,
     Counters,
-    Engine,
-    EvalResult,
     StepResult,
     refusal,
 )
 from toolkit.engines.distributed import RunningSum, joint_norm, to_device
 from toolkit.engines.fsdp import config as fsdp_config
-from toolkit.engines.owners import bind, new_optimizer, owned_by, owner_shards
+from toolkit.engines.owners import bind, local, new_optimizer, owned_by, owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
 
-class FsdpEngine(Engine):
+class FsdpEngine(totals.LogProbEngine):
     """Rows of a transformers model on every rank."""
 
     optimizer: torch.optim.AdamW
@@ -58,6 +55,7 @@ class FsdpEngine(Engine):
         self.setup = setup
         self.device = setup.ranks.device
         self.world = setup.ranks.world
+        self.objective, self.repeats = setup.objective, setup.layout.cp
         self.context = setup.context_group()
         self.scaler = loss_scaler(setup)
         config = setup.engine_config
@@ -199,7 +197,7 @@ class FsdpEngine(Engine):
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
-        objective = self.setup.objective
+        objective = self.objective
         sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=self.device)
         self.balance.begin_step(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
@@ -264,26 +262,10 @@ class FsdpEngine(Engine):
         return square.div_(self.copies).sqrt()
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
-        """See `hf.log_probs`."""
         return hf.log_probs(self.model, batch, self.context)
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        with self.evaluating():
-            return totals.evaluate(
-                self.setup.objective,
-                micro_batches,
-                self.log_probs,
-                self.device,
-                repeats=self.setup.layout.cp,
-            )
-
-    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        with self.evaluating():
-            return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context of forward passes without a backward pass."""
         with hf.evaluating(self.model):
             yield
         for unit in self.units:  # no backward pass comes and drops what is still gathered
@@ -344,12 +326,6 @@ def loss_scaler(setup: EngineSetup) -> torch.amp.GradScaler:
         init_scale=setup.loss_scale or 2.0**16,
         enabled=setup.precision == "fp16",
     )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor: the memory itself, without history."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
