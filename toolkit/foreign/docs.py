@@ -25,7 +25,8 @@ def _tables() -> Iterator[str]:
         ours: dict[str, list[str]] = {}
         base = tool("trainer").rows if one is tool("llama_factory") else {}
         for name, row in one.rows.items():
-            if base.get(name) != row and (target := _target(row)) is not None:
+            target = _target(row)
+            if target and base.get(name) != row and not _is_named_alike(name, target):
                 ours.setdefault(target, []).append(f"`{name}`")
         for target, names in ours.items():
             yield f"| {', '.join(names)} | {target} |"
@@ -33,6 +34,11 @@ def _tables() -> Iterator[str]:
         refused = [f"`{name}` {', '.join(map(shown, v))}".strip() for name, v in usual.items()]
         if refused:
             yield f"\nOther values than these are refused: {'; '.join(refused)}."
+
+
+def _is_named_alike(name: str, target: str) -> bool:
+    """Whether the last words are the same: not those of `optimizer.params.lr`."""
+    return target.strip("`").rpartition(".")[2] == name.rpartition(".")[2].strip("-")
 
 
 def _target(row: ForeignRow) -> str | None:
