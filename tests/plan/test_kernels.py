@@ -72,15 +72,6 @@ def test_on_cpus() -> None:
     assert planned("tiny/llama-bytes", kernels__compile="layers").layout.compile == "layers"
 
 
-def test_settled() -> None:
-    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"))
-    for engine in ("megatron", "fsdp"):
-        parallel = recipe.parallel.model_copy(update={"engine": engine})
-        wanted = recipe.model_copy(update={"parallel": parallel})
-        plan = plan_recipe(wanted)
-        assert plan_recipe(settled(wanted, plan)).layout == plan.layout
-
-
 def test_megatron_core_fuses_its_activation_function() -> None:
     plan = planned(LLAMA, parallel__engine="megatron")
     assert plan.layout.fused == "megatron"

@@ -12,7 +12,6 @@ from toolkit.plan.rules.legality import (
     chosen_from,
     data_parallel,
     pairs,
-    precisions,
     problems,
     table,
     zero_stages,
@@ -29,26 +28,6 @@ def test_table_is_the_designs() -> None:
         ("deepspeed", "hf"), ("deepspeed", "megatron"), ("megatron", "megatron"),
         ("fsdp", "hf"), ("ddp", "hf"),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"engine": "ddp"},
-        {"engine": "ddp", "zero": {"stage": 0}},
-        {"zero": {"stage": 3, "offload_parameters": "nvme", "nvme_path": "/x"}},
-        {"zero": {"offload_optimizer": "nvme"}},
-        {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1},
-        {"recompute": "full"},
-        {"engine": "ddp", "recompute": "none"},
-        {"engine": "fsdp", "recompute": "full", "zero": {"stage": 2}},
-        {"engine": "fsdp", "zero": {"offload_optimizer": "cpu"}},
-    ],
-)
-def test_legal(settings: dict[str, Any]) -> None:
-    assert problems(intent(**settings), EIGHT) == []
-    assert pairs(intent(**settings))
 
 
 MEGATRON, ZERO_MEGATRON = Pair("megatron", "megatron"), Pair("deepspeed", "megatron")
@@ -183,13 +162,6 @@ def test_experts_of_megatron_core_are_recomputed_in_all_layers() -> None:
     chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain"))
     some = {one.pair.model for one in chosen.fitting if isinstance(one.layout.recompute, int)}
     assert some == {"hf"}
-
-
-def test_precisions() -> None:
-    illegal = intent(engine="fsdp", model="megatron")
-    for parallel in (intent(), intent(engine="ddp"), intent(tensor=2), illegal):
-        assert precisions(parallel) == ["fp32", "fp16", "bf16"]
-    assert pairs(intent(), "fp16") == pairs(intent())
 
 
 def test_every_value_of_the_schema_runs_on_some_engine() -> None:

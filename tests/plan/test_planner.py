@@ -19,7 +19,6 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
-from toolkit.text.units import GIB
 
 PSI_8B = 8_030_261_248
 
@@ -53,22 +52,6 @@ def test_a_cluster_of_ones_own_is_planned_for() -> None:
     assert plan_recipe(LLAMA_8B, slow).step_time_s > usual.step_time_s  # type: ignore[operator]
     assert usual.layout.world == 16
     assert plan_recipe(LLAMA_8B).layout.world == 8
-
-
-def test_ddp_copies_everything() -> None:
-    plan = llama_8b(engine="ddp")
-    assert (plan.engine, plan.layout.zero_stage, plan.fits) == ("ddp", 0, False)
-    assert plan.model_states_gib == pytest.approx(16 * PSI_8B / GIB)
-
-
-def test_bf16_states_leaves_the_device() -> None:
-    optimizer = llama_8b(1, model="hf", zero={"stage": 2, "offload_optimizer": "cpu"})
-    assert optimizer.layout.offload_optimizer == "cpu"
-    assert optimizer.model_states_gib == pytest.approx((2 + 4) * PSI_8B / GIB)
-    both = llama_8b(2, zero={"offload_optimizer": "nvme", "offload_parameters": "cpu"})
-    assert both.layout.zero_stage == 3
-    assert both.model_states_gib == 0
-    assert llama_8b(zero={"offload_optimizer": "nvme"}).layout.zero_stage == 3
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,8 @@ def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> floa
         trained = trained._replace(vocabulary=trained.output if head else 0.0)
     saved = FP32_BYTES * (len(MOMENTS) - len(whole.moments))
     kept = _shard(workload, layout, trained) if spread else trained.parameters
-    return saved * kept - updates.state_bytes(workload.spec.layers, layout, share.stage)
+    of_stage = share.layers / workload.spec.layers
+    return saved * kept - of_stage * updates.state_bytes(layout)
 
 
 def padded_share(workload: Workload, layout: Layout, share: StageShare) -> StageShare:

@@ -35,7 +35,7 @@ def update_symbols(place: PlacedLayout, share: StageShare, device: Device) -> di
         "update_bytes": place.workload.cost.cpu_update_bytes if away else UPDATE_BYTES,
         "updated": _updated(place.layout, share.trained),
         "update_bytes_per_s": host / _on_node(place) if away else device.memory,
-        "owners_s": 0.0 if away else _owner_s(place, share.stage, device),
+        "owners_s": 0.0 if away else _owner_s(place, share, device),
     }
 
 
@@ -43,30 +43,23 @@ def _on_node(place: PlacedLayout) -> int:
     return min(place.cluster.gpus_per_node, place.layout.world)
 
 
-def _owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
-    """Seconds that a rank of a stage needs for the tensors that it owns
-    (`toolkit/engines/owners.py`), if they are spread evenly over the ranks that hold them."""
+def _owner_s(place: PlacedLayout, share: StageShare, device: Device) -> float:
+    """Seconds that a rank of a stage needs for the tensors that it owns."""
     updates, layout = place.workload.updates, place.layout
     if updates is None:
         return 0.0
-    layers = place.workload.spec.layers
-    dense_s, experts_s = _stage_s(updates, layers, layout.division, stage, device)
+    dense_s, experts_s = _all_tensors_s(updates, device)
+    of_stage = share.layers / place.workload.spec.layers
     if updates.whole.by_replicas and replicated(layout):
-        return dense_s + experts_s / layout.ep
-    return (dense_s + experts_s) * layout.pp / layout.world
+        return of_stage * (dense_s + experts_s / layout.ep)
+    return of_stage * (dense_s + experts_s) * layout.pp / layout.world
 
 
-@lru_cache(maxsize=4096)
-def _stage_s(
-    updates: OwnerUpdates,
-    layers: int,
-    division: tuple[int, int, tuple[int, ...]],
-    stage: int,
-    device: Device,
-) -> tuple[float, float]:
-    """Of all tensors of a stage together: those of all ranks, and those of experts."""
+@lru_cache(maxsize=64)
+def _all_tensors_s(updates: OwnerUpdates, device: Device) -> tuple[float, float]:
+    """Seconds for all of them on one rank: those of all ranks, and those of experts."""
     whole, seconds = updates.whole, [0.0, 0.0]
-    for tensor, count in updates.of_stage(layers, division, stage):
+    for tensor, count in updates.tensors:
         times, products = whole.products(tensor.shape)
         moved_s = whole.moved_bytes * prod(tensor.shape) / device.memory
         products_s = sum(matmul_s(*sizes, device, plain=True) for sizes in products)
