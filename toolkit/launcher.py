@@ -6,7 +6,7 @@ other half, a `Starter` (launchers/base.py), is imported when ranks are started.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from toolkit.registry import Registry
 
@@ -29,10 +29,8 @@ class Launcher:
     name: str
     starter: str
     """`module:class` of its `Starter`."""
-    oversees: Literal["always", "one machine", "never"] = "always"
-    """Whether `dmt launch` writes the run directory before the ranks start, from it. Otherwise
-    machines or a scheduler start them from `Job.recipe`; with `never`, on machines that a
-    scheduler chooses. Failures are restarted by the `Starter`."""
+    here: bool = True
+    """Whether the ranks start on this machine, not on machines that a scheduler chooses."""
     elastic: bool = False
     """Whether it continues on the remaining machines, and takes in new ones
     (`launch.elastic`)."""
@@ -48,8 +46,9 @@ class Launcher:
     """Programs that it needs where `dmt launch` runs, or that its users may need."""
 
     def supervises(self, nodes: int) -> bool:
-        """Whether `dmt launch` supervises a run on `nodes` machines; see `oversees`."""
-        return self.oversees == "always" or (self.oversees == "one machine" and nodes == 1)
+        """Whether `dmt launch` writes the run directory of a run on `nodes` machines before the
+        ranks start from it. Otherwise rank 0 does, from `Job.recipe`."""
+        return self.here and nodes == 1
 
 
 LAUNCHERS: Registry[Launcher] = Registry(

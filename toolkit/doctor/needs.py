@@ -68,7 +68,7 @@ def needs_of(recipe: Recipe) -> Needs:
     assignment, note = _decided(recipe)
     compiled = assignment.plan.layout.compiles if assignment else None
     run_dir = Path("runs") / recipe.name
-    if launcher.oversees == "never":
+    if not launcher.here:
         note = f"{setting} trains on other machines: run `dmt doctor` there, too"
         return Needs(packages=packages, programs=programs, run_dir=run_dir, note=note)
     several = None

@@ -7,13 +7,12 @@ _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the
 LOCAL = Launcher(
     "local",
     "toolkit.launchers.local:LocalStarter",
-    oversees="one machine",
     elastic=True,
 )
 SLURM = Launcher(
     "slurm",
     "toolkit.launchers.slurm:SlurmStarter",
-    oversees="never",
+    here=False,
     elastic=True,
     renders=True,
     example=("launch.slurm.time_limit=24:00:00",),

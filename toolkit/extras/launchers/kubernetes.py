@@ -5,7 +5,7 @@ from toolkit.launcher import Launcher, Program
 KUBERNETES = Launcher(
     "kubernetes",
     "toolkit.extras.launchers.kubernetes_job:KubernetesStarter",
-    oversees="never",
+    here=False,
     same_files=False,
     renders=True,
     example=(

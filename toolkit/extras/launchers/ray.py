@@ -5,7 +5,7 @@ from toolkit.launcher import Launcher, Program
 RAY = Launcher(
     "ray",
     "toolkit.extras.launchers.ray_job:RayStarter",
-    oversees="never",
+    here=False,
     elastic=True,
     packages={"ray[train]": "ray"},
     programs=(Program("ray", "pip install 'ray[train]'"),),
