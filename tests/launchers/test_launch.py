@@ -35,21 +35,22 @@ def test_all_ranks_done(start):
 
 
 _ALONE = """
+import sys
 from pathlib import Path
-from toolkit.launchers.base import check_loopback
-check_loopback()
+from tests.launchers.conftest import run_stand_ins
+run_stand_ins("local", Path(sys.argv[1]), "done", 1, 0, 1)
 """
 
 
-def test_ranks_that_cannot_connect_to_each_other_are_not_started():
+def test_ranks_that_cannot_connect_to_each_other_are_not_started(tmp_path):
     """They waited for each other in silence, for minutes."""
     require(NAMESPACES)
     inside = "unshare", "--net"  # where loopback is down
-    done = subprocess.run(
-        [*inside, sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=HANG_S
-    )
+    argv = [*inside, sys.executable, "-c", _ALONE, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=HANG_S)
     assert "BackendUnavailable: the ranks meet at 127.0.0.1" in done.stderr
     assert "ip link set lo up" in done.stderr
+    assert not [*tmp_path.glob("pid-*")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)

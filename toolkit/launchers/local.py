@@ -58,11 +58,11 @@ class LocalStarter:
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start all ranks and wait for them; see Starter. Raises as `check_loopback` does."""
-        from toolkit.launchers.agent import run_agent  # imports torch
-
         assert spec.meeting is not None, "as `spec` states it"
         if not spec.meeting.several:
             check_loopback()
+        from toolkit.launchers.agent import run_agent  # imports torch
+
         return run_agent(spec, spec.meeting, signals)
 
 
