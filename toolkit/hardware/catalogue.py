@@ -187,19 +187,16 @@ GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _listed()}
 
 
 def accelerator(stated: str | GpuSection) -> Gpu:
-    """What a recipe's `cluster.gpu` names or describes. Raises PlanError for unknown names."""
+    """What a recipe's `cluster.gpu` names, or describes by figures that differ from those of
+    the catalogue. Raises PlanError for unknown names."""
     if isinstance(stated, str):
         return gpu(stated)
-    return described(gpu(stated.like), stated.model_dump(exclude_none=True))
-
-
-def described(base: Gpu, stated: Mapping[str, Any]) -> Gpu:
-    """An accelerator of the catalogue with some figures replaced by the user's."""
-    changes = figures(stated)
-    if "name" in stated:
-        changes |= {"name": stated["name"], "like": base.name}
-    if "memory_gib" in stated:
-        changes["memory_gib"] = stated["memory_gib"]
+    base, differs = gpu(stated.like), stated.model_dump(exclude_none=True)
+    changes = figures(differs)
+    if "name" in differs:
+        changes |= {"name": differs["name"], "like": base.name}
+    if "memory_gib" in differs:
+        changes["memory_gib"] = differs["memory_gib"]
     return replace(base, **changes)
 
 
