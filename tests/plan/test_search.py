@@ -28,6 +28,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import over
+from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest
@@ -39,7 +40,6 @@ from toolkit.plan.search import (
     Candidate,
     Kind,
     demand,
-    evaluate,
     kind_of,
     known,
     room,
@@ -86,7 +86,8 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
                 recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
                 compile=kernels.compiled(job, pair, zero), fused=kernels.fused(job, pair),
             )  # fmt: skip
-            one = evaluate(workload, layout, cluster)
+            one = demand(workload, layout, cluster)
+            one = one._replace(step_s=step_time(workload, layout, cluster).total_s)
             if room(one, cluster) != "does not fit":
                 yield one
 

@@ -37,7 +37,7 @@ layouts of one job differ from predicted ones by 0.7 to 4.2% on average in the p
 measurements of three sources (docs/planner.md)."""
 MARGIN = 0.05
 """Share of a layout's predicted memory that must also be free for it to fit with a margin.
-Published peaks differ from predicted ones by 0.5 to 4.0% on average, by source, and 87 of 91
+Published peaks differ from predicted ones by 0.5 to 4.0% on average, by source, and 126 of 130
 rehearsed ranks need at most 5% more than predicted (docs/planner.md)."""
 WORTH = 0.1
 """A layout with a margin of memory, or of a simpler kind, is chosen before one that is up to so
@@ -100,12 +100,6 @@ def kind_of(pair: Pair, layout: Layout, cluster: Cluster) -> Kind:
     away = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
     stage = 0 if cluster.gpu.memory_gib is None else max(1, layout.zero_stage)
     return away, pair.model != "hf", stage
-
-
-def evaluate(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
-    """Memory and speed of one layout, whether it fits or not."""
-    one = demand(workload, layout, cluster)
-    return one._replace(step_s=step_time(workload, layout, cluster).total_s)
 
 
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
