@@ -44,15 +44,15 @@ class Verdict:
     """None when there are problems."""
     problems: tuple[Problem, ...] = ()
     note: str | None = None
-    """What could not be checked, and why; what nothing reads, or may not be meant."""
+    """Remarks: what could not be checked and why, what nothing reads or may not be meant."""
     parameters: int | None = None
-    """Of the model; None where its shape is not known here."""
+    """Parameters of the model; None where its shape is not known here."""
     reports: tuple[FileComparison, ...] = ()
     """One for each file that it was compared with."""
 
     @property
     def good(self) -> bool:
-        """Whether it has no mistake and no disagreement."""
+        """True if it has no mistake and no disagreement."""
         return not self.problems and all(report.agrees for report in self.reports)
 
 

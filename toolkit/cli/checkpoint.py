@@ -141,7 +141,7 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
 
 
 def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> Iterator[str]:
-    """What is wrong goes to standard error."""
+    """Print what is wrong on standard error."""
     for note in verified.notes:
         tell(f"note: {note}")
     for problem in verified.problems:

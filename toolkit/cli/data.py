@@ -61,19 +61,19 @@ class _Source:
     title: str
     train: _Side
     share: float
-    """Of the samples of the run."""
+    """Share of the samples of the run."""
     passes: float
     """How often its samples are used in the run, on average."""
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """What `dmt data prepare` prints."""
+    """The lines of `dmt data prepare`."""
 
     train: _Side
     validation: _Side | None
     sources: tuple[_Source, ...]
-    """Of a blend."""
+    """The sources of a blend; empty for one source."""
     sequence_length: int
     vocab_size: int
     unigram_entropy_nats: float

@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, or lines for people; rows of anything as a table."""
+"""Print JSON for programs, or lines for people, with rows of anything as a table."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

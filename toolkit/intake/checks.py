@@ -322,7 +322,7 @@ def _accelerator(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _moving(recipe: Recipe) -> Iterator[Problem]:
-    """What `parallel.balance: auto` needs."""
+    """`parallel.balance: auto` needs checkpoints and several ranks."""
     parallel, key = recipe.parallel, "parallel.balance"
     if parallel.balance == "none":
         return
@@ -437,7 +437,7 @@ def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _form(source: Source) -> str:
-    """What a row of the source is: a chat, a preference, or a part of documents."""
+    """The form of a row: a chat, a preference, or a part of documents."""
     return source.kind if isinstance(source, ChatRowsSource) else "documents"
 
 

@@ -184,7 +184,7 @@ def _what_was_meant(name: str, section: str, here: dict[str, Schema]) -> tuple[s
 
 
 def _fix(path: KeyPath, schema: Schema, stated: Stated) -> str:
-    """What to type instead of a value that does not fit; empty where nothing is known."""
+    """The text to type instead of a value that does not fit; empty where none is known."""
     value, takes_list = stated.at(path), words.takes(schema, "array")
     if isinstance(value, list):
         single = len(value) == 1 and not takes_list
@@ -231,7 +231,7 @@ def _fix_text(path: KeyPath, text: str, schema: Schema, stated: Stated) -> str:
 
 
 def _translated(key: str, text: str) -> str:
-    """What another tool's value, or one that was removed, is here; empty for any other."""
+    """The fix of another tool's value, or a removed one; empty for any other."""
     if instead := VALUES.get(key, {}).get(text):
         return instead
     if value := FOREIGN_VALUES.get(key, {}).get(text.lower()):
@@ -250,7 +250,7 @@ def _in_brackets(value: Any, text: str, schema: Schema) -> str:
 
 
 def _plain_value(text: str) -> object:
-    """What the text would be without its quotes, unless that is text as well."""
+    """The value of a text without its quotes; None if that is text as well."""
     try:
         value = resolve_plain(text)
     except NumberError:

@@ -203,7 +203,7 @@ LATER_VALUES: dict[str, dict[str, str]] = {
 
 
 def later_value(key: str, value: object) -> str:
-    """What to write instead of a value that this release lacks; empty for any other."""
+    """The fix of a value that this release lacks; empty for any other."""
     return LATER_VALUES.get(key, {}).get(str(value).lower(), "")
 
 
@@ -221,7 +221,7 @@ def carried() -> Mapping[str, str]:
 
 
 def foreign(name: str) -> Foreign | None:
-    """What a foreign setting is called here, by its name or, where that is short, with its
+    """Find our name of a foreign setting by its name or, where that is short, with its
     section; dashes, case and leading `--` do not matter."""
     name = name.lstrip("-").replace("-", "_").lower()
     ours = carried().get(name)

@@ -43,7 +43,7 @@ class Layers:
     merged: Stated
     """The whole recipe, without `extends`."""
     each: tuple[Stated, ...]
-    """What each file states, the lowest first, and the overrides."""
+    """The files, the lowest first, and then the overrides."""
     problems: tuple[Problem, ...]
     """Mistakes that did not stop reading."""
     files: tuple[str, ...]
@@ -224,7 +224,7 @@ class _Files:
 
 
 def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Stated:
-    """What all `KEY.PATH=VALUE` texts state; later ones win."""
+    """Read all `KEY.PATH=VALUE` texts; later ones win."""
     data: dict[str, Any] = {}
     places: dict[KeyPath, Location] = {(): Location(OVERRIDE_FILE, 0)}
     written: dict[KeyPath, str] = {}

@@ -1,4 +1,4 @@
-"""What `parallel.outer` requires of a recipe."""
+"""Rules of `parallel.outer`."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -11,7 +11,7 @@ _KEY = "parallel.outer"
 
 
 def outer_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What disagrees with it."""
+    """Settings that disagree with it."""
     if (outer := recipe.parallel.outer) is not None:
         yield from _place(outer)
         yield from _saving(recipe, outer)

@@ -20,7 +20,7 @@ _EXTENDS = {
     ],
 }
 _CONTROL = {r"\P{Cc}": r"[^\x00-\x1f\x7f-\x9f]", r"\p{Cc}": r"\x00-\x1f\x7f-\x9f"}
-"""Of Unicode's classes, the one in our patterns: not every validator knows them."""
+"""Unicode's class in our patterns as ranges, because not every validator knows classes."""
 _RENAMED = {"prefixItems": "items", "oneOf": "anyOf"}
 """Draft 7's word; a map whose `kind` another file states may be one of several."""
 _LEFT_OUT = ("accepts", "title", "required", "discriminator")
@@ -48,7 +48,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _name(value: Mapping[str, Any]) -> str:
-    """Of the section that a setting is; empty for others."""
+    """The name of the section that a setting is; empty for others."""
     return str(value.get("$ref", "")).rpartition("/")[2]
 
 

@@ -1,4 +1,4 @@
-"""What a recipe's text names: something on this machine, or a URL."""
+"""Names in recipes: shipped recipes, files of this machine, URLs."""
 
 import os
 import re

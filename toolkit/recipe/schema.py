@@ -77,7 +77,7 @@ WandbName: TypeAlias = Annotated[
     Field(pattern=r"^[^/\\#?%:\p{Cc}]{1,128}$"),
     Wording("1 to 128 characters, without `/\\#?%:` and control characters"),
 ]
-"""What wandb's own settings accept of a project; control characters its server refuses."""
+"""A project's name as wandb accepts it, without characters that its server refuses."""
 TrackerName: TypeAlias = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
@@ -173,7 +173,7 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
-    """What all sources have in common: their part in a list of sources."""
+    """The settings that all sources share: their part in a list of sources."""
 
     label: NonEmpty | None = None
     """In a list of sources: the name of this one. Default: the last part of its path."""
@@ -198,7 +198,7 @@ class SourceSection(Section):
 
     @property
     def title(self) -> str:
-        """What the source is called."""
+        """The name of the source."""
         return self.label or PurePath(self.place).name
 
 
@@ -224,7 +224,7 @@ class TextSource(SourceSection):
 
 
 class RowsSource(SourceSection):
-    """What all sources made of rows have in common."""
+    """The settings that all sources made of rows share."""
 
     kind: str
     path: NonEmpty
@@ -257,13 +257,13 @@ class HfSource(RowsSource):
 
 
 class ChatRowsSource(RowsSource):
-    """What conversations and preferences have in common."""
+    """The settings that conversations and preferences share."""
 
     columns: ColumnNames = {}  # noqa: RUF012 - pydantic copies it
     """Names of columns that differ in the data, e.g. `{messages: dialog}` (docs/data.md)."""
 
     def column(self, name: ColumnName) -> str:
-        """What the data calls the column `name` of the format."""
+        """The name in the data of the column `name` of the format."""
         return self.columns.get(name, name)
 
 
@@ -338,7 +338,7 @@ class StageSection(Section):
 
 
 class DataSection(Section):
-    """What to train on."""
+    """The data to train on."""
 
     train: Sources
     """Training data: a source, or a list of sources, each with a `weight` or `epochs`
@@ -370,7 +370,7 @@ class DataSection(Section):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What `train` names: one source or several."""
+        """The sources of `train`, one or several."""
         return self.train if isinstance(self.train, tuple) else (self.train,)
 
     @property
@@ -392,7 +392,7 @@ class DataSection(Section):
 
     @property
     def validation_sources(self) -> tuple[Source, ...]:
-        """What `validation` names."""
+        """The sources of `validation`."""
         if self.validation is None:
             return ()
         return self.validation if isinstance(self.validation, tuple) else (self.validation,)
@@ -831,7 +831,7 @@ class TrackioSection(Section):
 
 
 class LoggingSection(Section):
-    """What is written while training."""
+    """Logs and trackers that a run writes."""
 
     every_steps: Positive = 10
     """Steps between lines of `metrics.jsonl`."""
@@ -1024,7 +1024,7 @@ class Recipe(Section):
 
     @property
     def notes(self) -> Iterator[str]:
-        """What is legal, and may not be meant."""
+        """Remarks on settings that are legal and may not be meant."""
         steps, warmup = self.total_steps(), self.schedule.warmup_steps
         if steps is not None and warmup > steps:
             yield f"schedule.warmup_steps: the run's {steps} steps end in a warm-up of {warmup}"
@@ -1033,7 +1033,7 @@ class Recipe(Section):
             yield f"optimizer.learning_rate: {rate:g} is far above what {kind.title} uses"
 
     def objective(self) -> Objective:
-        """What is minimised, with the settings of its section."""
+        """The objective, with the settings of its section."""
         name = self.training.objective
         section = getattr(self, name) if name in OBJECTIVE_SECTIONS else None
         return OBJECTIVES[name](**(section.model_dump() if section else {}))

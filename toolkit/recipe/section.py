@@ -10,7 +10,7 @@ from pydantic_core.core_schema import CoreSchema, literal_schema
 
 @dataclass(frozen=True)
 class Wording:
-    """What a type accepts, in words, where its constraints alone do not read well."""
+    """The words for what a type accepts, where its constraints alone do not read well."""
 
     text: str
 

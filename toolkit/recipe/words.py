@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """What it accepts, in words."""
+        """The values that it accepts, in words."""
         return allowed(self.schema)
 
     @property
@@ -56,7 +56,7 @@ class Setting:
         return choices(self.schema)
 
     def takes(self, *types: str) -> bool:
-        """Whether a value may be of one of JSON's types (`integer`, `array`)."""
+        """True if a value may be of one of JSON's types (`integer`, `array`)."""
         return takes(self.schema, *types)
 
 
@@ -136,7 +136,7 @@ def fields_of(path: str, kind: object = None) -> dict[str, Schema]:
 
 
 def takes(schema: Schema, *types: str) -> bool:
-    """Whether a value may be of one of JSON's types."""
+    """True if a value may be of one of JSON's types."""
     return any(one.get("type") in types for one in members(schema))
 
 
@@ -147,7 +147,7 @@ def choices(schema: Schema) -> list[str]:
 
 
 def allowed(schema: Schema) -> str:
-    """What a value may be: "an integer ≥ 1, or auto"."""
+    """The values that a schema accepts, in words: "an integer ≥ 1, or auto"."""
     maps = [one for one in members(schema) if "properties" in one]
     tags = kinds(maps)
     texts = [f"a map with `kind` one of {', '.join(tags)}"] if tags else []

@@ -83,7 +83,7 @@ class Stated:
         return self.places[path]
 
     def states(self, path: KeyPath) -> bool:
-        """Whether there is a key or item at a path."""
+        """True if there is a key or item at a path."""
         around, part = self.at(path[:-1]), path[-1]
         if isinstance(around, list):
             return isinstance(part, int) and part < len(around)
@@ -100,7 +100,7 @@ class Stated:
         return node
 
     def text(self, path: KeyPath) -> str:
-        """What is stated at a path, as the user wrote it."""
+        """The value at a path as the user wrote it."""
         value = self.at(path)
         if isinstance(value, dict | list):
             return "a map" if isinstance(value, dict) else "a list"
@@ -112,7 +112,7 @@ class Stated:
         return text[1:-1] if self.is_quoted(path) else text
 
     def is_quoted(self, path: KeyPath) -> bool:
-        """Whether a value is in quotes."""
+        """True if a value is in quotes."""
         return self.written.get(path, "").startswith('"')
 
 
@@ -297,7 +297,7 @@ class _Reader:
         return merged | entries
 
     def merged(self, node: Any, path: KeyPath) -> dict[str, Any]:
-        """What a merge key brings: a map's entries, or those of several; the first win."""
+        """The entries that a merge key brings, of one map or several; the first win."""
         entries: dict[str, Any] = {}
         for one in node.value if isinstance(node, SequenceNode) else (node,):
             places = dict(self.places)

@@ -13,7 +13,7 @@ from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.starter.draft import Task, as_recipe
 
 BYTES_PER_TOKEN = 4
-"""Of English text, for a tokenizer that is not here."""
+"""Bytes of English text per token, for a tokenizer that is not here."""
 COUNTED_BYTES = 8 * 2**20
 """A larger file is not tokenised for this."""
 UPDATES = 20
@@ -119,8 +119,8 @@ def count_samples(recipe: Recipe, data: Path) -> int | None:
 
 
 def _samples(recipe: Recipe, data: Path) -> int:
-    """Of the file: counted, or estimated by its size if it is large or its tokenizer is not
-    here."""
+    """Count the samples of the file, or estimate them by its size if it is large or its tokenizer
+    is not here."""
     if (counted := count_samples(recipe, data)) is not None:
         return counted
     train = recipe.data.train

@@ -79,7 +79,7 @@ def _sizes_by_hub_id() -> dict[str, str]:
 
 
 def is_tiny(size: str) -> bool:
-    """Whether the shipped size is one for tests and demonstrations, without any weights."""
+    """True if the shipped size is one for tests and demonstrations, without any weights."""
     tasks = shipped_sizes().get(size, {})
     return any(file.parent.name == "tiny" for file in tasks.values())
 
@@ -140,7 +140,7 @@ def draft_of_config(
 def _usual_recipe(
     name: str, model: Mapping[str, Any], tokenizer: str, template: str | None, task: Task
 ) -> Recipe:
-    """What the recipes of a task share, with the numbers that the model's size decides."""
+    """Combine what the recipes of a task share with the numbers that the model's size decides."""
     spec = model_spec(model["config"])
     base = read_layers(RECIPES / "base" / f"{task}.yml", ()).merged.data
     longest = base["training"].get("sequence_length", _LONGEST)

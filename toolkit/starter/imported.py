@@ -36,11 +36,11 @@ _FIX = "change that setting in the file, or write the recipe by hand"
 
 @dataclass(frozen=True)
 class Imported:
-    """What `dmt init --from` writes."""
+    """The answer of `dmt init --from`."""
 
     text: str
     left: tuple[str, ...]
-    """What is not carried, line by line."""
+    """Settings that are not carried, one a line."""
     problem: str = ""
     """Why it cannot be planned as it is; empty where it can."""
 
@@ -147,7 +147,7 @@ def _leave_credentials(found: Found) -> None:
 
 
 def _masked(one: Left) -> Left:
-    """What is not carried, without credentials."""
+    """A setting that is not carried, without credentials."""
     at, written = one.at, shown(one.at.value)
     secret = MASK in redact(written) or looks_secret(at.name, written)
     inside = re.findall(r"(\w+)['\"]?: (\S+)", written)
@@ -229,7 +229,7 @@ def _place(made: _Draft, cluster: Cluster, given: str | None) -> None:
 
 
 def _add_required(made: _Draft, base: Recipe, task: Task, given: bool) -> None:
-    """What a recipe requires, or a model or task implies, and the files do not state."""
+    """Add what a recipe requires, or a model or task implies, and the files do not state."""
     dumped, values = base.model_dump(exclude_unset=True), made.values
     for key, value in dumped["model"].items():
         made.put(f"model.{key}", value, "the model")

@@ -118,7 +118,7 @@ def _is_file(given: str) -> bool:
 
 
 def _batch(recipe: Recipe) -> dict[str, Any]:
-    """What the cluster decided, also where the source left it to its default."""
+    """Settings that the cluster decided, also where the source left them to their defaults."""
     training = recipe.training
     return {
         "global_batch_size": training.global_batch_size,

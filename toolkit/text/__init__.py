@@ -1,1 +1,1 @@
-"""What people read: safe on a terminal, without credentials, in readable units."""
+"""Texts for people: safe on a terminal, without credentials, in readable units."""
