@@ -4,10 +4,10 @@
 
 Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against a plain loop over transformers' model
 with torch's AdamW; without TYPE, of all, and the lists in docs/models.md are written again.
-With `--context`, instead, in ddp with rows that are spread over two ranks: the types that agree
-are in `SPLIT_IS_KEPT` of toolkit/plan/rules/context.py.
+With `--context`, instead, in ddp with rows that are spread over two ranks, and types.json.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +25,7 @@ from tests.forked import call_ranks, run_ranks
 from toolkit.engines.distributed import Ranks
 from toolkit.models.judge import known_keys, model_types
 from toolkit.models.model import check_config
+from toolkit.models.types import FILE, TYPES
 from toolkit.plan.rules import context
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -203,6 +204,17 @@ def write_page(rows: list[Row]) -> None:
     PAGE.write_text(f"{prose}\n{listed}\n{HEAD}{''.join(others)}", encoding="utf-8")
 
 
+def write_types(rows: list[Row]) -> None:
+    """Write which types agree into types.json."""
+    known = {name: dict(of) for name, of in TYPES.items()}
+    for row in rows:
+        known.setdefault(row.model_type, {}).pop("context", None)
+        if row.agrees:
+            known[row.model_type] = {"context": True, **known[row.model_type]}
+    lines = [f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known)]
+    FILE.write_text("{\n" + ",\n".join(filter(lambda x: "{}" not in x, lines)) + "\n}\n")
+
+
 def main(arguments: list[str]) -> int:
     processes.HANG_S = 120.0
     compute = on_spread_rows if "--context" in arguments else in_layouts
@@ -215,8 +227,8 @@ def main(arguments: list[str]) -> int:
         verdict = "same" if row.agrees else "NOT"
         print(f"{verdict:<4} {model_type:<24} {numbers} {row.why}", flush=True)
     print(f"{sum(row.agrees for row in rows)} of {len(rows)} agree")
-    if not types and compute is in_layouts:
-        write_page(rows)
+    if not types:
+        (write_page if compute is in_layouts else write_types)(rows)
     return 0
 
 

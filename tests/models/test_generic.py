@@ -10,7 +10,8 @@ from toolkit.errors import PlanError
 from toolkit.intake.checks import broken_rules
 from toolkit.models import huggingface as hf
 from toolkit.models.families import attention, unsupported
-from toolkit.models.model import NOT_INITIALISED, check_config
+from toolkit.models.model import check_config
+from toolkit.models.types import NOT_INITIALISED
 from toolkit.models.weights import RandomWeights
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection

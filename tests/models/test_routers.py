@@ -8,7 +8,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.models.every_type import tiny
-from toolkit.models.routers import BIASED, SCORES, is_router, outcome
+from toolkit.models.routers import is_router, outcome
+from toolkit.models.types import BIASED, SCORES
 
 ONE_SPARSE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1},

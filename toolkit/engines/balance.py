@@ -30,6 +30,7 @@ from toolkit.models import routers
 from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.routers import Routing
+from toolkit.models.types import SCORES
 
 
 class Balance:
@@ -53,7 +54,7 @@ class Balance:
         """Attribute of a router that holds its correction bias, which stays in fp32."""
         if self.settings is not None:
             config = setup.model_config.to_dict()
-            self.score = routers.SCORES[config["model_type"]]
+            self.score = SCORES[config["model_type"]]
             spec = model_spec(config)
             self.experts, self.per_token = spec.experts, spec.experts_per_token
         self.scale = torch.zeros((), device=self.device)

@@ -17,8 +17,9 @@ from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
 from toolkit.launcher import LAUNCHERS, listed
 from toolkit.models.families.arguments import frequencies_limit, rope_type_of
-from toolkit.models.model import NOT_INITIALISED, check_config, read
+from toolkit.models.model import check_config, read
 from toolkit.models.routers import balance_problems
+from toolkit.models.types import NOT_INITIALISED
 from toolkit.objectives import OBJECTIVES
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality

@@ -37,8 +37,6 @@ _READERS = ("model.py", "judge.py", "counting.py", "spec.py")
 """Files that decide what a model is read as."""
 
 
-NOT_INITIALISED = ("apertus", "cpmant", "gemma3n_text", "openai-gpt", "reformer", "xlstm")
-"""Types whose classes in transformers leave weights without initial values, or fail at it."""
 _DROPOUT = re.compile(r"(?!classifier|summary).*(dropout|pdrop|layerdrop)")
 
 

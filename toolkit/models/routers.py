@@ -9,34 +9,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from toolkit.errors import Problem
 from toolkit.models.families import model_spec
+from toolkit.models.types import BIASED, SCORES
 from toolkit.recipe.schema import BalanceSection
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-Score: TypeAlias = Literal["softmax", "sigmoid"]
-
-_SOFTMAX = (
-    "cohere2_moe", "deepseek_v2", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "jamba", "mellum", "minimax", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-)  # fmt: skip
-BIASED = (
-    "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "exaone_moe",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "mimo_v2_flash",
-    "nemotron_h", "solar_open",
-)  # fmt: skip
-"""Types whose routers have a correction bias; they score by sigmoids."""
-SCORES: Mapping[str, Score] = {
-    **dict.fromkeys(_SOFTMAX, "softmax"),
-    **dict.fromkeys((*BIASED, "llama4_text"), "sigmoid"),
-}
-"""How the routers of a `model_type` score their logits; a test runs each of them. Routers of
-other types score or choose differently."""
 
 
 def balance_problems(

@@ -23,7 +23,8 @@ from toolkit.intake.load import load_recipe
 from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
-from toolkit.models.routers import SCORES, is_router, outcome
+from toolkit.models.routers import is_router, outcome
+from toolkit.models.types import SCORES
 from toolkit.models.weights import is_correction_bias
 from toolkit.optimizers.base import Trained
 from toolkit.recipe.schema import OptimizerSection, Recipe

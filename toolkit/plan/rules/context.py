@@ -7,6 +7,7 @@ from toolkit.errors import Problem
 from toolkit.layout import Exchange, Layout, Pair
 from toolkit.models.families.arguments import frequencies_limit
 from toolkit.models.model import is_attention_dropout, read
+from toolkit.models.types import SPLIT_IS_KEPT
 from toolkit.plan.dimensions import is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import Rule, broken, degree
@@ -16,22 +17,6 @@ LONG = 16_384
 """Tokens of a row from which `parallel.context: auto` may be above 1 without need: of shorter
 ones attention is a small part, and data parallel sends less."""
 
-SPLIT_IS_KEPT: tuple[str, ...] = (
-    "afmoe", "arcee", "aria_text", "axk1", "beam", "bert", "bert-generation", "biogpt",
-    "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",
-    "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm",
-    "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe",
-    "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama",
-    "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
-    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo",
-    "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "roc_bert", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2", "vaultgemma", "youtu",
-)  # fmt: skip
-"""Model types of transformers that compute the same with rows in parts, as
-`tests.models.every_type --context` found. Others may have a state along the row, count
-positions themselves, or attend in a way of their own; the comparison of a small batch, when an
-engine is built, is too coarse in 16 bits to trust it alone."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
