@@ -136,15 +136,6 @@ def test_padding_counts_nothing(objective: Objective) -> None:
     assert torch.isfinite(gradient).all() and not gradient[4:].any()
 
 
-def test_the_reference_itself_has_rewards_of_exactly_0() -> None:
-    log_probs, made = batch()
-    sums = log_probs.detach().double().sum(dim=1).float()
-    found = Dpo().loss(log_probs, replace(made, extra={REFERENCE: sums}))
-    assert found.loss.item() == pytest.approx(PAIRS * math.log(2), rel=1e-15)
-    for name in ("chosen", "rejected", "margins", "accuracies"):
-        assert found.metrics[f"rewards/{name}"].item() == 0
-
-
 def test_orpo_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its odds ratio. TRL's cross entropy covers the prompt too; the paper's does not."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
