@@ -1,7 +1,6 @@
 """Builds megatron-core's language model on this rank, and computes log-probabilities."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -63,8 +62,7 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
     classes (`versions.LanguageModel`) differ in it.
     """
 
-    vocabulary: int
-    """Tokens without padding."""
+    described: MegatronModel
     loss_kernel: LossKernel
     context: Context | None
     """The ranks that compute the other positions of the same rows; None: there are none."""
@@ -151,6 +149,8 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         embedded = None  # later stages have been sent their input
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if (scale := self.described.embedding_scale) != 1:  # rounded as in transformers
+                embedded = embedded * embedded.new_tensor(scale)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=masks,
@@ -215,6 +215,10 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else None
         logits: Tensor = self.output_layer(hidden, weight=weight)[0]
+        if self.described.logits_divisor != 1:
+            logits = logits / self.described.logits_divisor
+        if (cap := self.described.logit_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
         return logits
 
     def sharded_state_dict(
@@ -233,7 +237,10 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         degree, get no probability: the loss is that of the model without padding.
         """
         share = logits.shape[-1]
-        real = self.vocabulary - parallel_state.get_tensor_model_parallel_rank() * share
+        real = (
+            self.described.gpt["vocab_size"]
+            - parallel_state.get_tensor_model_parallel_rank() * share
+        )
         if real < share:
             padding = torch.arange(share, device=logits.device) >= real
             logits = logits.masked_fill(padding, float("-inf"))
@@ -313,45 +320,15 @@ def build_chunks(
             **gpt,
         )
         chunk.to(local_device())  # megatron-core leaves routers on torch's default device
-        chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], layout.loss
+        chunk.described, chunk.loss_kernel = model, layout.loss
         chunk.context = context
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
                 part.context = context
-        if first and model.embedding_scale != 1:
-            _scale(chunk.embedding.word_embeddings, model.embedding_scale)
-        if last and model.logits_divisor != 1:
-            divided = partial(torch.div, other=model.logits_divisor)
-            _change_logits(chunk.output_layer, divided)
-        if last and model.logit_cap is not None:
-            _change_logits(chunk.output_layer, partial(_capped, cap=model.logit_cap))
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
     return chunks
-
-
-def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
-    """Multiply the embedding's output by `factor`, rounded to the compute precision as in
-    transformers."""
-
-    def scaled(_: object, __: object, output: Tensor) -> Tensor:
-        return output * output.new_tensor(factor)
-
-    embedding.register_forward_hook(scaled)
-
-
-def _change_logits(head: ColumnParallelLinear, change: Callable[[Tensor], Tensor]) -> None:
-    def changed(
-        _: object, __: object, output: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        return change(output[0]), output[1]
-
-    head.register_forward_hook(changed)
-
-
-def _capped(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
