@@ -48,8 +48,8 @@ def _spoil(engine: Any, fault: str, at_step: int) -> None:
         step += 1
         result = train_step(*arguments)
         if fault == "flip" and step == at_step:
-            weight = dict(engine.model.named_parameters())[FLIPPED]
-            weight.data.view(torch.int32)[3, 5] ^= 1 << 20
+            weight = dict(engine.replicated_weights())[FLIPPED]
+            weight.view(torch.int32)[3, 5] ^= 1 << 20
         return result
 
     engine.model.model.norm.register_forward_hook(nan)
