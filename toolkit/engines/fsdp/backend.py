@@ -46,6 +46,7 @@ class FsdpCost(EngineCost):
         precision and, copied, in the fp32 of the reduce-scatter. A head that is the embedding,
         or runs in chunks, keeps its gradient until the embedding's is there.
         """
+        share = _managed(layout, share)
         largest = (share.dense + share.experts) / share.layers
         head, gathered = share.trained.output, share.vocabulary + GATHERED_LAYERS * largest
         if _own_units(layout, share):
@@ -53,13 +54,12 @@ class FsdpCost(EngineCost):
             head, largest = 0.0, max(largest, head)
         if layout.zero_stage < 3:
             gathered = share.parameters
-        if layout.dp * layout.cp == layout.replicate:  # frozen weights are whole anyway
-            gathered = min(gathered, share.trained.parameters)
         return width * (gathered + head) + (width + FP32_BYTES) * largest
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
         """The gathered head; and of the micro batch before, what was reduced last: it stays
         until the next backward pass reduces something."""
+        share = _managed(layout, share)
         kept, last = share.vocabulary, share.trained.vocabulary
         if _own_units(layout, share):
             kept, last = share.output, share.vocabulary - share.output
@@ -67,6 +67,13 @@ class FsdpCost(EngineCost):
             kept = share.parameters
         reduced_before = layout.zero_stage > 1 and layout.gradient_accumulation > 1
         return width * kept + FP32_BYTES * last * reduced_before
+
+
+def _managed(layout: Layout, share: StageShare) -> StageShare:
+    """What FSDP2 gathers and reduces: where a rank has all of every parameter, it leaves frozen
+    weights alone."""
+    whole = layout.dp * layout.cp == layout.replicate and layout.offload_parameters == "none"
+    return share.trained if whole else share
 
 
 def _own_units(layout: Layout, share: StageShare) -> bool:
