@@ -119,8 +119,8 @@ def count_samples(recipe: Recipe, data: Path) -> int | None:
 
 
 def _samples(recipe: Recipe, data: Path) -> int:
-    """Count the samples of the file, or estimate them by its size if it is large or its tokenizer
-    is not here."""
+    """Count the samples of the file, or estimate them by its size if it is large or its
+    tokenizer is not here."""
     if (counted := count_samples(recipe, data)) is not None:
         return counted
     train = recipe.data.train

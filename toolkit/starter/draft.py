@@ -140,7 +140,7 @@ def draft_of_config(
 def _usual_recipe(
     name: str, model: Mapping[str, Any], tokenizer: str, template: str | None, task: Task
 ) -> Recipe:
-    """Combine what the recipes of a task share with the numbers that the model's size decides."""
+    """Combine what the recipes of a task share with numbers by the model's size."""
     spec = model_spec(model["config"])
     base = read_layers(RECIPES / "base" / f"{task}.yml", ()).merged.data
     longest = base["training"].get("sequence_length", _LONGEST)
