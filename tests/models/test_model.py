@@ -13,6 +13,7 @@ from tests.processes import ROOT
 from toolkit.intake.load import load_recipe
 from toolkit.models import model
 from toolkit.models.judge import examine
+from toolkit.recipe.places import shipped_recipes
 
 TINY = {
     "model_type": "llama", "hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 31,
@@ -23,7 +24,7 @@ TINY = {
 def shipped() -> dict[str, Any]:
     """The models of all shipped recipes, by the digest of their configs."""
     found = {}
-    for recipe in sorted((ROOT / "recipes").glob("*/*.yaml")):
+    for recipe in sorted(shipped_recipes().values()):
         if config := load_recipe(recipe).model.config:
             digest = model.digest_of(model.text_of(config))
             if digest not in found:
