@@ -126,8 +126,9 @@ def test_commands_in_an_empty_folder(installed: Installed) -> None:
 
 
 def test_the_python_api(installed: Installed) -> None:
-    """The example of docs/api.md: plans, rehearses and trains the tiny recipe."""
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    """The example of docs/accelerate.md: plans, rehearses and trains the tiny recipe."""
+    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    _, _, page = page.partition("## Python API")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     steps = '"training.steps=30"'
     assert steps in code

@@ -182,6 +182,8 @@ ROUNDING: Mapping[str, str] = {
     "gemma4_unified_text": "micro batches differ by 3e-05 from one, fp32 by 9e-04 from fp64",
 }
 """Where rounding alone grows beyond 1e-5 in three steps of the plain loop: by how much."""
+TOWER = "besides its text model"
+"""In what `dmt check` says of a config with a tower for images or sound."""
 HEAD = "| model_type | why not |\n|---|---|\n"
 
 
@@ -198,10 +200,14 @@ def reason(row: Row) -> str:
 def write_page(rows: list[Row]) -> None:
     """Replace the lists of docs/models.md."""
     agree = [f"`{row.model_type}`" for row in rows if row.agrees]
-    others = [f"| `{row.model_type}` | {reason(row)} |\n" for row in rows if not row.agrees]
+    towers = [f"`{row.model_type}`" for row in rows if TOWER in row.why]
+    rest = [row for row in rows if not row.agrees and TOWER not in row.why]
     listed = f"{len(agree)} of {len(rows)} types agree: {', '.join(agree)}.\n"
+    refused = f"Refused, as they are more than a model of text: {', '.join(towers)}.\n"
+    others = [f"| `{row.model_type}` | {reason(row)} |\n" for row in rest]
     prose = re.split(r"\n\d+ of \d+ types agree", PAGE.read_text("utf-8"))[0]
-    PAGE.write_text(f"{prose}\n{listed}\n{HEAD}{''.join(others)}", encoding="utf-8")
+    page = f"{prose}\n{listed}\n{refused}\n{HEAD}{''.join(others)}"
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def write_types(rows: list[Row]) -> None:

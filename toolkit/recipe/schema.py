@@ -699,7 +699,7 @@ class ParallelSection(Section):
     evenly."""
     context: Degree | Auto = 1
     """Context-parallel degree: ranks over which the positions of every row are spread, for long
-    sequences (docs/context.md). Twice the degree divides every sequence length."""
+    sequences (docs/engines.md). Twice the degree divides every sequence length."""
     expert: Degree | Auto = 1
     """Expert-parallel degree of mixture-of-experts layers, of megatron-core's models."""
     sequence: bool | Auto = "auto"
