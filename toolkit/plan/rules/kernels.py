@@ -259,13 +259,8 @@ def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str
     if pair.model == "hf":
         if job.spec.family in OWN_PRODUCTS:
             return f"transformers has no grouped products for the experts of {job.spec.family}"
-        on_cpu = accelerator(job.cluster.gpu).generation == "cpu"
-        if on_cpu and degree(parallel.expert) > 1:
-            return "with parallel.expert, DeepSpeed's call kernels written in Triton"
     elif job.mapped.transformer["add_bias_linear"]:
         return "its experts have biases, which grouped products lack"
-    elif job.mapped.transformer.get("moe_apply_probs_on_input"):
-        return "its experts' inputs are weighted, not their outputs"
     single = pair.model == "hf" and job.training.precision == "fp32"
     multiple = MULTIPLE // 2 if single else MULTIPLE
     for size in (job.spec.hidden, _inner(job, parallel)):
