@@ -122,6 +122,12 @@ def number(event: Event, name: str) -> float | None:
         return None
 
 
+def of_plan(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a plan.json predicts, nothing where it is damaged."""
+    predicted = plan.get("predicted")
+    return predicted if isinstance(predicted, dict) else {}
+
+
 def amount(event: Event, name: str) -> float | None:
     """A field that counts or measures; None when it is missing, negative or beyond measure."""
     value = number(event, name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.attempts import amount, number, step_of
+from toolkit.report.attempts import amount, number, of_plan, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.changes import differences
@@ -129,9 +129,7 @@ def why_speeds_differ(first: RunRecord, other: RunRecord) -> Iterator[str]:
     waits = [one.summary.data_wait_share for one in (first, other)]
     if waits[0] is not None and waits[1] is not None and abs(waits[1] - waits[0]) >= NOTABLE:
         yield f"waiting for data took {waits[1]:.0%} of the step time, not {waits[0]:.0%}"
-    predicted = [
-        number(one.plan.get("predicted") or {}, "step_time_s") for one in (first, other)
-    ]
+    predicted = [number(of_plan(one.plan), "step_time_s") for one in (first, other)]
     if predicted[0] and predicted[1] and abs(predicted[1] / predicted[0] - 1) >= NOTABLE:
         steps = f"{seconds(predicted[1])} per step, not {seconds(predicted[0])}"
         yield f"its plan predicts {steps}"

@@ -68,7 +68,7 @@ def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
     """Raise DirectoryInUse when a run still holds the directory after `patience_s` seconds;
     writes nothing."""
     try:
-        descriptor = os.open(run.lock, os.O_RDONLY)
+        descriptor = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return
     except OSError as error:

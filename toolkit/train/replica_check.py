@@ -145,7 +145,7 @@ def first_difference(parts: Sequence[int], held: Sequence[Digests]) -> str:
     for part, mine in zip(parts, held, strict=True):
         first = held[parts.index(part)]
         for name, value in mine.items():
-            if first[name] != value:
+            if first.get(name) != value:
                 return name
     raise AssertionError("asked only where replicas differ")
 

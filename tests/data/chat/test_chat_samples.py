@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,7 +19,7 @@ from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
-from toolkit.data.chat import workers
+from toolkit.data.chat import maker, workers
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.packing import StreamSamples
 from toolkit.errors import DataError
@@ -157,6 +158,13 @@ def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert sum(label != IGNORE_INDEX for label in labels) == 200 + len("<|im_end|>\n$")
 
 
+def test_pieces_without_trained_tokens_are_no_sign_of_a_wrong_mask(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("x" * 1000, "Hello")])
+    data = build(tmp_path, {"too_long": "split"})
+    (text,) = texts(samples_of(data), trained=True)
+    assert text == "Hello<|im_end|>\n$" and report_of(data).untrained == 0
+
+
 def test_what_has_nothing_to_train(tmp_path: Path) -> None:
     lonely = {"messages": [{"role": "user", "content": "Hi"}]}
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely])
@@ -192,6 +200,21 @@ def test_malformed_rows_are_an_error_or_dropped(
     file.write_text("{oops\n")
     with pytest.raises(DataError, match="all 1 rows are malformed"):
         build(tmp_path, {"malformed": "drop"})
+
+
+def test_a_template_that_never_ends_is_an_error_with_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows are dropped: which ones must not depend on the machine."""
+    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
+    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template takes more"):
+        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:
@@ -259,6 +282,25 @@ def test_what_nothing_reads_is_named_once(
     assert report.unread_keys == () and report.unread_columns == ("id", "url")
 
 
+def test_rows_of_weight_0_alone_are_named(tmp_path: Path) -> None:
+    row = chat("Hi", "Hello")
+    row["messages"][1]["loss"] = False
+    write(tmp_path / "rows.jsonl", [row, row])
+    with pytest.raises(DataError, match=r"2 of 2 samples .*: of 2 .* have `weight: 0`"):
+        build(tmp_path)
+
+
+def test_a_template_next_to_texts_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    build(tmp_path)
+    assert "`data.chat_template` is not used for 1 rows: prompt and completion" in caplog.text
+    caplog.clear()
+    build(tmp_path, chat_template=None)
+    assert not caplog.records
+
+
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     template = "{% if loud %}LOUD{% endif %}" + CHATML.template
     rows = [
@@ -309,18 +351,23 @@ def test_rows_that_are_read_as_before_continue_their_run(tmp_path: Path) -> None
 def test_processes_make_the_same_samples_in_the_same_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [chat(f"Hi {number}", f"Hello {number}") for number in range(2000)]
-    rows[1500] = {"messages": []}
+    rows = [chat(f"Hi {number}", f"Hello {number}") for number in range(3000)]
+    rows[2000] = {"messages": []}
     write(tmp_path / "rows.jsonl", rows)
     monkeypatch.setattr(workers, "ALONE", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     data = build(tmp_path, {"malformed": "drop"})
-    expected = [said(f"Hi {n}", f"Hello {n}") for n in range(2000) if n != 1500]
+    expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
     assert texts(samples_of(data)) == expected
-    assert (report_of(data).rows, report_of(data).malformed) == (2000, 1)
-    # The first error is that of the first row.
-    with pytest.raises(DataError, match=r"rows\.jsonl:1501: it has no messages"):
+    assert (report_of(data).rows, report_of(data).malformed) == (3000, 1)
+    # The first error is that of the first row, and a template that never ends is one.
+    with pytest.raises(DataError, match=r"rows\.jsonl:2001: it has no messages"):
         build(tmp_path)
+    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
+    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'Hi 900' %}}{costly}{{% endif %}}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:901: the chat template takes more"):
+        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
 
 
 def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:
@@ -444,6 +491,14 @@ def test_a_warm_start_reads_no_rows(
         again = build(tmp_path, packing="greedy")
     assert texts(samples_of(again)) == texts(samples_of(first))
     assert "1 too long and truncated" in caplog.text  # every start says so
+
+
+def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
+    build(tmp_path)
+    for report in (tmp_path / "dmt-cache" / "tokens").glob("*.json"):
+        report.unlink()
+    assert report_of(build(tmp_path)).samples == 1
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.errors import EXIT_DONE
 from toolkit.extras.page.sections import Section
 from toolkit.extras.page.thinning import Curves, short
-from toolkit.report.attempts import Event, amount, number, step_of
+from toolkit.report.attempts import Event, amount, number, of_plan, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.report.stragglers import WAITS
@@ -110,7 +110,7 @@ def _beside(
         yield {"label": "waiting for data", "kind": "part", **points_}
     promised = _promised(name, record.plan)
     if promised is not None and one.metrics and one.points(name, 1) is not None:
-        basis = (record.plan.get("predicted") or {}).get("basis")
+        basis = of_plan(record.plan).get("basis")
         label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
         ends = [one.steps[0], one.steps[-1]]
         yield {"label": label, "kind": "predicted", "step": ends, "y": [short(promised)] * 2}
@@ -118,8 +118,7 @@ def _beside(
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     """What the plan predicts for a metric."""
-    predicted = plan.get("predicted")
-    predicted = predicted if isinstance(predicted, dict) else {}
+    predicted = of_plan(plan)
     if name in ("step_time_s", "memory_gib"):
         return number(predicted, name)
     if name == "mfu":
