@@ -129,8 +129,6 @@ class Backend:
     engine that reads no configuration."""
 
     name: ClassVar[EngineName]
-    title: ClassVar[str]
-    """What its users call it, e.g. `DeepSpeed`."""
     engine: ClassVar[str]
     """`module:class` of the engine that trains."""
     supports: ClassVar[Mapping[ModelName, Support]]

@@ -22,10 +22,11 @@ _MAY_BE_MISSING = "toolkit.extras."
 class Registry(Generic[Kind]):
     """Names and the objects that they stand for, which are imported when first asked for."""
 
-    def __init__(self, group: str, own: Mapping[str, str]) -> None:
+    def __init__(self, group: str, own: Mapping[str, str], base: type | None = None) -> None:
         """`own` maps a name to `module:attribute`; `group` names the entry points of others,
-        and is empty where only this package has any."""
+        and is empty where only this package has any. Objects are subclasses of `base`."""
         self._group = group
+        self._base = base
         self._own = own
         self._loaded: dict[str, Kind] = {}
 
@@ -54,8 +55,8 @@ class Registry(Generic[Kind]):
                 )
             place = self._places[name]
             try:
-                self._loaded[name] = load(place)
-            except (ImportError, AttributeError) as error:
+                self._loaded[name] = self._checked(load(place))
+            except (ImportError, AttributeError, TypeError) as error:
                 if self._own.get(name) == place:
                     raise
                 raise BackendUnavailable(
@@ -64,6 +65,12 @@ class Registry(Generic[Kind]):
                     fix="repair or uninstall that package",
                 ) from error
         return self._loaded[name]
+
+    def _checked(self, kind: Any) -> Any:
+        base = self._base
+        if base is None or (isinstance(kind, type) and issubclass(kind, base)):
+            return kind
+        raise TypeError(f"it does not extend {base.__module__}.{base.__qualname__}")
 
     def items(self) -> Iterator[tuple[str, Kind]]:
         """Every name with its object, if that can be imported: it is an error once chosen."""

@@ -260,6 +260,7 @@ def test_a_value_that_disagrees_names_both_places(tmp_path: Path) -> None:
             "zero_optimization.zero_hpz_partition_size",
         ),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"scheduler": None}, "scheduler"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
         (
             {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},

@@ -64,6 +64,7 @@ HALF_PRECISION = [
     frozen(megatron(stage=1), ATTENTION, precision="bf16"),
     frozen(megatron(pipeline=2), BOTTOM, precision="fp16"),
     fsdp(BOTTOM, precision="bf16"),
+    frozen(Case("ddp", 2), ATTENTION, precision="bf16"),
 ]
 OFFLOADED = [deepspeed(3, BOTTOM, offload="cpu"), fsdp(BOTTOM, offload="cpu")]
 

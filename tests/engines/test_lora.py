@@ -62,6 +62,7 @@ HALF_PRECISION = [
     adapted(megatron(tensor=2, sequence=True), precision="bf16"),
     adapted(Case("deepspeed", 2, stage=1), precision="bf16"),
     adapted(Case("fsdp", 2, stage=3), precision="bf16"),
+    adapted(Case("ddp", 2), precision="bf16"),
     adapted(megatron(pipeline=2), precision="fp16"),
     adapted(megatron(expert=2, stage=1), EXPERTS, family=MIXTRAL, precision="bf16"),
 ]

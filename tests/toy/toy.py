@@ -15,7 +15,6 @@ class ToyBackend(Backend):
     """Plain data parallel, with a configuration."""
 
     name = "toy"
-    title = "Toy"
     engine = "toy_engine:ToyEngine"
     supports = {"hf": Support()}  # noqa: RUF012
     packages = {"toy": "toy", "toy-kernels": "toy_kernels"}  # noqa: RUF012

@@ -289,7 +289,7 @@ def log_probs(model: nn.Module, batch: MicroBatch, context: Context | None = Non
     inputs: dict[str, Any] = {"input_ids": own.input_ids, "use_cache": False}
     if own.positions is not None:
         inputs["position_ids"] = own.positions
-    trained = getattr(model, "module", model)  # of DDP, of DeepSpeed
+    trained = getattr(model, "module", model)  # of DeepSpeed
     with documents.of(batch, context):
         if getattr(trained, _IN_CHUNKS, False):
             found: Tensor = model(targets=own.labels, **inputs)

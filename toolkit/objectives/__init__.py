@@ -13,4 +13,5 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "dpo": "toolkit.objectives.dpo:Dpo",
         "orpo": "toolkit.objectives.orpo:Orpo",
     },
+    base=Objective,
 )

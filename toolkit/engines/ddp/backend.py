@@ -13,15 +13,15 @@ class DdpCost(EngineCost):
         """The gathered copy of the trained weights, and the gradients of the largest unit that
         is reduced at once (a layer, or the vocabulary) in compute precision and in fp32."""
         trained = share.trained
-        unit = max((trained.dense + trained.experts) / share.layers, trained.output)
+        vocabulary = max(trained.output, trained.vocabulary - trained.output)
+        unit = max((trained.dense + trained.experts) / share.layers, vocabulary)
         return width * trained.parameters + (width + FP32_BYTES) * unit
 
 
 class DdpBackend(Backend):
-    """Every rank holds the whole model."""
+    """Every rank holds the whole model: FSDP2 with a replica on each."""
 
     name = "ddp"
-    title = "PyTorch's DDP"
     engine = "toolkit.engines.fsdp.engine:DdpEngine"
     supports = {
         "hf": Support(degrees={"context": ANY}, kernel_stages=(0,)),

@@ -139,7 +139,6 @@ class DeepSpeedBackend(Backend):
     """
 
     name = "deepspeed"
-    title = "DeepSpeed"
     engine = "toolkit.engines.deepspeed.engine:DeepSpeedEngine"
     supports = {
         "hf": Support(

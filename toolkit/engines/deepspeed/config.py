@@ -294,7 +294,9 @@ def _disagreements(
 def _unusable(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
     """Settings with which a run would not do what the recipe or the file says."""
     for key, rule in ABSENT.items():
-        if (found := stated(file, key)) not in (None, False):
+        # DeepSpeed looks into a block of its top level even where that is null.
+        if key in file.values or stated(file, key) not in (None, False):
+            found = get(file.values, key)
             yield file.problem(key, found, f"nothing: {rule.absent}", rule.fix)
     block, optimizer = file.values.get("optimizer"), request.optimizer
     if block is not None and optimizer.kind.whole is not None:

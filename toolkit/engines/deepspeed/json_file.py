@@ -1,17 +1,19 @@
 """A JSON file written by a user: parsed strictly, with the line of every setting."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.recipe import yaml_text
 from toolkit.system import untrusted
 
-DEEPSPEED_CONFIG = "DeepSpeed config"
-"""Key of a mistake in the whole of DeepSpeed's file, e.g. that it is not there."""
+MAX_BYTES = 1_000_000
+"""Larger files are refused unread: a DeepSpeed config has a few kilobytes."""
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n|[^\s{}\[\],:"]+')
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,20 @@ class JsonFile:
         return Problem(key, shown, allowed, fix, str(self.path), self.lines.get(key, 0))
 
 
+DEEPSPEED_CONFIG = "DeepSpeed config"
+"""Key of a mistake in the whole of DeepSpeed's file, e.g. that it is not there."""
+
+
 def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
     """Read an object from a UTF-8 JSON file; errors call it `what`.
 
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
     an object, or states a key twice (of which JSON readers silently keep the last).
     """
-    try:
-        text = untrusted.read_bytes(path, yaml_text.MAX_BYTES).decode("utf-8")
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise _unreadable(path, what, found, "a readable file") from error
-    except ValueError as error:  # too large, not UTF-8, or a null character in the path
-        raise _unreadable(path, what, str(error), f"a {what} in UTF-8") from error
-    return parse_json(text, path, what)
+    return parse_json(_text(path, what), path, what)
 
 
-def parse_json(text: str, path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
+def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFile:
     """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
     try:
         values = untrusted.parse_json(text, parse_constant=_refuse_constant)
@@ -58,11 +57,38 @@ def parse_json(text: str, path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
         raise _unreadable(path, what, str(error), "JSON with plain finite numbers") from error
     if not isinstance(values, dict):
         raise _unreadable(path, what, type(values).__name__, "an object: { … }", 1)
-    stated, problems = yaml_text.parse(text, str(path))  # JSON is YAML
-    if problems:
-        raise RecipeError(problems)
-    lines = {yaml_text.dotted(key): place.line for key, place in stated.places.items()}
+    lines: dict[str, int] = {}
+    repeated: list[Problem] = []
+    for key, line in _stated_keys(text):
+        if key in lines:
+            repeated.append(
+                Problem(
+                    key,
+                    f"stated again (first in line {lines[key]})",
+                    "each key once",
+                    "delete one of the two",
+                    str(path),
+                    line,
+                )
+            )
+        lines.setdefault(key, line)
+    if repeated:
+        raise RecipeError(repeated)
     return JsonFile(path, values, lines)
+
+
+def _text(path: Path, what: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise _unreadable(path, what, f"more than {MAX_BYTES} bytes", f"a {what}")
+        return data.decode("utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise _unreadable(path, what, found, "a readable file") from error
+    except ValueError as error:  # not UTF-8, or a null character in the path
+        raise _unreadable(path, what, str(error), "UTF-8 text") from error
 
 
 def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) -> RecipeError:
@@ -71,3 +97,26 @@ def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) 
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _stated_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Dotted path and line of every key, in file order; `text` is known to be valid JSON.
+
+    Objects inside a list are passed over: no DeepSpeed setting of ours is one.
+    """
+    line = 1
+    path: list[str | None] = []  # the open key of each open object; None for a list
+    last = ""
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "\n":
+            line += 1
+            continue
+        if token in "{[":
+            path.append("" if token == "{" else None)
+        elif token in "}]":
+            path.pop()
+        elif token == ":" and None not in path:
+            path[-1] = json.loads(last)
+            yield ".".join(key for key in path if key is not None), line
+        last = token

@@ -90,7 +90,6 @@ class FsdpBackend(Backend):
     """
 
     name = "fsdp"
-    title = "PyTorch's FSDP2"
     engine = "toolkit.engines.fsdp.engine:FsdpEngine"
     supports = {
         "hf": Support(

@@ -38,7 +38,6 @@ class MegatronBackend(Backend):
     """megatron-core's DDP, distributed optimizer and pipeline schedules."""
 
     name = "megatron"
-    title = "megatron-core"
     engine = "toolkit.engines.megatron.engine:MegatronEngine"
     supports = {
         "megatron": Support(

@@ -12,7 +12,7 @@ weight and two moments in fp32 read, the last three written (28), the 16-bit wei
 
 
 class EngineCost:
-    """The defaults are those of torch's DDP in fp32."""
+    """The defaults are those of an engine that shards and casts nothing, in fp32."""
 
     fp32_states: ClassVar[bool] = True
     """Weights that are updated, gradients and moments are fp32 at any precision; 16-bit copies
@@ -72,7 +72,7 @@ class EngineCost:
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` is
-        the compute dtype's bytes per element. DDP's gradients are its buckets."""
+        the compute dtype's bytes per element."""
         return 0.0
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
