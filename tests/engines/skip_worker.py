@@ -56,7 +56,7 @@ def trained_module(engine: Any) -> nn.Module:
     if hasattr(engine, "chunks"):
         module: nn.Module = engine.chunks[-1]
         return module
-    return engine.model if hasattr(engine, "replica") else engine.engine.module
+    return engine.engine.module if hasattr(engine, "engine") else engine.model
 
 
 def train(
