@@ -159,7 +159,11 @@ def test_what_the_command_prints(
         ("a.json", b"[1]", "a text without"),
         ("a.json", b'{"a": 1', "JSON"),
         ("a.json", b'{"a": 1}', "settings a"),
-        ("a.json", b'{"train_batch_size": 1, "train_batch_size": 2}', "stated again (first in line 1)"),
+        (
+            "a.json",
+            b'{"train_batch_size": 1, "train_batch_size": 2}',
+            "stated again (first in line 1)",
+        ),
         ("a.yaml", b"- 1", "no map"),
         ("a.yaml", b"a: [", "YAML"),
         ("a.yaml", b"name: x\nmodel: {}\ntraining: {}", "a recipe"),

@@ -108,14 +108,17 @@ def _data(record: RunRecord) -> Section | None:
     sources = [one for one in train if isinstance(one, dict)] if isinstance(train, list) else []
     if not sources or not isinstance(data, dict):
         return None
-    stages = [one for one in data.get("stages") or () if isinstance(one, dict)]
-    stages = [one for one in stages if one.get("weights")]
+    stages = data.get("stages")
+    stages = (
+        [one for one in stages if isinstance(one, dict)] if isinstance(stages, list) else []
+    )
+    stages = [one for one in stages if _mapping(one.get("weights"))]
     begins = [f"from step {one.get('from_step') or one.get('from_tokens')}" for one in stages]
     table = [["source", "weight", *begins, "validation loss"]]
     last = [event for event in record.events if event.get("kind") == "evaluation"][-1:]
     for source in sources:
         label = str(source.get("label"))
-        weights = [(one.get("weights") or {}).get(label, "") for one in stages]
+        weights = [_mapping(one.get("weights")).get(label, "") for one in stages]
         loss = next((number(event, f"validation/{label}") for event in last), None)
         shown = "" if loss is None else f"{loss:.4f}"
         table.append([label, str(source.get("weight", "")), *map(str, weights), shown])
