@@ -98,13 +98,16 @@ def test_loss_on(tmp_path: Path, loss_on: str, trained: list[str]) -> None:
     assert texts(samples, trained=True) == trained
 
 
-def test_completion_needs_a_prompt(tmp_path: Path) -> None:
+def test_completion_needs_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "rows.jsonl", [chat("a", "b")])
     with pytest.raises(DataError, match="separates prompt and completion"):
         build(tmp_path, {"loss_on": "completion"})
     write(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}])
     plain = build(tmp_path, {"loss_on": "completion"}, chat_template=None)
     assert texts(samples_of(plain), trained=True) == ["4$"]
+    assert not caplog.records
+    build(tmp_path)
+    assert "`data.chat_template` is not used for 1 rows: prompt and completion" in caplog.text
 
 
 @settings(
@@ -178,6 +181,11 @@ def test_what_has_nothing_to_train(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(DataError, match="all 1 conversations are longer than 128"):
         build(tmp_path, {"too_long": "drop"})
+    weightless = chat("Hi", "Hello")
+    weightless["messages"][1]["loss"] = False
+    write(tmp_path / "rows.jsonl", [weightless, weightless])
+    with pytest.raises(DataError, match=r"2 of 2 samples .*: of 2 .* have `weight: 0`"):
+        build(tmp_path)
     write(tmp_path / "rows.jsonl", [])
     with pytest.raises(DataError, match="no rows"):
         build(tmp_path)
@@ -486,11 +494,14 @@ def test_a_warm_start_reads_no_rows(
 ) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "x" * 200)])
     first = build(tmp_path, packing="greedy")
-    monkeypatch.setattr("toolkit.data.records.Records.__iter__", None)
-    with caplog.at_level(logging.WARNING):
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr("toolkit.data.records.Records.__iter__", None)
         again = build(tmp_path, packing="greedy")
     assert texts(samples_of(again)) == texts(samples_of(first))
     assert "1 too long and truncated" in caplog.text  # every start says so
+    (report,) = (tmp_path / "dmt-cache" / "tokens").glob("*.json")
+    report.unlink()  # the entry is made again
+    assert report_of(build(tmp_path, packing="greedy")) == report_of(first)
 
 
 def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
