@@ -36,19 +36,38 @@ def hang_up_launcher(command: Command) -> None:
     os.kill(command.process.pid, signal.SIGHUP)
 
 
+def warn_rank_0(command: Command) -> None:
+    """What a scheduler sends before it preempts."""
+    command.ranks()[0].send_signal(signal.SIGUSR1)
+
+
 def quit_rank_1(command: Command) -> None:
     command.ranks()[1].send_signal(signal.SIGQUIT)
 
 
-@pytest.mark.parametrize("stop", [ctrl_c, hang_up_launcher, quit_rank_1])
+@pytest.mark.parametrize("stop", [ctrl_c, hang_up_launcher, warn_rank_0, quit_rank_1])
 def test_a_signal_while_training(project: Project, stop: Callable[[Command], None]):
     run_dir = project.folder / f"signal-{stop.__name__}"
-    argv = project.command(run_dir.name, ENDLESS)
+    argv = project.command(run_dir.name, ENDLESS, "--max-restarts", "3")
     with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
         stop(command)
         ended = command.end()
     assert_saved_and_stopped(ended, run_dir)
+    assert not events(run_dir, "restart")
+
+
+def test_ranks_that_do_not_leave_within_the_grace_write_their_stacks(project: Project):
+    run_dir = project.folder / "grace"
+    argv = project.command(run_dir.name, {**ENDLESS, "launch.grace_s": 2.0})
+    env = {"DMT_FAILPOINTS": "step=hang@rank1,hit5"}
+    with started(argv, project.folder, env) as command:
+        # What is sent from here on is asked about in the fifth step, which does not end.
+        command.wait_for(lambda: steps_logged(run_dir) >= 4, "the fourth step")
+        command.process.terminate()
+        ended = command.end(code=4)
+    assert "exit within launch.grace_s (2 s) and were killed" in ended.err
+    assert "toolkit/train/loop.py" in (run_dir / "logs" / "rank-1.log").read_text(), "stacks"
 
 
 def test_ctrl_c_on_a_worker_without_a_launcher(project: Project):
