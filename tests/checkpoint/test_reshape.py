@@ -5,6 +5,7 @@ Regressions (resuming on other GPUs or in another layout): DeepSpeed#5405, #2921
 was made from another seed, five layers divide by no pipeline, 101 tokens by no tensor group.
 """
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import pytest
 
 from tests.checkpoint.reshaping import around, check, write_all
 from tests.engines.cases import LAYERS, MIXTRAL, megatron
+from tests.engines.pairs import GROUPS
 from tests.engines.parity_worker import Case
 from tests.models.configs import config_of
 
 GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
 
 
-def zero(stage: int, **more: Any) -> Case:
+def zero(stage: int, family: dict[str, Any] = LAYERS, **more: Any) -> Case:
     """Engine deepspeed, two ranks."""
-    return Case("deepspeed", 2, stage=stage, family=LAYERS, **more)
+    return Case("deepspeed", 2, stage=stage, family=family, **more)
 
 
 LAYOUTS: dict[str, tuple[int, Case]] = {
@@ -60,10 +62,22 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
-STACKED: dict[str, tuple[int, Case]] = {
-    "zero3-2": (2, Case("deepspeed", 2, stage=3, family=GPT_OSS)),
-    "tp2": (2, megatron(tensor=2, family=GPT_OSS)),
+FEATURES: dict[str, list[Case]] = {
+    # Transposed, gate and up projection in alternating columns, cut anywhere by ZeRO-3 and by
+    # megatron-core's distributed optimizer.
+    "stacked experts": [zero(3, family=GPT_OSS), megatron(tensor=2, family=GPT_OSS)],
+    # All of the first of two pipeline stages.
+    "frozen": [
+        replace(case, freeze=("model.embed_tokens.*", "model.layers.[0-2].*"))
+        for case in (zero(3), megatron(pipeline=2), Case("fsdp", 2, stage=3, family=LAYERS))
+    ],
+    # At larger rates AdamW makes a difference of 1e-5 of what is rounded otherwise.
+    "groups": [
+        replace(case, groups=GROUPS, optimizer={"learning_rate": 3e-4})
+        for case in (zero(3), megatron(pipeline=2))
+    ],
 }
+"""What two ranks save on one engine and continue on another."""
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +108,15 @@ def test_some_pairs_with_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stacked_experts(tmp_path: Path) -> None:
-    """Transposed, gate and up projection in alternating columns, cut anywhere by ZeRO-3 and by
-    megatron-core's distributed optimizer."""
-    check(tmp_path, write_all(tmp_path, STACKED), STACKED, around(STACKED))
+def test_some_pairs_of_features(tmp_path: Path) -> None:
+    layouts: dict[str, tuple[int, Case]] = {}
+    pairs: list[tuple[str, str]] = []
+    for feature, cases in FEATURES.items():
+        own = {f"{feature} on {case.engine}": (2, case) for case in cases}
+        layouts |= own
+        pairs += around(own)
+    unbroken = [(name, name) for name in own]
+    check(tmp_path, write_all(tmp_path, layouts), layouts, pairs + unbroken)
 
 
 @pytest.mark.soak
