@@ -1,4 +1,4 @@
-"""What every rank of test_isolation.py does: train packed rows."""
+"""What every rank of test_isolation.py does: look for leaks, and train packed rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,9 +25,11 @@ from tests.engines.parity_worker import (
     reference_model,
     unmasked,
 )
-from toolkit.batch import IGNORE_INDEX
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
 from toolkit.engines.distributed import Ranks
+from toolkit.engines.isolation import exchanged
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
 from toolkit.models import huggingface as hf
@@ -58,9 +60,26 @@ def documents(step: int) -> list[list[int]]:
     return ends
 
 
+def leaks(engine: Engine, stages: int) -> list[bool]:
+    """Whether a bit of the last documents of two rows changes when the first ones are
+    exchanged: with segments, and without."""
+    half = LENGTH // 2
+    segments, positions = segments_of([[half, LENGTH]] * 2)
+    inputs = next(global_batches(1))[0][:2]
+    labels = inputs.clone()
+    labels[:, :half] = IGNORE_INDEX
+    batch = MicroBatch(inputs, labels, positions=positions, segments=segments)
+    found = []
+    for one in (batch, replace(batch, segments=None)):
+        rows = (engine.sequence_log_probs([x] * stages) for x in (one, exchanged(one)))
+        found.append(not torch.equal(*rows))
+    return found
+
+
 def train(case: Case, ranks: Ranks) -> dict[str, Any]:
-    """Loss and gradient norm of a few packed steps."""
+    """Leaks, then loss and gradient norm of a few packed steps."""
     engine, layout = new_engine(case, ranks, SEED)
+    found = leaks(engine, layout.pp)
     results = []
     for step, (inputs, labels) in enumerate(global_batches(STEPS)):
         segments, positions = segments_of(documents(step))
@@ -69,7 +88,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
         )
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     engine.close()
-    return curves(results)
+    return {"leaks": found, **curves(results)}
 
 
 def separate_documents(family: dict[str, Any]) -> dict[str, list[float]]:
