@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -282,6 +283,24 @@ def test_sigterm_ends_the_build_too() -> None:
     assert process.wait(HANG_S) == 128 + signal.SIGTERM
     assert _working_in(folder) == []
     assert not (folder / "lock").exists()
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.soak
+def test_a_real_build_that_is_killed_is_found() -> None:
+    """The whole story with torch's own lock: live build, kill -9, stale lock."""
+    argv = [sys.executable, "-m", "toolkit.engines.deepspeed.ops", "cpu_adam"]
+    process = psutil.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until((build_folder("cpu_adam") / "lock").exists, "the build")
+        preflight(["cpu_adam"])  # a live build is no obstacle
+    finally:
+        process.suspend()  # so that it starts nothing more
+        for member in (*process.children(recursive=True), process):
+            member.kill()
+        process.wait()
+    with pytest.raises(BackendUnavailable, match="left its lock"):
+        preflight(["cpu_adam"])
 
 
 @pytest.mark.slow
