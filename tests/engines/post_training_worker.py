@@ -3,11 +3,14 @@
 The data are pairs of token lists, or token lists with a mask, made without any tokenizer.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import trl
 from datasets import Dataset
@@ -16,8 +19,11 @@ from tokenizers.models import WordLevel
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from tests.data.building import built
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.data.batches import batches_of
+from toolkit.data.packing import StreamSamples
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.layout import Layout
@@ -50,6 +56,7 @@ class Objective:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
 
 def pairs(steps: int) -> list[list[Pair]]:
@@ -87,6 +94,31 @@ def conversations() -> list[list[Conversation]]:
         [conversation(length(), step, place, generator) for place in range(SAMPLES)]
         for step in range(STEPS)
     ]
+
+
+def packed_samples(folder: Path) -> StreamSamples:
+    """Rows of one to four short prompts and answers, of bytes, that DMT packs."""
+    generator = torch.Generator().manual_seed(13)
+    lengths = torch.randint(1, 6, (4 * STEPS * SAMPLES, 2), generator=generator).tolist()
+    chats = [{"prompt": "a" * n, "completion": "bcdef"[:m]} for n, m in lengths]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    section = {"train": {"kind": "chat", "path": "chats.jsonl"}, "packing": "greedy"}
+    return built(folder, section, parity.LENGTH).sources[0].train
+
+
+def unpacked(samples: StreamSamples) -> list[list[Conversation]]:
+    """The conversations of each global batch of packed rows; untrained ones make them equally
+    many, as TRL wants it."""
+    batches = [
+        [
+            (one.ids.tolist(), one.trained.tolist())
+            for index in range(first, first + SAMPLES)
+            for one in samples.documents(index)
+        ]
+        for first in range(0, STEPS * SAMPLES, SAMPLES)
+    ]
+    most = max(map(len, batches))
+    return [batch + [([2, 2], [0, 0])] * (most - len(batch)) for batch in batches]
 
 
 def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +174,7 @@ def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
     plain["training"] |= {
         "global_batch_size": SAMPLES, "objective": objective.name, "steps": STEPS,
     }  # fmt: skip
+    plain["data"]["isolate_documents"] = objective.packed
     if objective.settings:
         plain[objective.name] = objective.settings
     return Recipe.model_validate(plain)
@@ -184,6 +217,14 @@ def steps_of(
     rank: int,
 ) -> Iterator[Step]:
     """`found` is the reference's log p of every row."""
+    if objective.packed:
+        with TemporaryDirectory() as folder:
+            samples, used = packed_samples(Path(folder)), np.arange(STEPS * SAMPLES)
+            whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
+            share = layout.data_rank(rank), layout.micro_batches
+            mine = batches_of(samples, used, SAMPLES, *share)
+            yield from ((one, batches) for (one,), batches in zip(whole, mine, strict=True))
+        return
     uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
     data = conversations() if objective.name == "sft" else pairs(STEPS)
     for step, batch in enumerate(data):

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.engines.cases import LAYERS, TOLERANCE, megatron
-from tests.engines.parity_worker import Case
+from tests.engines.parity_worker import CONFIG, Case
 from tests.engines.post_training_worker import (
     REWARDS,
     STEPS,
@@ -21,9 +21,11 @@ from tests.engines.post_training_worker import (
     conversations,
     initial_model,
     log_probs_of,
+    packed_samples,
     pairs,
     references,
     train_all,
+    unpacked,
 )
 from tests.forked import call_ranks
 
@@ -38,6 +40,7 @@ OTHER_SEED = 99
 BETA = 0.3
 
 SFT = Objective("sft")
+PACKED = Objective("sft", packed=True)
 DPO = {
     loss: Objective("dpo", {"loss": loss, "beta": BETA}) for loss in ("sigmoid", "ipo", "hinge")
 }
@@ -49,6 +52,7 @@ CASES = [
     megatron(3, pipeline=2),
 ]
 """What else layouts can do to an objective is in test_pairs.py."""
+BYTES = Case("ddp", 1, family=CONFIG | LAYERS | {"vocab_size": 257})
 
 
 @cache
@@ -60,8 +64,11 @@ def reference_log_probs() -> list[list[float]]:
 
 @cache
 def by_trl(objective: str) -> dict[str, list[float]]:
-    """What TRL logs: of sft, or of dpo with a loss of this name."""
+    """What TRL logs: of sft, of packed sft, or of dpo with a loss of this name."""
     with TemporaryDirectory() as folder:
+        if objective == "packed":
+            batches = unpacked(packed_samples(Path(folder)))
+            return by_sft_trainer(Path(folder), initial_model(**BYTES.family), batches)
         model = initial_model(**LAYERS)
         if objective == "sft":
             return by_sft_trainer(Path(folder), model, conversations())
@@ -71,18 +78,22 @@ def by_trl(objective: str) -> dict[str, list[float]]:
 
 @cache
 def trained() -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Every case with sft and dpo; the first with every loss of dpo."""
+    """Every case with sft and dpo; the first with every loss of dpo; one with packed rows."""
     jobs = [(case, objective) for case in CASES for objective in (SFT, DPO["sigmoid"])]
     jobs += [(CASES[0], DPO[loss]) for loss in ("ipo", "hinge")]
+    jobs += [(BYTES, PACKED)]
     found, *others = call_ranks(train_all, 2, jobs, reference_log_probs())
     assert all(other == found for other in others), "every rank logs the same"
-    names = [(case.name, o.settings.get("loss", o.name)) for case, o in jobs]
+    names = [
+        (case.name, "packed" if o.packed else o.settings.get("loss", o.name))
+        for case, o in jobs
+    ]
     return dict(zip(names, found, strict=True))
 
 
 def check(found: dict[str, list[float]], objective: str) -> None:
     expected = by_trl(objective)
-    metrics = () if objective == "sft" else REWARDS
+    metrics = () if objective in ("sft", "packed") else REWARDS
     for name in ("loss", "grad_norm", *metrics):
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE), name
 
@@ -91,6 +102,10 @@ def check(found: dict[str, list[float]], objective: str) -> None:
 @pytest.mark.parametrize("objective", ["sft", "sigmoid"])
 def test_steps_equal_trl(case: Case, objective: str) -> None:
     check(trained()[case.name, objective], objective)
+
+
+def test_packed_rows_equal_trl_on_each_conversation_alone() -> None:
+    check(trained()[BYTES.name, "packed"], "packed")
 
 
 @pytest.mark.parametrize("loss", ["ipo", "hinge"])
