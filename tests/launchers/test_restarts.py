@@ -1,8 +1,11 @@
 """`--max-restarts` on one machine: what is started again, how often, and what is not."""
 
 import json
+import os
 import signal
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.launchers import agent, gpus
-from toolkit.launchers.base import Job, LaunchSpec
+from toolkit.launchers.base import Job, LaunchSpec, Meeting
 from toolkit.launchers.gpus import working_gpus
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import failure_reason, newest_step
@@ -25,7 +28,7 @@ from toolkit.run.ending import PEER_LOST
 
 # A worker of one line: `starts` counts its starts, `save(step)` commits.
 _WORKER = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 run = Path({run!r})
 with (run / "starts").open("a") as file:
@@ -40,8 +43,9 @@ def save(step):
 
 
 def launch(run: Path, worker: str, max_restarts: int, pause_s: float) -> int:
-    """Launch the worker; returns the exit code."""
+    """Launch the worker; returns the exit code. No name server has to answer."""
     agent.LONGEST_PAUSE_S = pause_s
+    socket.getfqdn = _no_look_up
     launcher, section = LocalStarter(), LaunchSection(max_restarts=max_restarts)
 
     def spec() -> LaunchSpec:
@@ -51,9 +55,38 @@ def launch(run: Path, worker: str, max_restarts: int, pause_s: float) -> int:
         return launcher.run(replace(spec(), again=spec), signals).exit_code
 
 
-def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> WarmProcess:
+def _no_look_up(*_: str) -> str:
+    raise AssertionError("looks for this machine's full name")
+
+
+def forgotten(*arguments: Any) -> int:
+    """`launch`, in a meeting that forgets an agent after a second without a sign of life."""
+    parameters = agent._parameters
+
+    def short(meeting: Meeting) -> Any:
+        made = parameters(meeting)
+        made.config |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 1}
+        return made
+
+    agent._parameters = short
+    return launch(*arguments)
+
+
+def stopped_late(*arguments: Any) -> int:
+    """`launch`, asked to stop when the pause before a restart is over."""
+    agent.Agent._pause = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    return launch(*arguments)
+
+
+def start(
+    run: Path,
+    does: str,
+    max_restarts: int,
+    pause_s: float = 0.01,
+    how: Callable[..., int] = launch,
+) -> WarmProcess:
     worker = _WORKER.format(run=str(run), does=does)
-    return WarmProcess(run / "said", launch, run, worker, max_restarts, pause_s)
+    return WarmProcess(run / "said", how, run, worker, max_restarts, pause_s)
 
 
 def run_to_end(
@@ -196,6 +229,44 @@ def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected):
     assert code == expected
     assert ("step 3 is saved" in errors) == (expected == 75)
     assert len(ports(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"), [("save(3); sys.exit(1)", 75), ("sys.exit(1)", 4)]
+)
+def test_a_signal_after_the_pause_before_a_restart_is_told(tmp_path, does, expected):
+    code, errors = start(tmp_path, does, 5, how=stopped_late).end()
+    assert code == expected
+    saved = "step 3 is saved" if expected == 75 else "nothing was saved"
+    assert f"stopped by a signal before a restart; {saved}" in errors
+    assert len(ports(tmp_path)) == 1
+
+
+def test_a_pause_of_the_launcher_restarts_nothing(tmp_path):
+    """Ctrl-Z and `fg`, or a laptop that slept; afterwards a failure is restarted, once."""
+    does = (
+        "while not (run / 'go').exists(): time.sleep(0.02)\nsys.exit(0 if starts == 2 else 1)"
+    )
+    process = start(tmp_path, does, 1, how=forgotten)
+    wait_until((tmp_path / "starts").exists, "the rank")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1.5)  # the agent asks once a second who has met
+    assert len(ports(tmp_path)) == 1
+    (tmp_path / "go").touch()
+    code, errors = process.end()
+    assert code == 0, errors
+    assert len(ports(tmp_path)) == 2
+    assert (tmp_path / "events.jsonl").read_text().count('"restart"') == 1
+
+
+def test_a_folder_that_cannot_be_made_is_no_machine_that_did_not_come(tmp_path):
+    (tmp_path / "logs").touch()
+    launcher = LocalStarter()
+    spec = launcher.spec(Job(tmp_path, ClusterSection(), worker=("-c", "")))
+    with StopSignals() as signals, pytest.raises(FileExistsError):
+        launcher.run(spec, signals)
 
 
 def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):

@@ -29,6 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -84,7 +85,8 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name in _TALKATIVE:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    run, offset, handler = RunDirectory(spec.run_dir), events_offset(spec.run_dir), None
+    run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
+    agent: Agent | None = None
     try:
         handler = _interruptible(lambda: get_rendezvous_handler(_parameters(meeting)), signals)
         agent = Agent(spec, meeting, handler, signals)
@@ -92,8 +94,12 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
         handler.shutdown()
         return agent.outcome
     except StopRequested:
-        return Outcome(EXIT_RESUMABLE)  # it waited for other machines: nothing was trained
+        # Before its first ranks, nothing was trained.
+        met = agent is not None and agent.has_met
+        return stopped_before_restart(newest_step(run)) if met else Outcome(EXIT_RESUMABLE)
     except (OSError, RendezvousError, DistError) as error:
+        if not meeting.several:
+            raise
         return _without_the_others(run, offset, error)
 
 
@@ -182,6 +188,16 @@ class Agent(SimpleElasticAgent):
         return result
 
     @property
+    def has_met(self) -> bool:
+        """Whether its ranks had their places before."""
+        return bool(self._met)
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        """One for torch's log, without this machine's full name: where no name server answers,
+        each look-up waits."""
+        return Event(state, source)
+
+    @property
     def _meeting(self) -> Any:
         """The meeting as the store has it; at most a second old."""
         handler: Any = self._worker_group.spec.rdzv_handler
@@ -208,6 +224,7 @@ class Agent(SimpleElasticAgent):
         elif self._restart:
             spec = spec.again() if spec.again is not None else spec
             EventLog(self._directory.events).write("restart", **self._restart)
+            self._restart = {}
         self._watch = RankWatch(spec, self._signals)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
@@ -231,7 +248,12 @@ class Agent(SimpleElasticAgent):
         return replace(self._spec, env={**self._spec.env, **shared}, rank_env=places)
 
     def _lost_a_machine(self) -> bool:
-        """Whether one of the meeting is gone, other than to meet again with a new one."""
+        """Whether one of the meeting is gone, other than to meet again with a new one.
+
+        One machine is never lost: its own agent is late only after a pause of all processes.
+        """
+        if not self._several:
+            return False
         missing = len(self._met - self._meeting.participants.keys())
         return missing > (self._store.add(_LEFT, 0) if missing and self._resizing() else 0)
 
@@ -289,9 +311,7 @@ class Agent(SimpleElasticAgent):
             time.sleep(POLL_S)
         if self._signals.stop_requested:
             self._remaining_restarts = 0
-            saved = f"step {step} is saved\n  fix: start the same command again to resume"
-            tell(f"dmt: stopped by a signal before a restart; {saved if step else _UNSAVED}")
-            self.outcome = Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)
+            self.outcome = stopped_before_restart(step)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a machine joins, let the ranks save; kill what is left."""
@@ -313,7 +333,11 @@ class Agent(SimpleElasticAgent):
             self._watch = None
 
 
-_UNSAVED = "nothing was saved"
+def stopped_before_restart(step: int) -> Outcome:
+    """Tell that a signal came while no ranks ran; `step`: the newest one that is saved."""
+    saved = f"step {step} is saved\n  fix: start the same command again to resume"
+    tell(f"dmt: stopped by a signal before a restart; {saved if step else 'nothing was saved'}")
+    return Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)
 
 
 def pause_before(attempt: int) -> float:
