@@ -114,6 +114,19 @@ class TestExtends:
         (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [good.yaml, 1]\n"))
         assert (problem.key, problem.allowed) == ("extends", "a file name, or a list of them")
 
+    @pytest.mark.parametrize("named", [".", "/", "./"])
+    def test_a_folder(self, tmp_path: Path, named: str) -> None:
+        """As a recipe, and as what one extends."""
+        for path in (Path(named), write(tmp_path, "top.yaml", f"extends: {named}\n")):
+            (problem,) = mistakes(path)
+            assert "which is no regular file" in problem.found
+
+    def test_found_is_what_is_merged(self, tmp_path: Path) -> None:
+        write(tmp_path, "base.yaml", "extends: good.yaml\ndata: {train: [{kind: txt}]}\n")
+        top = write(tmp_path, "top.yaml", "extends: base.yaml\ndata: {train: [{weight: 1}]}\n")
+        (problem,) = mistakes(top)
+        assert (problem.key, problem.found) == ("data.train[0].kind", "nothing")
+
     def test_long_chain(self, tmp_path: Path) -> None:
         for index in range(30):
             write(tmp_path, f"{index}.yaml", f"extends: {index + 1}.yaml\n")
@@ -127,6 +140,47 @@ class TestExtends:
         write(tmp_path, "12.yaml", GOOD)
         (problem,) = mistakes(tmp_path / "0.yaml")
         assert (problem.found, problem.allowed) == ("more files", "at most 16")
+
+
+SIZE = Path("recipes/llama/llama-3.1-8b.yml").read_text(encoding="utf-8").split("tasks:")[0]
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("tasks", "key", "found"),
+        [
+            ("tasks: {lora: [1]}", "tasks.lora", "a list"),
+            ("tasks:\n    lora: abc", "tasks.lora", "abc"),
+            ("tasks: 3", "tasks", "3"),
+            ("tasks: {lora: {name: a b}}", "name", "a b"),
+            ("tasks: {l2: null}", "(file)", "no file"),
+            ("tasks: {lora: {}, no-base: {}}", "", ""),
+            (b"\xff\xfe", "(file)", "bytes that are no UTF-8"),
+        ],
+    )
+    def test_tasks(self, tmp_path: Path, tasks: str | bytes, key: str, found: str) -> None:
+        """The size stands alone: what a task's recipes share is the shipped file."""
+        text = f"{SIZE}{tasks}" if isinstance(tasks, str) else tasks
+        size = write(tmp_path, "own/a-1.yml", text)
+        recipe = size.with_name("a-1-lora.yaml")
+        if not key:
+            assert load_recipe(recipe).name == "a-1-lora"
+            assert "no-base.yml" in mistakes(size.with_name("a-1-no-base.yaml"))[0].found
+            return
+        (problem,) = mistakes(recipe)
+        assert problem.key == key and found in problem.found
+        assert problem.file == str(recipe if "no file" in found else size)
+        assert "a-1-l2.yaml" in problem.fix or "no file" not in found
+
+    def test_tasks_below_a_recipe(self, tmp_path: Path) -> None:
+        size = write(tmp_path, "a.yml", f"{GOOD}tasks: {{lora: 1}}\n")
+        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: a.yml\n"))
+        assert (problem.key, problem.file) == ("tasks.lora", str(size))
+
+    def test_a_size_is_no_run(self) -> None:
+        (problem,) = mistakes(Path("recipes/qwen/qwen3-8b.yml"))
+        assert problem.key == "tasks" and problem.line
+        assert "recipes/qwen/qwen3-8b-lora.yaml" in problem.fix
 
 
 class TestOverrides:

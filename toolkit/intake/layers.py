@@ -5,17 +5,19 @@ an earlier one, with the overrides of the command line on top of all.
 """
 
 import glob
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from os.path import normpath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_text
 from toolkit.recipe.places import (
+    RECIPES,
     SHIPPED,
+    composed_names,
     composed_of,
     find_recipe,
     is_remote,
@@ -75,7 +77,8 @@ def merge(below: Stated, above: Stated) -> Stated:
     rest of its keys then mean something else.
     """
     places = {**below.places, **above.places}
-    written = {**below.written, **above.written}
+    left = {key: one for key, one in below.written.items() if not above.states(key)}
+    written = {**left, **above.written}
     return Stated(_merged(below.data, above.data), places, written)
 
 
@@ -126,48 +129,93 @@ class _Files:
         `chain`: the files that led to this one. `origin` is the place to blame when it cannot
         be read.
         """
-        if len(self.layers) == MAX_FILES:
-            allowed = f"at most {MAX_FILES}"
-            raise self.stop(origin, "more files", allowed, "extend fewer files")
         if composed := composed_of(path):
             self.compose(path, *composed, chain, origin)
             return
         name = normpath(path) if chain else str(path)
+        self.add(path, self.parsed(path, name, origin), chain, origin)
+
+    def parsed(self, path: Path, name: str, origin: Problem) -> Stated:
+        """What a file states, a map."""
         text = self.text(path, name, origin)
         try:
             stated, problems = yaml_text.parse(text, name)
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.problems]) from None
         self.problems.extend(problems)
-        data = stated.data
-        if not isinstance(data, dict):
+        if not isinstance(stated.data, dict):
             found, fix = stated.text(()), "write `key: value` lines"
-            if data is None:
+            if stated.data is None:
                 found, fix = "an empty file", "copy a recipe from recipes/ and change it"
             here = Problem(TOP, "", "", file=name, line=stated.places[()].line)
             raise self.stop(here, found, "a map of settings", fix)
-        # Of a size, tasks are recipes by themselves.
-        taken = ("extends", "tasks") if chain and path.suffix == ".yml" else ("extends",)
+        return stated
+
+    def add(self, path: Path, stated: Stated, chain: tuple[Path, ...], origin: Problem) -> None:
+        """Append what was read of a file, then the files that it extends."""
+        data, taken = stated.data, {"extends"}
+        if path.suffix == ".yml" and "tasks" in data:
+            self.check_tasks(path, stated, is_extended=bool(chain))
+            taken.add("tasks")  # recipes by themselves
         own = {key: value for key, value in data.items() if key not in taken}
-        self.layers.append((name, replace(stated, data=_located(own, path.parent))))
+        name = stated.places[()].file
+        self.push(name, replace(stated, data=_located(own, path.parent)), origin)
         if "extends" in data:
             for parent, origin in reversed(self.extended(stated, path, (*chain, path))):
                 self.read(parent, (*chain, path), origin)
+
+    def push(self, name: str, stated: Stated, origin: Problem) -> None:
+        if len(self.layers) == MAX_FILES:
+            allowed = f"at most {MAX_FILES}"
+            raise self.stop(origin, "more files", allowed, "extend fewer files")
+        self.layers.append((name, stated))
+
+    def check_tasks(self, path: Path, stated: Stated, *, is_extended: bool) -> None:
+        """Report what cannot be a task of a size, and refuse a size as a run."""
+        tasks = stated.data["tasks"]
+        if isinstance(tasks, dict) and not is_extended:
+            at = Problem("tasks", "", "", "", *stated.place(("tasks",)))
+            names = ", ".join(normpath(path.with_name(one)) for one in composed_names(path))
+            found = "a size of a model, which is no run"
+            fix = f"name one of {names}" if names else "name a recipe that extends it"
+            raise self.stop(at, found, "a recipe", fix)
+        wrong: list[tuple[KeyPath, str]] = []
+        if isinstance(tasks, dict):
+            wrong = [
+                (("tasks", task), "a map of settings")
+                for task, value in tasks.items()
+                if not isinstance(value, dict | None)
+            ]
+        elif tasks is not None:
+            wrong = [(("tasks",), "a map of tasks")]
+        for key, allowed in wrong:
+            found, fix = stated.text(key), f"write `{key[-1]}: {{…}}`, or remove it"
+            place = stated.place(key)
+            self.problems.append(Problem(yaml_text.dotted(key), found, allowed, fix, *place))
 
     def compose(
         self, path: Path, size: Path, task: str, chain: tuple[Path, ...], origin: Problem
     ) -> None:
         """The recipe SIZE-TASK: what the size's file states under `tasks`, on the size and what
         all recipes of the task share."""
-        stated, _ = yaml_text.parse(size.read_text(encoding="utf-8"), normpath(size))
-        inside = ("tasks", task)
-        places = {key[2:]: one for key, one in stated.places.items() if key[:2] == inside}
-        written = {key[2:]: one for key, one in stated.written.items() if key[:2] == inside}
-        data = {"name": path.stem, **(stated.at(inside) or {})}
-        own = Stated(_located(data, path.parent), {("name",): places[()], **places}, written)
-        self.layers.append((normpath(path), own))
-        self.read(size, (*chain, path), origin)
-        self.read(path.parent.parent / "base" / f"{task}.yml", (*chain, path), origin)
+        stated, inside = self.parsed(size, normpath(size), origin), ("tasks", task)
+        if isinstance(stated.data.get("tasks"), dict | None) and not stated.states(inside):
+            raise self.stop(
+                origin, f"no file {normpath(path)}", "an existing file", _similar(path)
+            )
+        settings, place = stated.at(inside), stated.place(inside)
+        data = {"name": path.stem, **(settings if isinstance(settings, dict) else {})}
+        own = Stated(
+            _located(data, path.parent),
+            {(): place, ("name",): place, **_inside(inside, stated.places)},
+            {("name",): path.stem, **_inside(inside, stated.written)},
+        )
+        self.push(normpath(path), own, origin)
+        self.add(size, stated, (*chain, path), origin)
+        base = Path("base") / f"{task}.yml"
+        beside = path.parent.parent / base
+        origin = Problem(yaml_text.dotted(inside), "", "", "", *place)
+        self.read(beside if _exists(beside) else RECIPES / base, (*chain, path), origin)
 
     def text(self, path: Path, name: str, origin: Problem) -> str:
         try:
@@ -330,6 +378,15 @@ _PATHS: dict[str, Callable[[str, Path], bool]] = {
 """Settings that may name a path, each with the test whether a value does."""
 
 
+_One = TypeVar("_One")
+
+
+def _inside(path: KeyPath, found: Mapping[KeyPath, _One]) -> dict[KeyPath, _One]:
+    """What stands below a path, by the rest of its own."""
+    end = len(path)
+    return {key[end:]: one for key, one in found.items() if key[:end] == path and key[end:]}
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -349,6 +406,11 @@ def _similar(path: Path) -> str:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:
         return f"there is no folder {normpath(path.parent)}"
+    if path.suffix != ".yml":  # a size is no run, its tasks are
+        sizes = [name for name in names if name.endswith(".yml")][:100]
+        composed = {name: composed_names(path.parent / name) for name in sizes}
+        names = [name for name in names if not composed.get(name)]
+        names += [name for of_size in composed.values() for name in of_size]
     close = closest(path.name, names)
     if shipped := closest(path.name, shipped_recipes()) if not close else "":
         return f"did you mean the shipped recipe `{shipped}`? `dmt recipes` lists them"

@@ -4,8 +4,11 @@ import os
 import re
 from pathlib import Path
 
-_TASKS = re.compile(r"^tasks:\n(?:(?: .*|#.*)?\n)*", re.MULTILINE)
-_TASK = re.compile(r"^  ([a-z]+):", re.MULTILINE)
+from toolkit.errors import RecipeError
+from toolkit.recipe import yaml_text
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on every common file system."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -22,27 +25,49 @@ SHIPPED = "recipes:"
 
 
 def tasks_of(size: Path) -> list[str]:
-    """The names under `tasks` in the file of a size, e.g. `llama-3.1-8b.yml`."""
-    text = _TASKS.search(size.read_text(encoding="utf-8"))
-    return _TASK.findall(text[0]) if text else []
+    """The names under `tasks` in the file of a size, e.g. `llama-3.1-8b.yml`; of a file that
+    cannot be read, none."""
+    try:
+        if not size.is_file():  # opening a pipe would wait
+            return []
+        with size.open("rb") as file:
+            data = file.read(yaml_text.MAX_BYTES + 1)
+        if b"tasks" not in data or len(data) > yaml_text.MAX_BYTES:
+            return []
+        stated, _ = yaml_text.parse(data.decode("utf-8-sig"), str(size))
+    except (OSError, ValueError, RecipeError):
+        return []
+    tasks = stated.at(("tasks",))
+    return [*tasks] if isinstance(tasks, dict) else []
 
 
 def composed_of(path: Path) -> tuple[Path, str] | None:
-    """The file of the size and the task of a recipe that is no file, e.g.
-    `llama-3.1-8b-lora.yaml`; None for any other."""
-    size, _, task = path.name.removesuffix(".yaml").rpartition("-")
-    file = path.with_name(f"{size}.yml")
-    if path.suffix != ".yaml" or not size or os.path.lexists(path) or not file.is_file():
+    """The file of the size and the task that a recipe's name stands for, e.g.
+    `llama-3.1-8b-lora.yaml`, where it is no file; None for any other."""
+    if path.suffix != ".yaml" or len(path.name) > _LONGEST_NAME or os.path.lexists(path):
         return None
-    return (file, task) if task in tasks_of(file) else None
+    words = path.stem.split("-")
+    splits = (("-".join(words[:n]), "-".join(words[n:])) for n in range(len(words) - 1, 0, -1))
+    near = [(path.with_name(f"{size}.yml"), task) for size, task in splits]
+    try:
+        found = [(size, task) for size, task in near if size.is_file()]
+    except OSError:  # a folder that may not be read
+        return None
+    stated = (one for one in found if one[1] in tasks_of(one[0]))
+    return next(stated, found[0] if found else None)
+
+
+def composed_names(size: Path) -> list[str]:
+    """The recipes of a size, e.g. `llama-3.1-8b-lora.yaml`."""
+    return [f"{size.stem}-{task}.yaml" for task in tasks_of(size)]
 
 
 def shipped_recipes() -> dict[str, Path]:
     """The shipped recipes by their names, e.g. `llama-3.1-8b-pretrain`."""
     composed = (
-        size.with_name(f"{size.stem}-{task}.yaml")
+        size.with_name(name)
         for size in RECIPES.glob("*/*.yml")
-        for task in tasks_of(size)
+        for name in composed_names(size)
     )
     found = [*RECIPES.glob("*/*.yaml"), *composed]
     files = sorted(found, key=lambda file: (file.parent.name, file.stem))
@@ -58,7 +83,7 @@ def find_recipe(path: Path) -> Path:
     text = str(path)
     if text.startswith(SHIPPED):
         named = RECIPES / text.removeprefix(SHIPPED)
-        whole = named.with_name(f"{named.name}.yaml")
+        whole = named.parent / f"{named.name}.yaml"
         return whole if whole.is_file() or composed_of(whole) else named
     if path.name != text or path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path

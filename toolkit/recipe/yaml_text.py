@@ -101,6 +101,8 @@ class Stated:
 
     def text(self, path: KeyPath) -> str:
         """The value at a path as the user wrote it."""
+        if path and not self.states(path):
+            return "nothing"
         value = self.at(path)
         if isinstance(value, dict | list):
             return "a map" if isinstance(value, dict) else "a list"
