@@ -1,14 +1,17 @@
 """One mistake in a good recipe → exactly one problem: right key, right line, a fix."""
 
 import json
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from tests.dmt import Dmt
 from tests.recipe.good import GOOD
+from toolkit.cli.check import judge
 
 
 @dataclass(frozen=True)
@@ -884,6 +887,17 @@ MISTAKES = {
         "with 3: set training.global_batch_size to",
         at="elastic",
     ),
+    "containers of a pod as a map": M(
+        "launcher: local",
+        "launcher: local\n  kubernetes:\n    pod:\n      containers: {name: a}",
+        "launch.kubernetes.pod.containers",
+        "write `containers: [{…}]`",
+        at="containers:",
+    ),
+    "no warm-up next to one": M(
+        "  warmup_steps: 10", "  warmup_ratio: 0\n  warmup_steps: 10",
+        "schedule.warmup_ratio", "or `schedule.warmup_steps: 0` where it comes from",
+    ),
     "restarts that may not continue": M(
         "checkpoint:\n",
         "checkpoint:\n  resume: never\n",
@@ -985,3 +999,55 @@ def _absent(problem: dict[str, str], key: str) -> bool:
         r"data\.(train|validation)(\[\d\])?\.(files|path|prefix)", problem["key"]
     )
     return place is not None and problem["key"] != key
+
+
+TEN_OF = {
+    "name": "a/b", "model.config.hidden_size": "x", "model.config.num_attention_heads": 4.5,
+    "model.config.hiden_size": 64, "model.init": "scratch", "model.freeze": "lm_head",
+    "model.hub": 7, "data.train.kind": "txt", "data.train.files": ["none/*.md"],
+    "data.train.exclude": 3, "data.train.path": "x.jsonl", "data.validation_fraction": 1.5,
+    "data.tokenizer": "./none", "data.packing": "greedy", "data.isolate_documents": "yes",
+    "data.chat_template": "chatml", "data.cache": [1], "training.steps": "2k",
+    "training.tokens": 1e6, "training.sequence_length": 1024, "training.global_batch_size": 7,
+    "training.micro_batch_size": 0, "training.precision": "fp16", "training.seed": -1,
+    "training.objective": "grpo", "training.lr": 1e-4, "optimizer.name": "adamv",
+    "optimizer.learning_rate": "3e-4x", "optimizer.betas": 0.9, "optimizer.weight_decay": -1,
+    "optimizer.muon": {}, "optimizer.momentum": 0.9, "schedule.name": "cosinus",
+    "schedule.warmup_steps": 500, "schedule.decay_steps": 10, "dpo": {"beta": 0.1},
+    "schedule.min_learning_rate": 1.0, "evaluation.every_steps": 0, "evaluation.batchs": 3,
+    "parallel.tensor": 3, "parallel.pipeline": 64, "parallel.engine": "zero3",
+    "parallel.zero.stage": 4, "parallel.zero.nvme_path": "/tmp", "parallel.sequence": 1,
+    "parallel.zero.config": "none.json", "parallel.replicate": 2, "cluster.gpu": "A100",
+    "cluster.nodes": 0, "checkpoint.every_steps": "x", "checkpoint.resume": "never",
+    "launch.max_restarts": -2, "logging.wandb": {"projekt": "x"}, "logging.every": 5,
+    "launch.launcher": "slrum", "adapter": {"rank": 0, "alpha": 16}, "orpo": {"beta": 0},
+    "kernels.loss": "chunk", "kernels.fp8": "delayed", "guard.spike_factor": 0.5,
+    "extra": {"a": 1},
+}  # fmt: skip
+"""A wrong value by its setting; some are wrong only together with GOOD or with each other."""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ten_mistakes_take_four_passes(seed: int, tmp_path: Path) -> None:
+    """What is reported is put right, as a user would: settings, then rules (two of which may
+    hide each other), then the plan and local files; a fifth pass finds nothing."""
+    made = random.Random(seed).sample(sorted(TEN_OF), 10)
+    path = tmp_path / "recipe.yaml"
+    for number in range(5):
+        recipe = YAML(typ="safe", pure=True).load(GOOD)
+        for key in made:
+            *sections, name = key.split(".")
+            inside = recipe
+            for section in sections:
+                inside = inside.setdefault(section, {})
+            inside[name] = TEN_OF[key]
+        path.write_text(json.dumps(recipe))
+        problems = judge(path).problems
+        assert number < 4 or not problems
+        wrong = [one for one in problems if not any(_about(key, one.key) for key in made)]
+        assert not wrong, made
+        made = [key for key in made if not any(_about(key, one.key) for one in problems)]
+
+
+def _about(key: str, found: str) -> bool:
+    return f"{key}.".startswith(f"{found}.") or f"{found}.".startswith((f"{key}.", f"{key}["))

@@ -7,6 +7,8 @@ they are only called.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import reduce
+from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
@@ -31,6 +33,7 @@ from toolkit.recipe.schema import (
     ScheduleSection,
     Source,
 )
+from toolkit.recipe.section import Section
 from toolkit.recipe.words import plain_text
 from toolkit.text.dotted import get
 
@@ -115,12 +118,27 @@ EITHER = {
 
 
 def _either(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.model_dump()
     for key, other in EITHER.items():
-        if (value := get(stated, key)) and get(stated, other):
-            shown = "settings" if isinstance(value, dict) else plain_text(value)
-            found, fix = f"{shown} together with {other}", f"remove one of {key} and {other}"
-            yield Problem(key, found, "one of the two", fix)
+        value, default = _chosen(recipe, key)
+        other_value, other_default = _chosen(recipe, other)
+        if value is not None and other_value is not None:
+            found = f"{value} together with {other}"
+            found += f" {other_value}" if other_value != "settings" else ""
+            fix = f"remove one of {key} and {other}"
+            fix += f" (`{key}: {default}` or `{other}: {other_default}` where it comes from "
+            yield Problem(key, found, "one of the two", f"{fix}`extends`)")
+
+
+def _chosen(recipe: Recipe, key: str) -> tuple[str | None, str]:
+    """The value of a setting, None where it is null or the default; and the default."""
+    *sections, name = key.split(".")
+    section: Any = reduce(getattr, sections, recipe)
+    value, default = getattr(section, name), type(section).model_fields[name].default
+    if value is None or value == default:
+        return None, plain_text(default)
+    parts = value if isinstance(value, tuple) else (value,)
+    is_plain = not any(isinstance(part, Section) for part in parts)
+    return plain_text(value) if is_plain else "settings", plain_text(default)
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -450,6 +468,15 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
+def _containers(recipe: Recipe) -> Iterator[Problem]:
+    found = (recipe.launch.kubernetes.pod or {}).get("containers")
+    is_list = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+    if found is not None and not is_list:
+        shown = "a map" if isinstance(found, dict) else plain_text(found)
+        fix = "write `containers: [{…}]`, the first one for the container that trains"
+        yield Problem("launch.kubernetes.pod.containers", shown, "a list of maps", fix)
+
+
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """Every number of machines that an elastic run may have must be possible."""
     launch, nodes = recipe.launch, recipe.cluster.nodes
@@ -517,5 +544,6 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     blend_problems,
     stage_problems,
     _restarts,
+    _containers,
     _elastic,
 )
