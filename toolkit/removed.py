@@ -72,7 +72,8 @@ SETTINGS: dict[str, str] = {
         for key, instead in {
             "resources": "`containers: [{resources: …}]`",
             "container": "`containers: [{…}]`",
-            "gpu_resource": "`containers: [{resources: {limits: {NAME: N}}}]`",
+            "gpu_resource": "`containers: [{resources: {limits: {NAME: N}}}]`; a NAME like "
+            "amd.com/gpu replaces nvidia.com/gpu",
         }.items()
     },
     **{
@@ -201,11 +202,18 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
         return {
             key: without_unset(value, paths[key])
             for key, value in stated.items()
-            if paths[key] not in SETTINGS or value not in (None, DEFAULTS.get(paths[key]))
+            if paths[key] not in SETTINGS or not _is_unset(paths[key], value)
         }
     if isinstance(stated, list):
         return [without_unset(one, prefix) for one in stated]
     return stated
+
+
+def _is_unset(path: str, value: object) -> bool:
+    """Null, or what was the default; `true` is no 1."""
+    default = DEFAULTS.get(path)
+    kinds = (int, float) if isinstance(default, float) else (type(default),)
+    return value is None or (type(value) in kinds and value == default)
 
 
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:

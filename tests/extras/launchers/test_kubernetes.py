@@ -156,6 +156,20 @@ def test_a_clusters_own_fields_are_added_and_never_replace_ours():
         documents(1, "h100-80gb", pod={"containers": [{"resources": limits}]})
 
 
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("amd.com/gpu", {"amd.com/gpu": "8"}),
+        ("rdma/ib", {"rdma/ib": "8", "nvidia.com/gpu": "8"}),
+    ],
+)
+def test_gpus_of_another_name_replace_ours(name: str, limits: dict[str, str]) -> None:
+    own = {"containers": [{"resources": {"limits": {name: "8"}}}]}
+    _, job = documents(1, "mi300x", pod=own)
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == limits
+
+
 def test_one_machine_needs_no_meeting_point():
     _, job = documents(1, "cpu")
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][

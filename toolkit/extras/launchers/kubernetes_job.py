@@ -34,6 +34,7 @@ CONFIG = PurePosixPath("/etc/dmt")
 DEFAULT_GRACE_S = 600
 """Default time that a pod has to save and exit."""
 
+_NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
 """Ours has 11 characters more; the operator adds up to 22 for the pods, which may have 63."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
@@ -128,11 +129,11 @@ def _pod(job: Job) -> Manifest:
     }
     if settings.env_from is not None:
         container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
-    if job.cluster.gpu != "cpu":
-        gpus = {"nvidia.com/gpu": str(job.cluster.gpus_per_node)}
-        container["resources"] = {"limits": gpus}
     more = dict(settings.pod or {})
     stated, *sidecars = more.pop("containers", None) or [{}]
+    if job.cluster.gpu != "cpu" and not _names_gpus(stated):
+        gpus = {_NVIDIA: str(job.cluster.gpus_per_node)}
+        container["resources"] = {"limits": gpus}
     container = _merged(container, stated, "pod.containers")
     return _merged(
         {
@@ -147,6 +148,14 @@ def _pod(job: Job) -> Manifest:
         more,
         "pod",
     )
+
+
+def _names_gpus(container: Mapping[Any, Any]) -> bool:
+    """Whether the limits of a stated container have GPUs by another name than ours."""
+    resources = container.get("resources")
+    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    names = limits if isinstance(limits, Mapping) else ()
+    return any("/gpu" in str(name) and name != _NVIDIA for name in names)
 
 
 def train_job(job: Job) -> Manifest:
