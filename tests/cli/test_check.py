@@ -109,7 +109,12 @@ def test_stage_of_an_own_file_must_be_legal(
 
 
 @pytest.mark.parametrize(
-    ("config", "fix"), [("absent.json", ""), ("zero2_ofload", "did you mean `zero2_offload`?")]
+    ("config", "fix"),
+    [
+        ("absent.json", "name a DeepSpeed JSON file"),
+        (".", "name a DeepSpeed JSON file"),
+        ("zero2_ofload", "did you mean `zero2_offload`?"),
+    ],
 )
 def test_own_file_that_is_not_there(
     tmp_path: Path, good: Path, dmt: Dmt, config: str, fix: str
@@ -121,11 +126,8 @@ def test_own_file_that_is_not_there(
     (problem,) = verdict["problems"]
     assert other["ok"]
     assert fix in problem["fix"]
-    if fix:
-        assert problem["file"] == str(wrong)
-        assert config in text.splitlines()[problem["line"] - 1]
-    else:
-        assert problem["file"] == str(tmp_path / config)
+    assert (problem["key"], problem["file"]) == ("parallel.zero.config", str(wrong))
+    assert f"config: {config}" in text.splitlines()[problem["line"] - 1]
 
 
 def without_config(tmp_path: Path, hub: str) -> Path:

@@ -1,7 +1,6 @@
 """`dmt schema`, judged by a validator: shipped recipes are good, planted mistakes are not."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from ruamel.yaml import YAML
 
 from tests.processes import ROOT
 from toolkit.cli.main import main
+from toolkit.intake.layers import read_layers
 from toolkit.recipe.places import shipped_recipes
 
 COMPLETE = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
@@ -37,8 +37,11 @@ def mistakes(validator: Draft7Validator, recipe: Any) -> list[str]:
 
 
 def test_shipped_recipes_are_good(validator: Draft7Validator) -> None:
-    for file in filter(Path.is_file, shipped_recipes().values()):
-        assert not mistakes(validator, load(file.read_text(encoding="utf-8"))), file
+    """Each as a whole, and its file alone."""
+    for file in shipped_recipes().values():
+        assert not mistakes(validator, read_layers(file, ()).merged.data), file
+        if file.is_file():
+            assert not mistakes(validator, load(file.read_text(encoding="utf-8"))), file
 
 
 @pytest.mark.parametrize(

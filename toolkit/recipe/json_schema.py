@@ -27,7 +27,7 @@ _LEFT_OUT = ("accepts", "title", "required", "discriminator")
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a recipe file, with plug-ins' sections; every setting with its text."""
+    """The schema of a recipe file; every setting with its text."""
     made = Recipe.model_json_schema()
     definitions = made["$defs"]
     sections = {

@@ -116,10 +116,23 @@ def open_config(config: str) -> JsonFile:
     if config in PRESETS:
         return read_json(preset_path(config))
     if "." in config or "/" in config:
-        return read_json(Path(config))
+        return _own_file(config)
     allowed = f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own"
     fix = did_you_mean(config, PRESETS)
     raise RecipeError([Problem("parallel.zero.config", config, allowed, fix)])
+
+
+def _own_file(config: str) -> JsonFile:
+    """A JSON file of the user's; the recipe is blamed for one that is not readable."""
+    try:
+        return read_json(Path(config))
+    except RecipeError as error:
+        if error.problems[0].line:
+            raise
+        found = f"{config}: {error.problems[0].found}"
+        fix = f"name a DeepSpeed JSON file, or one of {', '.join(PRESETS)}"
+        here = Problem("parallel.zero.config", found, error.problems[0].allowed, fix)
+        raise RecipeError([here]) from error
 
 
 def adopted(config: str) -> dict[str, object]:
