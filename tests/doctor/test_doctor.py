@@ -134,6 +134,7 @@ def test_groups_are_printed_as_they_come(
         (["--bandwidth"], "`dmt doctor --bandwidth` was removed"),
         (["--set", "training.steps=1"], "--set would be ignored"),
         (["--out", "mine.yaml", "--processes", "2"], "--out, --processes would be ignored"),
+        (["--processes", "0"], "--processes"),
         (["--hostfile", "hosts"], "`dmt doctor --hostfile` was removed"),
         (["/nonexistent.yaml"], "/nonexistent.yaml"),
     ],

@@ -14,7 +14,9 @@ from toolkit.text.generated import check_out
 
 ProcessesOption = Annotated[
     int | None,
-    typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
+    typer.Option(
+        min=1, help="Processes that measure together; default: one per GPU, or 2 on a CPU."
+    ),
 ]
 CalibrateOption = Annotated[
     bool,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from tests.dmt import Dmt
 from tests.processes import ROOT
 from toolkit.errors import PlanError, RunFailed
 from toolkit.extras.tune import search as searching
@@ -24,6 +25,7 @@ from toolkit.intake.load import load_recipe
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 EVERY = ("evaluation.every_steps=20", "schedule.min_learning_rate=0")
 RATE = "optimizer.learning_rate"
+NO_SPACE = ("--search", "/nonexistent")
 SPACE = {
     RATE: FloatDistribution(1e-4, 1.0, log=True),
     "optimizer.weight_decay": CategoricalDistribution(("0.0", "0.1", "1.0")),
@@ -132,3 +134,15 @@ def test_a_launcher_that_does_not_wait() -> None:
     check_waits(load_recipe(TINY, ["launch.launcher=slurm"]))
     with pytest.raises(PlanError, match="slurm hands its jobs over"):
         check_waits(load_recipe(TINY, ["launch.launcher=slurm", "cluster.nodes=2"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "5"], "--seed is an option of --search only"),
+        ([*NO_SPACE, "--steps", "5"], "--steps is no option of --search"),
+        ([*NO_SPACE, "--dry-run"], "--dry-run is no option of --search"),
+    ],
+)
+def test_no_option_is_ignored(options: list[str], said: str, dmt: Dmt) -> None:
+    assert said in dmt("tune", TINY, *options, code=2).err

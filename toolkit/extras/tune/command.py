@@ -47,9 +47,12 @@ Trials = Annotated[
     typer.Option(min=1, max=10_000, help="Layouts (12), or points of --search (30)."),
 ]
 Steps = Annotated[
-    int, typer.Option(min=1, max=10_000, help="Measured steps of each layout, after 2 others.")
+    int | None,
+    typer.Option(min=1, max=10_000, help="Measured steps of each layout (10), after 2 others."),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="With --search: random seed of its points.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="With --search: random seed of its points (0).")
+]
 TuneDir = Annotated[
     Path | None,
     typer.Option(
@@ -84,8 +87,8 @@ def tune(
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     search: Space = None,
     trials: Trials = None,
-    steps: Steps = 10,
-    seed: Seed = 0,
+    steps: Steps = None,
+    seed: Seed = None,
     folder: TuneDir = None,
     out: Out = None,
     cluster: ClusterOption = None,
@@ -103,24 +106,27 @@ def tune(
     Example: dmt tune recipes/tiny/llama-bytes.yaml --search space.yaml --trials 30
     """
     survive_lost_output()
+    stated = {"--cluster": cluster, "--dry-run": dry_run or None, "--steps": steps}
+    if search is None:
+        stated = {"--seed": seed}
+    for option in (one for one, value in stated.items() if value is not None):
+        without = "is no option of --search" if search else "is an option of --search only"
+        raise PlanError(f"{option} {without}", fix="remove it")
     loaded = load_recipe(recipe, overrides, cluster)
     hang_s = min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s)
     file = out or tuned_path(recipe)
     if search is not None:
-        if cluster or dry_run:
-            option = "--cluster" if cluster else "--dry-run"
-            raise PlanError(f"{option} is no option of --search", fix="remove it")
         check_waits(loaded)
         request = SearchRequest(
             recipe, overrides, load_space(search, recipe, overrides),
             folder or Path("runs") / f"{loaded.name}-search", trials or 30,
-            hang_s, seed,
+            hang_s, seed or 0,
         )  # fmt: skip
         return _search(request, loaded, file, as_json)
     where = None if cluster is None else find_cluster(cluster)
     tuning = Tuning(
         recipe, overrides, *searched(loaded, where),
-        folder or Path("runs") / f"{loaded.name}-tune", trials or 12, steps, hang_s,
+        folder or Path("runs") / f"{loaded.name}-tune", trials or 12, steps or 10, hang_s,
         [] if cluster is None else ["--cluster", cluster],
     )  # fmt: skip
     if dry_run:
