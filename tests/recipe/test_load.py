@@ -177,6 +177,11 @@ class TestSizes:
         (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: a.yml\n"))
         assert (problem.key, problem.file) == ("tasks.lora", str(size))
 
+    @pytest.mark.parametrize("ending", ["", ".yaml"])
+    def test_below_a_recipe(self, tmp_path: Path, ending: str) -> None:
+        named = f"extends: recipes:llama/llama-3.1-8b-lora{ending}\nname: mine\n"
+        assert load_recipe(write(tmp_path, "top.yaml", named)).name == "mine"
+
     def test_a_size_is_no_run(self) -> None:
         (problem,) = mistakes(Path("recipes/qwen/qwen3-8b.yml"))
         assert problem.key == "tasks" and problem.line

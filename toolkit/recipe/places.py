@@ -83,8 +83,10 @@ def find_recipe(path: Path) -> Path:
     text = str(path)
     if text.startswith(SHIPPED):
         named = RECIPES / text.removeprefix(SHIPPED)
+        if named.suffix in (".yaml", ".yml"):
+            return named
         whole = named.parent / f"{named.name}.yaml"
-        return whole if whole.is_file() or composed_of(whole) else named
+        return whole if os.path.lexists(whole) or composed_of(whole) else named
     if path.name != text or path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
     return shipped_recipes().get(text, path)
