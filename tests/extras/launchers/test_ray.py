@@ -81,7 +81,7 @@ def test_sigterm_saves_and_stops(project: Project):
     argv = project.command(run_dir.name, {"training.steps": 100_000}, "--launcher", "ray")
     with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        os.kill(command.process.pid, signal.SIGTERM)
+        os.killpg(command.process.pid, signal.SIGTERM)  # it alone is in its group
         ended = command.end()
     assert_saved_and_stopped(ended, run_dir)
     assert not (run_dir / "stop").exists()

@@ -1,97 +1,157 @@
 """`ray`: Ray Train's `TorchTrainer` around `toolkit.train`; Ray restarts what failed.
 
-Every Ray Train worker runs one rank in a process of its own, so that signals, exit codes and
-time limits work as under any launcher. A failed rank fails its worker, and Ray restarts all of
-them; a user's mistake does not. The run directory is on a disk that all machines share: there,
-a file asks the ranks to stop, and rank 0 leaves its output for the terminal.
+Ray's driver (ray_driver.py) is a child in a session of its own: neither a terminal nor
+`kill -PGID` reaches it and what it starts, only this launcher. The run directory is on a disk
+that all machines share: there, a file asks the ranks to stop, rank 0 leaves its output for the
+terminal, and each rank how it ended.
 """
 
 import importlib.util
-import logging
+import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from toolkit.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_RESUMABLE,
-    EXIT_UNAVAILABLE,
-    BackendUnavailable,
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, BackendUnavailable
+from toolkit.extras.launchers.ray import INSTALL
+from toolkit.extras.launchers.ray_record import RayRecord
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, spec_of
+from toolkit.launchers.outcome import USER_CODES, RankExit, failure_code, report_failure
+from toolkit.launchers.process import (
+    FAILED_GRACE_S,
+    ORPHAN_GRACE_S,
+    STOPPING,
+    Deadline,
+    StopSignals,
+    die_with_parent,
 )
-from toolkit.intake.load import load_recipe
-from toolkit.launchers.base import (
-    DMT,
-    RENDEZVOUS_VARIABLES,
-    Job,
-    LaunchSpec,
-    Outcome,
-    free_port,
-    settings_here,
-    spec_of,
-)
-from toolkit.launchers.outcome import USER_CODES
-from toolkit.launchers.process import STOPPING, Deadline, StopSignals, die_with_parent
-from toolkit.recipe.schema import Recipe
-from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.run.recorded import read_events
-from toolkit.system.atomic import write_atomically
-from toolkit.system.handlers import STOP_SIGNALS
 from toolkit.system.interpreter import python
-from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
 
 _POLL_S = 1.0
-_ENDS = (EXIT_DONE, EXIT_RESUMABLE, *USER_CODES)
-"""Exit codes of ranks that Ray does not start again."""
+_DRIVER = ("-u", "-m", "toolkit.extras.launchers.ray_driver")
+_OF_RAY_TRAIN = ("ray", "fsspec", "pandas", "pyarrow", "pydantic", "requests")
+"""Modules without which `ray.train` cannot be imported, which takes seconds to try."""
 
 
 class RayStarter:
-    """A Ray Train job, driven by this process."""
+    """A Ray Train job, whose driver is a child of this process."""
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command of each rank; see Starter."""
-        if importlib.util.find_spec("ray") is None:
+        missing = [one for one in _OF_RAY_TRAIN if importlib.util.find_spec(one) is None]
+        if missing:
+            what = (
+                "Ray" if "ray" in missing else f"Ray Train, which needs {', '.join(missing)},"
+            )
             raise BackendUnavailable(
-                "launch.launcher is ray, which is not installed", fix="pip install 'ray[train]'"
+                f"launch.launcher is ray: {what} is not installed", fix=INSTALL
             )
         rank = ("-u", *DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         return spec_of(job, (*python(), *rank), files={job.recipe_file: job.recipe})
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the job and wait; see Starter."""
-        run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
-        run.logs.mkdir(parents=True, exist_ok=True)
-        run.stop.unlink(missing_ok=True)
-        output, deadline, asked = _Output(_rank_0(run)), Deadline(), False
-        outcomes: list[Outcome] = []
-        # In a thread, Ray leaves the handlers of signals as they are.
-        job = threading.Thread(
-            target=lambda: outcomes.append(_train(spec, offset)), daemon=True
-        )
-        job.start()
-        while job.is_alive() and not (signals.kill_requested or deadline.passed):
-            job.join(_POLL_S)
-            for number in STOP_SIGNALS:  # Ray's core has handlers of its own
-                signal.signal(number, signal.getsignal(number))
-            output.show()
-            if signals.stop_requested and not asked:
-                asked = True
-                tell(STOPPING)
-                run.stop.touch()
-                deadline.start(spec.grace_s)
-        run.stop.unlink(missing_ok=True)
-        if outcomes:
-            return outcomes[0]
-        message, code = grace_over(spec.grace_s, run.path, offset)
+        return _Watch(spec, signals).outcome()
+
+
+class _Watch:
+    """One job, from the start of its driver to the outcome."""
+
+    def __init__(self, spec: LaunchSpec, signals: StopSignals) -> None:
+        self._spec, self._signals = spec, signals
+        self._run, self._offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
+        self._run.logs.mkdir(parents=True, exist_ok=True)
+        self._run.stop.unlink(missing_ok=True)
+        self._record = RayRecord(self._run)
+        self._record.clear()
+        self._output = _Output(rank_0(self._run))
+        self._stopping = False
+        self._saving, self._starting = Deadline(), Deadline()
+        """When ranks that were asked to stop, and those that do not train yet, are killed."""
+
+    def outcome(self) -> Outcome:
+        """Start the driver, wait for its end or end it."""
+        driver = _start(self._spec)
+        over: Outcome | None = None
+        try:
+            while over is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = driver.wait(_POLL_S)
+                    break
+                self._output.show()
+                over = self._pass_on()
+        finally:
+            _end(driver, 0 if self._signals.kill_requested else FAILED_GRACE_S)
+            with suppress(OSError):
+                self._run.stop.unlink(missing_ok=True)
+        self._output.show()
+        return over or self._ended(code)
+
+    def _pass_on(self) -> Outcome | None:
+        """Ask the ranks to stop if that is requested; how the run ends if they do not."""
+        if not self._signals.stop_requested:
+            return None
+        if not self._stopping:
+            self._stopping = True
+            tell(STOPPING)
+            self._saving.start(self._spec.grace_s)
+        with suppress(OSError):  # rank 0 removes it, and may be started again after that
+            self._run.stop.touch()
+        at_work = self._record.at_work()
+        if not at_work:
+            self._starting.start(ORPHAN_GRACE_S)
+        if not (self._saving.passed or self._signals.kill_requested):
+            if at_work or not self._starting.passed:
+                return None
+            tell("dmt: stopped by a signal while no rank trained")
+            return Outcome(EXIT_RESUMABLE)
+        message, code = grace_over(self._spec.grace_s, self._run.path, self._offset)
+        if not self._saving.passed:
+            message = "the ranks were killed, as requested"
         tell(f"error: {message}")
-        return Outcome(code, message)  # Ray ends with this process, its driver
+        return Outcome(code, message)
+
+    def _ended(self, code: int) -> Outcome:
+        """How the ranks ended whose driver ended with this code, that of rank 0 or its own."""
+        offset, failed = self._record.last()
+        if offset is not None and failed:
+            by_all = RankExit(0, failed[0].code)
+            if by_all in failed and by_all.code in USER_CODES:
+                failed = [by_all]  # found by all ranks, reported by this one
+            return report_failure(self._run.path, offset, failed)
+        if code in (EXIT_DONE, EXIT_RESUMABLE):
+            return Outcome(code)
+        if code not in (EXIT_FAILED, *USER_CODES):  # which it has told
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            tell(f"error: Ray's driver ended: {how}")
+        return Outcome(failure_code(code))
+
+
+def _start(spec: LaunchSpec) -> "subprocess.Popen[bytes]":
+    given = {"argv": spec.argv, "env": dict(spec.env), "run_dir": str(spec.run_dir)}
+    return subprocess.Popen(
+        (*python(), *_DRIVER, json.dumps(given)),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGKILL),
+    )
+
+
+def _end(driver: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """Leave nothing of the driver's session: it may leave Ray first."""
+    if driver.poll() is None and grace_s:
+        driver.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            driver.wait(grace_s)
+    with suppress(ProcessLookupError):
+        os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
 
 
 class _Output:
@@ -102,159 +162,16 @@ class _Output:
         self._shown = file.stat().st_size if file.exists() else 0
 
     def show(self) -> None:
-        if self._file.exists():
-            with self._file.open("rb") as file:
-                file.seek(self._shown)
-                new = file.read()
+        with (
+            suppress(OSError),
+            self._file.open("rb") as file,
+        ):  # not there yet, say
+            file.seek(self._shown)
+            new = file.read()
             self._shown += len(new)
             print(new.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
 
-def _rank_0(run: RunDirectory) -> Path:
+def rank_0(run: RunDirectory) -> Path:
+    """The file with what rank 0 prints."""
     return run.logs / "ray-rank-0.log"
-
-
-def _train(spec: LaunchSpec, offset: int) -> Outcome:
-    """Join or start Ray, run the job, and wait for its end."""
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchTrainer
-
-    run = RunDirectory(spec.run_dir)
-    recipe = load_recipe(run.handed_over)
-    fewest, most = _ranks(recipe)
-    workers: Any = most if fewest == most else (fewest, most)
-    # Type checkers see the classes of Ray Train 1.
-    trained: Any = _rank
-    scaling = ScalingConfig(num_workers=workers, use_gpu=recipe.cluster.gpu != "cpu")
-    if not _connected(recipe, fewest):
-        return Outcome(EXIT_UNAVAILABLE)
-    trainer: Any = TorchTrainer(
-        trained,
-        train_loop_config={
-            "argv": spec.argv,
-            "recipe": run.handed_over.read_text(encoding="utf-8"),
-            "run_dir": str(spec.run_dir),
-            "folder": str(Path.cwd()),
-            "env": {**settings_here(), **spec.env},
-            "offset": offset,
-        },
-        torch_config=_no_process_group(),
-        scaling_config=scaling,
-        run_config=RunConfig(
-            name=spec.run_dir.name,
-            storage_path=str(spec.run_dir / "launch" / "ray"),
-            failure_config=FailureConfig(max_failures=recipe.launch.max_restarts),
-        ),
-    )
-    try:
-        return Outcome(trainer.fit().return_value)
-    except TrainingFailedError as error:
-        tell(f"error: Ray gave up: {_first_line(error)}")
-        return Outcome(EXIT_FAILED, _first_line(error))
-    finally:
-        ray.shutdown()
-
-
-def _ranks(recipe: Recipe) -> tuple[int, int]:
-    """The fewest and the most ranks of a run."""
-    cluster, elastic = recipe.cluster, recipe.launch.elastic
-    if elastic is None:
-        return cluster.world_size, cluster.world_size
-    each = cluster.gpus_per_node
-    return elastic.min_nodes * each, elastic.max_nodes * each
-
-
-def _no_process_group() -> Any:
-    """The TorchConfig of workers that join none, the ranks do, and that see all GPUs of their
-    machine, as under torchrun."""
-    from ray.train.backend import Backend
-    from ray.train.torch import TorchConfig
-
-    class SharedDevices(Backend):
-        share_cuda_visible_devices = True
-
-    class NoProcessGroup(TorchConfig):
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return SharedDevices
-
-    return NoProcessGroup()
-
-
-def _connected(recipe: Recipe, fewest: int) -> bool:
-    """Join or start Ray; report why it cannot run the ranks."""
-    import ray
-
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = recipe.launch.ray.address
-    try:
-        ray.init(
-            address=address or "local",
-            include_dashboard=False if address is None else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except ConnectionError as error:
-        tell(f"error: no Ray at launch.ray.address {address}: {_first_line(error)}")
-        tell("  fix: `ray start --head` there, or launch.ray.address: null")
-        return False
-    what = "CPU" if recipe.cluster.gpu == "cpu" else "GPU"
-    there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
-    lacking = f"{fewest} ranks need a {what} each, Ray has {there}"
-    if there < fewest and address is None:
-        tell(f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster")
-        return False
-    if there < fewest:
-        tell(f"waiting: {lacking}")
-    return True
-
-
-def _rank(config: dict[str, Any]) -> int:
-    """One Ray Train worker: run one rank, wait for it, and return its exit code. Raises
-    RuntimeError when it failed."""
-    import ray
-    from ray.train.collective import broadcast_from_rank_zero
-
-    context = ray.train.get_context()
-    rank, run = context.get_world_rank(), RunDirectory(Path(config["run_dir"]))
-    run.logs.mkdir(parents=True, exist_ok=True)
-    run.handed_over.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(run.handed_over, config["recipe"])
-    meeting: Any = None
-    if rank == 0:
-        events = read_events(run.events, config["offset"])
-        meeting = {
-            "MASTER_ADDR": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            "MASTER_PORT": free_port(),
-            MEETING: sum(event["kind"] == "start" for event in events),
-        }
-    places = {
-        "RANK": rank,
-        "WORLD_SIZE": context.get_world_size(),
-        "LOCAL_RANK": context.get_local_rank(),
-        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
-        **broadcast_from_rank_zero(meeting),
-    }
-    inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
-    process = subprocess.Popen(
-        config["argv"],
-        env={**inherited, **config["env"], **{k: str(v) for k, v in places.items()}},
-        cwd=config["folder"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=die_with_parent(signal.SIGKILL),
-    )
-    printed: Any = process.stdout
-    copy_to_log(printed, run.rank_log(rank) if rank else _rank_0(run))
-    code = process.wait()
-    if code not in _ENDS:
-        raise RuntimeError(f"rank {rank} ended with code {code}")
-    return code
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,149 @@
+"""The launcher of Ray's driver, with a stand-in for that: what Ray did, and how a run ends."""
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.watching import WarmProcess, alive
+from tests.processes import wait_until
+from toolkit.errors import BackendUnavailable
+from toolkit.extras.launchers import ray_driver, ray_job
+from toolkit.extras.launchers.ray_record import RayRecord
+from toolkit.launchers.base import Job, LaunchSpec
+from toolkit.launchers.outcome import RankExit
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection
+from toolkit.run.directory import RunDirectory
+
+_DRIVER = """
+import json, sys, time
+from pathlib import Path
+from toolkit.extras.launchers.ray_record import RayRecord
+from toolkit.launchers.outcome import RankExit
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
+run = RunDirectory(Path(json.loads(sys.argv[1])["run_dir"]))
+record, events = RayRecord(run), EventLog(run.events)
+def asked():
+    while not run.stop.exists():
+        time.sleep(0.02)
+    run.stop.unlink()
+{does}
+"""
+
+
+def launch(run: Path, does: str) -> int:
+    """Launch a job whose driver does this; returns the exit code."""
+    ray_job._DRIVER = ("-c", _DRIVER.format(does=does))
+    ray_job._POLL_S, ray_job.ORPHAN_GRACE_S = 0.05, 0.3
+    (run / "launch").mkdir()
+    with StopSignals() as signals:
+        return ray_job.RayStarter().run(LaunchSpec((), run), signals).exit_code
+
+
+def start(run: Path, does: str) -> WarmProcess:
+    here = f"Path({str(run / 'pid')!r}).write_text(str(__import__('os').getpid()))\n"
+    process = WarmProcess(run / "said", launch, run, here + does)
+    wait_until(lambda: (run / "pid").exists() and (run / "pid").read_text(), "the driver")
+    return process
+
+
+def test_a_stop_while_ray_waits_for_gpus(tmp_path: Path) -> None:
+    process = start(tmp_path, "time.sleep(3600)")
+    driver = int((tmp_path / "pid").read_text())
+    assert os.getsid(driver) == driver != os.getsid(process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, printed = process.end()
+    assert (code, printed.count("no rank trained")) == (75, 1)
+    assert not alive(driver) and not (tmp_path / "stop").exists()
+
+
+def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> None:
+    does = "for _ in range(2):\n record.begin(); events.write('start'); asked()\nsys.exit(75)"
+    process = start(tmp_path, does)
+    process.send_signal(signal.SIGTERM)
+    assert process.end()[0] == 75
+    assert not (tmp_path / "stop").exists()
+
+
+def test_ranks_that_train_may_save_as_long_as_they_need(tmp_path: Path) -> None:
+    does = "record.begin(); events.write('start'); asked(); time.sleep(1); sys.exit(75)"
+    process = start(tmp_path, does)
+    wait_until((tmp_path / "events.jsonl").exists, "the ranks")
+    process.send_signal(signal.SIGTERM)
+    assert process.end()[0] == 75
+
+
+def test_the_rank_that_failed_first_is_named_with_its_log(tmp_path: Path) -> None:
+    does = (
+        "record.begin(); events.write('start', world=2)\n"
+        "run.rank_log(1).write_text('why it was so large')\n"
+        "record.end(RankExit(0, 75)); record.end(RankExit(1, -9)); record.end(RankExit(0, 4))\n"
+        "sys.exit(4)"
+    )
+    code, printed = start(tmp_path, does).end()
+    assert code == 4
+    assert "error: rank 1 was killed by SIGKILL" in printed
+    assert printed.endswith("why it was so large\n")
+
+
+def test_a_mistake_that_one_rank_finds_is_one(tmp_path: Path) -> None:
+    does = (
+        "record.begin()\nevents.write('end', rank=1, exit_code=2, error='no such file')\n"
+        "record.end(RankExit(1, 2)); record.end(RankExit(0, 4)); sys.exit(4)"
+    )
+    code, printed = start(tmp_path, does).end()
+    assert code == 2
+    assert "error: no such file" in printed
+
+
+def test_a_driver_that_is_killed_is_told(tmp_path: Path) -> None:
+    does = "__import__('os').kill(__import__('os').getpid(), 9)"
+    code, printed = start(tmp_path, does).end()
+    assert (code, printed) == (4, "error: Ray's driver ended: killed by signal 9\n")
+
+
+def test_an_error_of_ray_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> int:
+        raise ValueError("no room\nfor details")
+
+    monkeypatch.setattr(ray_driver, "_train", fails)
+    assert ray_driver.main({}) == 4
+    assert capsys.readouterr().err == "error: Ray: ValueError: no room\n"
+
+
+def test_attempts_that_fail_before_their_first_step_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    run = RunDirectory(tmp_path)
+    record = RayRecord(run)
+    assert (record.last(), record.at_work()) == ((None, []), False)
+    assert [record.begin() for _ in range(3)] == [0, 1, 2]
+    record.end(RankExit(1, -9))
+    assert record.last() == (0, [RankExit(1, -9)])
+    record.clear()
+    assert record.begin() == 0
+
+
+@pytest.mark.parametrize(
+    ("absent", "what"),
+    [("ray", "Ray is not"), ("pyarrow", "Ray Train, which needs pyarrow, is not")],
+)
+def test_what_is_missing_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, what: str
+) -> None:
+    """`ray` alone lacks what Ray Train imports."""
+
+    def found(name: str) -> object:
+        return None if name == absent else sys
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    with pytest.raises(BackendUnavailable) as raised:
+        ray_job.RayStarter().spec(Job(tmp_path, ClusterSection()))
+    assert what in raised.value.message
+    assert raised.value.fix == "pip install 'ray[train]>=2.60'"
