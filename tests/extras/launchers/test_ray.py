@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -19,6 +21,13 @@ from tests.e2e.product import (
 from toolkit.launchers.base import free_port
 
 pytestmark = pytest.mark.slow
+
+
+def listens(port: int) -> bool:
+    """Whether a server of this machine takes connections there."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 @pytest.mark.soak  # each of the two starts takes a minute or two
@@ -59,18 +68,21 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
         "launch.ray.address": f"127.0.0.1:{port}",
     }
     argv = project.command(run_dir.name, changes, "--launcher", "ray")
-    with started(head, project.folder) as first, started(node, project.folder) as second:
-        first.wait_for(lambda: len(second.alive()) > 2, "the nodes")
-        with started(argv, project.folder) as command:
-            command.wait_for(lambda: steps_logged(run_dir) >= 4, "steps")
-            for process in second.alive():
-                process.kill()
-            command.wait_for(lambda: resized(run_dir) == [(2, 1)], "the run on one node")
-            command.wait_for(lambda: steps_logged(run_dir) >= 8, "steps on it")
-            command.ranks()[0].suspend()
-            with started(node, project.folder):
-                command.wait_for(lambda: len(resized(run_dir)) == 2, "the new node")
-                command.end(code=0)
+    with ExitStack() as nodes:
+        first = nodes.enter_context(started(head, project.folder))
+        first.wait_for(lambda: listens(port), "the first node")
+        second = nodes.enter_context(started(node, project.folder))
+        second.wait_for(lambda: len(second.alive()) > 2, "the second node")
+        command = nodes.enter_context(started(argv, project.folder))
+        command.wait_for(lambda: steps_logged(run_dir) >= 4, "steps")
+        for process in second.alive():
+            process.kill()
+        command.wait_for(lambda: resized(run_dir) == [(2, 1)], "the run on one node")
+        command.wait_for(lambda: steps_logged(run_dir) >= 8, "steps on it")
+        command.ranks()[0].suspend()
+        with started(node, project.folder):
+            command.wait_for(lambda: len(resized(run_dir)) == 2, "the new node")
+            command.end(code=0)
     assert resized(run_dir) == [(2, 1), (1, 2)]
     assert losses(run_dir) == expected
 
