@@ -110,8 +110,8 @@ def tune(
     if search is None:
         stated = {"--seed": seed}
     for option in (one for one, value in stated.items() if value is not None):
-        without = "is no option of --search" if search else "is an option of --search only"
-        raise PlanError(f"{option} {without}", fix="remove it")
+        why = "is no option of --search" if search else "is an option of --search only"
+        raise PlanError(f"{option} {why}", fix="remove it")
     loaded = load_recipe(recipe, overrides, cluster)
     hang_s = min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s)
     file = out or tuned_path(recipe)
