@@ -6,6 +6,7 @@ from pathlib import Path
 
 from toolkit.errors import RecipeError
 from toolkit.recipe import yaml_text
+from toolkit.system.untrusted import read_bytes
 
 _LONGEST_NAME = 255
 """Bytes of a file's name, on every common file system."""
@@ -28,11 +29,8 @@ def tasks_of(size: Path) -> list[str]:
     """The names under `tasks` in the file of a size, e.g. `llama-3.1-8b.yml`; of a file that
     cannot be read, none."""
     try:
-        if not size.is_file():  # opening a pipe would wait
-            return []
-        with size.open("rb") as file:
-            data = file.read(yaml_text.MAX_BYTES + 1)
-        if b"tasks" not in data or len(data) > yaml_text.MAX_BYTES:
+        data = read_bytes(size, yaml_text.MAX_BYTES)
+        if b"tasks" not in data:
             return []
         stated, _ = yaml_text.parse(data.decode("utf-8-sig"), str(size))
     except (OSError, ValueError, RecipeError):

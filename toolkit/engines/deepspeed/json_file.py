@@ -43,10 +43,17 @@ def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
     an object, or states a key twice (of which JSON readers silently keep the last).
     """
-    return parse_json(_text(path, what), path, what)
+    try:
+        text = untrusted.read_bytes(path, MAX_BYTES).decode("utf-8")
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise _unreadable(path, what, found, "a readable file") from error
+    except ValueError as error:  # too large, not UTF-8, or a null character in the path
+        raise _unreadable(path, what, str(error), f"a {what} in UTF-8") from error
+    return parse_json(text, path, what)
 
 
-def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFile:
+def parse_json(text: str, path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
     """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
     try:
         values = untrusted.parse_json(text, parse_constant=_refuse_constant)
@@ -75,20 +82,6 @@ def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFil
     if repeated:
         raise RecipeError(repeated)
     return JsonFile(path, values, lines)
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise _unreadable(path, what, f"more than {MAX_BYTES} bytes", f"a {what}")
-        return data.decode("utf-8")
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise _unreadable(path, what, found, "a readable file") from error
-    except ValueError as error:  # not UTF-8, or a null character in the path
-        raise _unreadable(path, what, str(error), "UTF-8 text") from error
 
 
 def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) -> RecipeError:
