@@ -570,7 +570,7 @@ def test_grouped_experts_are_stacked(ep: int, pp: int) -> None:
 
 
 def test_stored_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that ran on fake GPUs (`benchmarks/gpu_memory.py`), as docs/gpu.md says; offloaded
+    """Ranks that ran on fake GPUs (docs/how-it-is-tested.md, "The planner's error"); offloaded
     and single ones, adapters and context within the planner's margin."""
     folder = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(folder)

@@ -60,7 +60,7 @@ BOUNDS: Mapping[Numbers, Bounds] = {
     "fp8": Bounds(1e-3, 5e-2),
 }
 """Relative differences from plain transformers in fp32: in 16 and 8 bits five to ten times the
-largest one of any layout on a processor (docs/gpu.md)."""
+largest one of any layout on a processor (docs/cluster.md)."""
 STEPS, SAVED, KILLED = 12, 5, 9
 """Of the run that is killed: its steps, after which step it saves, and in which one a rank is
 killed. Too few steps follow the checkpoint for the resumed run to be killed again."""

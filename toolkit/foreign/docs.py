@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.foreign.carry import shown
 from toolkit.foreign.tables import ForeignRow, tool, tools
 from toolkit.recipe.words import settings
 
@@ -30,10 +29,6 @@ def _tables() -> Iterator[str]:
                 ours.setdefault(target, []).append(f"`{name}`")
         for target, names in ours.items():
             yield f"| {', '.join(names)} | {target} |"
-        usual = {name: [v for v in some if v] for name, some in one.must_be.items()}
-        refused = [f"`{name}` {', '.join(map(shown, v))}".strip() for name, v in usual.items()]
-        if refused:
-            yield f"\nOther values than these are refused: {'; '.join(refused)}."
 
 
 def _is_named_alike(name: str, target: str) -> bool:

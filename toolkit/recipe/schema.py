@@ -445,7 +445,7 @@ class TrainingSection(Section):
     """Determines initial weights and data order, independently of the layout."""
     deterministic: bool = False
     """Runs in the same layout, with the same packages and GPUs, are bitwise equal. Slower
-    (docs/gpu.md)."""
+    (docs/engines.md)."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -960,7 +960,7 @@ class KernelsSection(Section):
     for isolated documents, cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
     """torch.compile of each decoder layer of transformers' models. `auto`: on GPUs, for
-    families that the tests compile (docs/gpu.md)."""
+    families that the tests compile (docs/engines.md)."""
     fused: FusedKernels | Auto = "auto"
     """Fused kernels: megatron-core's SwiGLU in its dense models, or Liger's RMSNorm, SwiGLU and
     rotary positions in transformers' models on GPUs. `auto`: megatron-core's on GPUs."""

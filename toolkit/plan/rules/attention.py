@@ -34,7 +34,7 @@ def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
 
     `auto`: the one for lengths where documents are isolated; otherwise cuDNN's where it is
     faster, which is known for Hopper (an H100 here: 1.7 to 2.0 times FlashAttention-2 for 8,192
-    tokens and more, docs/gpu.md; slower on Ampere and Blackwell,
+    tokens and more, docs/how-it-is-tested.md; slower on Ampere and Blackwell,
     huggingface/transformers#48163). With context parallel it is the one for lengths, which
     takes the parts of documents that a rank has.
     """
