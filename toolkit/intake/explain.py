@@ -6,6 +6,7 @@ setting gets one problem that says what the schema as a whole accepts.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 from toolkit.errors import Problem
 from toolkit.intake.foreign import FOREIGN_VALUES, foreign, later_value
 from toolkit.recipe import words
-from toolkit.recipe.words import Schema, plain_text, settings
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.section import Section
+from toolkit.recipe.words import Schema, Setting, plain_text, settings
 from toolkit.recipe.yaml_text import KeyPath, NumberError, Stated, dotted, resolve_plain
 from toolkit.removed import SETTINGS, VALUES
 from toolkit.text.suggest import closest
@@ -45,37 +48,164 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def explain(error: ValidationError, stated: Stated) -> list[Problem]:
+def explain(
+    error: ValidationError, stated: Stated, section: type[Section] = Recipe
+) -> list[Problem]:
     """One problem per wrong setting, missing settings last.
 
-    A missing setting is left out when an unknown key is explained as its misspelling.
+    `section` is the schema that has refused `stated`: a recipe's, or a cluster's.
     """
-    kinds: dict[KeyPath, str] = {}
-    for one in error.errors(include_url=False, include_context=False, include_input=False):
-        path, kind = path_of(one["loc"]), one["type"]
-        if one["loc"][-1] == "[key]":
-            path, kind = (*path, one["loc"][-2]), "extra_forbidden"
-        if kind == "missing" and path and isinstance(path[-1], int):
-            path, kind = path[:-1], "too_short"
-        kinds.setdefault(path, kind)
-    # A list is also reported as too short when one of its items is wrong.
-    around = {path[:end] for path in kinds for end in range(len(path))}
-    lists = {path for path in around if isinstance(stated.at(path), list)}
-    meant = {dotted(path) for path, kind in kinds.items() if kind != "missing"}
-    problems: list[Problem] = []
-    for path, kind in kinds.items():
-        if kind == "extra_forbidden":
-            problem, keys = _unknown(path, stated, len(problems) < MAX_PROBLEMS)
-            problems.append(problem)
-            meant.update(keys)
-        elif kind.startswith("union_tag"):
-            problems.append(_wrong_kind(path, stated))
-        elif kind != "missing" and path not in lists:
-            problems.append(_wrong_value(path, kind, stated))
-    for path, kind in kinds.items():
-        if kind == "missing" and not any(_is_inside(other, dotted(path)) for other in meant):
-            problems.append(_missing(path, stated))
-    return problems
+    return _Explanation(stated, section).problems(error)
+
+
+@dataclass(frozen=True)
+class _Explanation:
+    stated: Stated
+    section: type[Section]
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return settings(self.section)
+
+    def problems(self, error: ValidationError) -> list[Problem]:
+        """A missing setting is left out when an unknown key is explained as its misspelling."""
+        kinds = self.kinds(error)
+        # A list is also reported as too short when one of its items is wrong.
+        around = {path[:end] for path in kinds for end in range(len(path))}
+        lists = {path for path in around if isinstance(self.stated.at(path), list)}
+        meant = {dotted(path) for path, kind in kinds.items() if kind != "missing"}
+        problems: list[Problem] = []
+        for path, kind in kinds.items():
+            if kind == "extra_forbidden":
+                problem, keys = self.unknown(path, len(problems) < MAX_PROBLEMS)
+                problems.append(problem)
+                meant.update(keys)
+            elif kind.startswith("union_tag"):
+                problems.append(self.wrong_kind(path))
+            elif kind != "missing" and path not in lists:
+                problems.append(self.wrong_value(path, kind))
+        for path, kind in kinds.items():
+            if kind == "missing" and not any(_is_inside(key, dotted(path)) for key in meant):
+                problems.append(self.missing(path))
+        return problems
+
+    def kinds(self, error: ValidationError) -> dict[KeyPath, str]:
+        """The first of pydantic's errors about each setting, by its path."""
+        kinds: dict[KeyPath, str] = {}
+        for one in error.errors(include_url=False, include_context=False, include_input=False):
+            path, kind = self.path_of(one["loc"]), one["type"]
+            if one["loc"][-1] == "[key]":
+                path, kind = (*path, one["loc"][-2]), "extra_forbidden"
+            if kind == "missing" and path and isinstance(path[-1], int):
+                path, kind = path[:-1], "too_short"
+            kinds.setdefault(path, kind)
+        return kinds
+
+    def path_of(self, loc: KeyPath) -> KeyPath:
+        """The user's own path in pydantic's location, without names of union members."""
+        path: list[str | int] = []
+        is_kind = False
+        for part in loc:
+            if isinstance(part, int):
+                path.append(part)
+            elif is_kind and not part.startswith("("):
+                is_kind = False
+            elif not part.startswith("("):
+                above = self.settings.get(setting_of(tuple(path)))
+                if above is not None and not above.sections:
+                    break  # a member of a union of plain values
+                path.append(part)
+                setting = self.settings.get(setting_of(tuple(path)))
+                is_kind = setting is not None and len(setting.sections) > 1
+        return tuple(path)
+
+    def problem(self, path: KeyPath, found: str, accepted: str, fix: str) -> Problem:
+        return Problem(dotted(path), found, accepted, fix, *self.stated.place(path))
+
+    def wrong_value(self, path: KeyPath, error: str) -> Problem:
+        schema, value = self.settings[setting_of(path)].schema, self.stated.at(path)
+        if isinstance(path[-1], int):
+            lists = next(one for one in words.members(schema) if one.get("type") == "array")
+            pair = lists.get("prefixItems")
+            schema = pair[path[-1]] if pair else lists["items"]
+        found = self.stated.text(path)
+        if isinstance(value, list) and error in ("too_short", "too_long"):
+            found = f"a list of {len(value)}"
+        accepted = words.allowed(schema)
+        fix = _fix(path, schema, self.stated) or f"write {accepted}"
+        return self.problem(path, found, accepted, fix)
+
+    def wrong_kind(self, path: KeyPath) -> Problem:
+        kinds, here = words.kinds(self.settings[setting_of(path)].sections), (*path, "kind")
+        fix = _similar(self.stated.at(here), [*kinds]) or f"add `kind: {next(iter(kinds))}`"
+        return self.problem(here, self.stated.text(here), f"one of {', '.join(kinds)}", fix)
+
+    def missing(self, path: KeyPath) -> Problem:
+        section = dotted(path[:-1])
+        where = f"under `{section}`" if section else "at the top level"
+        accepted = self.settings[setting_of(path)].allowed
+        return self.problem(path, "nothing", accepted, f"add `{path[-1]}:` {where}")
+
+    def unknown(self, path: KeyPath, look_up: bool) -> tuple[Problem, list[str]]:
+        """An unknown key: another tool's name, a key of another section, or a misspelling; and
+        the settings that may be meant.
+
+        Only looked up for the problems that are shown: thousands would take a minute.
+        """
+        section = dotted(path[:-1])
+        here = self.fields(setting_of(path[:-1]), self.stated.at((*path[:-1], "kind")))
+        accepted = f"in {f'`{section}`' if section else 'the top level'}: {', '.join(here)}"
+        if self.section is Recipe and (instead := SETTINGS.get(setting_of(path))):
+            return self.problem(path, "a setting that was removed", accepted, instead), []
+        fix, meant = _REMOVE, list[str]()
+        if look_up:
+            fix, meant = self.what_was_meant(str(path[-1]), section, here)
+        return self.problem(path, UNKNOWN_KEY, accepted, fix), meant
+
+    def fields(self, path: str, kind: object) -> list[str]:
+        """Keys of the section at a dotted path, of which `kind` may choose one form; of a map
+        with fixed keys, those."""
+        if not path:
+            return [*words.schema_of(self.section)["properties"]]
+        if (setting := self.settings.get(path)) is None:
+            return []
+        maps = [one.get("propertyNames", {}) for one in words.members(setting.schema)]
+        chosen = words.kinds(setting.sections).get(str(kind))
+        forms = [one["properties"] for one in ([chosen] if chosen else setting.sections)]
+        forms += [one.get("enum", ()) for one in maps]
+        return [*dict.fromkeys(key for keys in forms for key in keys)]
+
+    def what_was_meant(self, name: str, section: str, here: list[str]) -> tuple[str, list[str]]:
+        """The fix for an unknown key, and the settings that the user may have meant."""
+        around = self.settings.get(re.sub(r"\[\d+\]", "", section))
+        members = words.kinds(around.sections) if around else {}
+
+        def kinds(key: str) -> str:
+            return " or ".join(
+                kind for kind, one in members.items() if key in one["properties"]
+            )
+
+        if needed := kinds(name):
+            return f"remove it, or set kind to {needed}", []
+        # A name that some section has is at the wrong place, unless it is everywhere.
+        elsewhere = [path for path in self.settings if path.rpartition(".")[2] == name]
+        if 0 < len(elsewhere) <= _MOST_PLACES:
+            parents = [f"`{above}`" for path in elsewhere if (above := path.rpartition(".")[0])]
+            where = f"under {' or '.join(parents)}" if parents else "at the top level"
+            return f"`{name}` belongs {where}", elsewhere
+        other = foreign(name) or foreign(f"{section}.{name}")
+        if other and self.section is Recipe:
+            return other.advice, [other.target] if other.target else []
+        if close := closest(name.lower(), here):
+            return f"did you mean `{close}`?", [f"{section}.{close}" if section else close]
+        inside = {key for one in members.values() for key in one["properties"]}
+        if close := closest(name.lower(), inside):
+            return f"did you mean `{close}`, with kind {kinds(close)}?", []
+        names = [path.rpartition(".")[2] for path in self.settings]
+        if close := closest(name.lower(), names, _ELSEWHERE):
+            paths = [path for path in self.settings if path.rpartition(".")[2] == close]
+            return f"did you mean `{paths[0]}`?", paths
+        return _REMOVE if self.section is Recipe else "remove it", []
 
 
 def setting_of(path: KeyPath) -> str:
@@ -83,104 +213,8 @@ def setting_of(path: KeyPath) -> str:
     return ".".join(part for part in path if isinstance(part, str))
 
 
-def path_of(loc: KeyPath) -> KeyPath:
-    """The recipe's own path in pydantic's location, without names of union members."""
-    path: list[str | int] = []
-    is_kind = False
-    for part in loc:
-        if isinstance(part, int):
-            path.append(part)
-        elif is_kind and not part.startswith("("):
-            is_kind = False
-        elif not part.startswith("("):
-            above = settings().get(setting_of(tuple(path)))
-            if above is not None and not above.sections:
-                break  # a member of a union of plain values
-            path.append(part)
-            setting = settings().get(setting_of(tuple(path)))
-            is_kind = setting is not None and len(setting.sections) > 1
-    return tuple(path)
-
-
 def _is_inside(key: str, section: str) -> bool:
     return key == section or key.startswith((f"{section}.", f"{section}["))
-
-
-def _wrong_value(path: KeyPath, error: str, stated: Stated) -> Problem:
-    schema, value = settings()[setting_of(path)].schema, stated.at(path)
-    if isinstance(path[-1], int):
-        lists = next(one for one in words.members(schema) if one.get("type") == "array")
-        pair = lists.get("prefixItems")
-        schema = pair[path[-1]] if pair else lists["items"]
-    found = stated.text(path)
-    if isinstance(value, list) and error in ("too_short", "too_long"):
-        found = f"a list of {len(value)}"
-    accepted = words.allowed(schema)
-    fix = _fix(path, schema, stated) or f"write {accepted}"
-    return Problem(dotted(path), found, accepted, fix, *stated.place(path))
-
-
-def _wrong_kind(path: KeyPath, stated: Stated) -> Problem:
-    kinds = words.kinds(settings()[setting_of(path)].sections)
-    here = (*path, "kind")
-    fix = _similar(stated.at(here), [*kinds]) or f"add `kind: {next(iter(kinds))}`"
-    accepted = f"one of {', '.join(kinds)}"
-    return Problem(dotted(here), stated.text(here), accepted, fix, *stated.place(here))
-
-
-def _missing(path: KeyPath, stated: Stated) -> Problem:
-    *above, name = path
-    section = dotted(tuple(above))
-    where = f"under `{section}`" if section else "at the top level"
-    accepted, place = settings()[setting_of(path)].allowed, stated.place(tuple(above))
-    return Problem(dotted(path), "nothing", accepted, f"add `{name}:` {where}", *place)
-
-
-def _unknown(path: KeyPath, stated: Stated, look_up: bool) -> tuple[Problem, list[str]]:
-    """An unknown key: another tool's name, a key of another section, or a misspelling; and the
-    settings that may be meant.
-
-    Only looked up for the problems that are shown: thousands would take a minute.
-    """
-    *above, name = path
-    section, place = dotted(tuple(above)), stated.place(path)
-    here = words.fields_of(setting_of(tuple(above)), stated.at((*above, "kind")))
-    accepted = f"in {f'`{section}`' if section else 'the top level'}: {', '.join(here)}"
-    if instead := SETTINGS.get(setting_of(path)):
-        found = "a setting that was removed"
-        return Problem(dotted(path), found, accepted, instead, *place), []
-    fix, meant = _what_was_meant(str(name), section, here) if look_up else (_REMOVE, [])
-    return Problem(dotted(path), UNKNOWN_KEY, accepted, fix, *place), meant
-
-
-def _what_was_meant(name: str, section: str, here: dict[str, Schema]) -> tuple[str, list[str]]:
-    """The fix for an unknown key, and the settings that the user may have meant."""
-    around = settings().get(re.sub(r"\[\d+\]", "", section))
-    members = words.kinds(around.sections) if around else {}
-
-    def kinds(key: str) -> str:
-        return " or ".join(kind for kind, one in members.items() if key in one["properties"])
-
-    if needed := kinds(name):
-        return f"remove it, or set kind to {needed}", []
-    # A name that some section has is at the wrong place, unless it is everywhere.
-    elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
-    if 0 < len(elsewhere) <= _MOST_PLACES:
-        parents = [f"`{parent}`" for path in elsewhere if (parent := path.rpartition(".")[0])]
-        where = f"under {' or '.join(parents)}" if parents else "at the top level"
-        return f"`{name}` belongs {where}", elsewhere
-    if other := foreign(name) or foreign(f"{section}.{name}"):
-        return other.advice, [other.target] if other.target else []
-    if close := closest(name.lower(), here):
-        return f"did you mean `{close}`?", [f"{section}.{close}" if section else close]
-    inside = {key for one in members.values() for key in one["properties"]}
-    if close := closest(name.lower(), inside):
-        return f"did you mean `{close}`, with kind {kinds(close)}?", []
-    names = [path.rpartition(".")[2] for path in settings()]
-    if close := closest(name.lower(), names, _ELSEWHERE):
-        paths = [path for path in settings() if path.rpartition(".")[2] == close]
-        return f"did you mean `{paths[0]}`?", paths
-    return _REMOVE, []
 
 
 def _fix(path: KeyPath, schema: Schema, stated: Stated) -> str:

@@ -116,25 +116,6 @@ def kinds(some: list[Schema]) -> dict[str, Schema]:
     return {one["properties"]["kind"]["const"]: one for one in some}
 
 
-def fields_of(path: str, kind: object = None) -> dict[str, Schema]:
-    """Fields of the section at a dotted path ("" is the recipe itself).
-
-    For a union of sections, those of the member that `kind` names, else of all; for a map with
-    fixed keys, those.
-    """
-    if not path:
-        return dict(schema_of()["properties"])
-    schema = settings()[path].schema if path in settings() else {}
-    names = [one.get("propertyNames", {}).get("enum", ()) for one in members(schema)]
-    found = sections(schema)
-    chosen = kinds(found).get(str(kind))
-    return {name: {} for some in names for name in some} | {
-        name: field
-        for one in ([chosen] if chosen else found)
-        for name, field in one["properties"].items()
-    }
-
-
 def takes(schema: Schema, *types: str) -> bool:
     """True if a value may be of one of JSON's types."""
     return any(one.get("type") in types for one in members(schema))
