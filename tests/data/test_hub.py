@@ -78,7 +78,7 @@ def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
     """By URL; what a branch becomes later is other data."""
     for name in FILES[:2]:
         repository.files[f"deep/{name}"] = repository.files[name]
-    url = f"hf://datasets/{NAME}/data"
+    url = f"hf://datasets/{NAME}/data/*.parquet"
     repository.failures.extend(["error", "cut"])
     texts, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
     assert texts == TEXTS[:300]

@@ -40,10 +40,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pa.parquet.write_table(pa.Table.from_pylist(lines), tmp_path / f"{name}.parquet")
     lines = [json.dumps({"messages": CHAT}), "{", json.dumps({"messages": CHAT, "fns": None})]
     (tmp_path / "malformed.jsonl").write_text("\n".join(lines))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
-    (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(rows["text"][1]))
     (tmp_path / "half.bin").touch()
     (tmp_path / "empty").mkdir()
     byte_tokenizer().save_pretrained(tmp_path / "bytes-folder")
@@ -83,8 +79,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("data.train.files=['memory://b/a', ./no.txt]",), "data.train.files", "no file matches"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
-    ((hf("empty"),), TRAIN_PATH, "holds no .json"),
-    ((hf("folder, split: test"),), TRAIN_PATH, "split `test` (train: train.jsonl)"),
+    ((hf("empty"),), TRAIN_PATH, "is a folder"),
     ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
     *(
         ((hf(f"body.{kind}", field),), TEXT_FIELD, says)
@@ -171,38 +166,6 @@ def test_weights_that_are_not_whole(
     assert problem.key == "model.hub" and re.search(says, problem.found) and problem.fix
 
 
-def test_what_nothing_reads_is_noted(recipe: Path) -> None:
-    answer = {**CHAT[1], "thinking": "x", "loss": False, "name": None}
-    row = {"id": 1, "url": None, "messages": [CHAT[0], answer], "history": [["a", "b"]]}
-    (recipe.parent / "noted.jsonl").write_text(json.dumps(row))
-    pa.parquet.write_table(pa.Table.from_pylist([row]), recipe.parent / "noted.parquet")
-    columns = "data.train: columns that nothing reads: id"
-    keys = "data.train: keys of messages that nothing reads: thinking"
-    unused = "data.train: `data.chat_template` is not used for its rows: prompt and completion"
-    for file, template, expected in (
-        ("noted.jsonl", "chatml", f"{columns}; {keys}"),
-        ("noted.jsonl", "'{{ messages[0].reasoning }}'", columns),
-        ("noted.parquet", "chatml", columns),
-        ("chat.jsonl", "chatml", None),
-        ("plain.jsonl", "chatml", f"{unused} are texts"),
-    ):
-        source = f"data.train={{kind: chat, path: ./{file}}}"
-        verdict = judge(recipe, (source, SFT, f"data.chat_template={template}"))
-        assert (verdict.problems, verdict.note) == ((), expected)
-
-
-@pytest.mark.parametrize("as_config", [False, True])
-def test_the_template_of_a_tokenizer_is_looked_at(recipe: Path, as_config: bool) -> None:
-    row = {"messages": [CHAT[0], {**CHAT[1], "thinking": "x", "mood": "y"}]}
-    (recipe.parent / "noted.jsonl").write_text(json.dumps(row))
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages[0].mood }}"
-    tokenizer.save_pretrained(recipe.parent / "own", save_jinja_files=not as_config)
-    source = "data.train={kind: chat, path: ./noted.jsonl}"
-    verdict = judge(recipe, (source, SFT, "data.tokenizer=./own"))
-    assert verdict.note == "data.train: keys of messages that nothing reads: thinking"
-
-
 def test_brackets_in_the_folder_of_a_recipe(recipe: Path) -> None:
     """Its name is no glob."""
     folder = recipe.parent / "exp[1]"
@@ -233,7 +196,6 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
     [
         *(hf(f"text.{kind}") for kind in ("jsonl", "json", "parquet")),
         *(hf(f"body.{kind}", "body") for kind in ("jsonl", "json", "parquet")),
-        hf("folder"),
         hf("text.jsonl, split: 'train[:50%]'"),
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",

@@ -117,10 +117,9 @@ def test_memory_does_not_grow_with_the_longest_row(
         if kind == "chat":
             chats = ChatSource(**settings | {"kind": kind})
             return list(open_records(chats, base=tmp_path, cache=tmp_path))
-        where = source.model_copy(update={"path": "folder"}) if kind == "folder" else source
-        return list(open_source(where, base=tmp_path, cache=tmp_path))
+        return list(open_source(source, base=tmp_path, cache=tmp_path))
 
-    for kind in ("hf", "folder", *([] if ".txt" in name else ["chat"])):
+    for kind in ("hf", *([] if ".txt" in name else ["chat"])):
         tracemalloc.start()
         with pytest.raises(DataError, match=r"longer than 1 MiB, the limit") as raised:
             read(kind)

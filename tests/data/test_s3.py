@@ -132,7 +132,7 @@ def documents(tmp_path: Path, put: Any) -> Path:
     [
         ({"kind": "text", "files": ["{}/*.txt", "{}/part/*l"], "exclude": ["{}/3.txt"]}, {}),
         ({"kind": "hf", "path": "{}/part/0.jsonl.gz"}, {}),
-        ({"kind": "hf", "path": "{}/part"}, {}),
+        ({"kind": "hf", "path": "{}/part/*.jsonl"}, {}),
         ({"kind": "chat", "path": "{}/chats.jsonl"}, {"chat_template": "chatml"}),
     ],
 )

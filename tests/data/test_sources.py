@@ -4,7 +4,6 @@ import gzip
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -224,23 +223,24 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(opened) == 1
 
 
-def test_hf_saved_to_disk(tmp_path: Path) -> None:
-    """Of one split or several; its files alone are a source, too."""
+def test_files_of_save_to_disk(tmp_path: Path) -> None:
     import datasets
 
-    rows = datasets.Dataset.from_list(ROWS)
-    rows.save_to_disk(tmp_path / "one", num_shards=2)
-    more = datasets.Dataset.from_list([{"text": "other"}])
-    datasets.DatasetDict({"train": rows, "test": more}).save_to_disk(tmp_path / "two")
-    assert list(open_hf(tmp_path, "one")) == TEXTS
-    assert list(open_hf(tmp_path, "two")) == TEXTS
-    assert list(open_hf(tmp_path, "two", split="test")) == ["other"]
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one", num_shards=2)
     assert list(open_hf(tmp_path, "one/*.arrow")) == TEXTS
-    fingerprints = {open_hf(tmp_path, "two", split=s).fingerprint for s in ("train", "test")}
-    assert len(fingerprints) == 2
-    for path, split, names in [("one", "test", "train"), ("two", "train[:1]", "train, test")]:
-        with pytest.raises(DataError, match=f"was saved with {names}\n"):
-            list(open_hf(tmp_path, path, split=split))
+
+
+def test_a_folder_is_no_source(tmp_path: Path) -> None:
+    """Which of its files belong to a split, a glob says."""
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "train-0.jsonl")
+    with pytest.raises(DataError, match="`folder` is a folder") as raised:
+        open_hf(tmp_path, "folder")
+    assert "`folder/train*.parquet`" in raised.value.fix
+    assert list(open_hf(tmp_path, "folder/train*.jsonl")) == TEXTS
+    write_parquet(tmp_path / "folder" / "train-1.parquet")
+    with pytest.raises(DataError, match="files of different or unknown kinds"):
+        open_hf(tmp_path, "folder/train*")
 
 
 def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
@@ -258,64 +258,6 @@ def test_hf_glob_and_slices(tmp_path: Path) -> None:
     assert part.fingerprint != whole.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (
-            "train more.json part-2",
-            "belong to no split: more.json, part-2.jsonl (train: train.jsonl)",
-        ),
-        ("test", "no files of the split `train` (test: test.jsonl)"),
-        ("data part-2 bak", ""),
-        ("train card", ""),
-    ],
-)
-def test_no_file_of_a_folder_is_left_out(
-    tmp_path: Path, names: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In silence; backups are not read."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in names.split():
-        path = folder / (name if "." in name else f"{name}.jsonl")
-        path.write_text(json.dumps({"text": name}) + "\n")
-    if "bak" in names:
-        (folder / "bak.jsonl").rename(folder / "data.jsonl.bak")
-    if "card" in names:
-        (folder / "README.md").write_text(
-            "---\nconfigs:\n- {config_name: a, data_files: card.jsonl}\n---\n"
-        )
-    if said:
-        with pytest.raises(DataError, match=re.escape(said)) as raised:
-            list(open_hf(tmp_path, "./folder"))
-        assert raised.value.fix
-    else:
-        read = ["card"] if "card" in names else ["data", "part-2"]
-        assert list(open_hf(tmp_path, "./folder")) == read
-    assert ("not read, no rows: data.jsonl.bak" in caplog.text) == ("bak" in names)
-
-
-def test_parquet_beside_a_backup(tmp_path: Path) -> None:
-    """A name with the ending of rows may be no such file."""
-    (tmp_path / "folder").mkdir()
-    write_jsonl(tmp_path / "folder" / "data.jsonl.bak")
-    write_jsonl(tmp_path / "folder" / "old.jsonl.bak")
-    write_parquet(tmp_path / "folder" / "data.parquet")
-    assert list(open_hf(tmp_path, "./folder")) == TEXTS
-    write_jsonl(tmp_path / "folder" / "more.jsonl")
-    with pytest.raises(DataError, match="files of different or unknown kinds"):
-        list(open_hf(tmp_path, "./folder"))
-
-
-def test_several_splits_in_order(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    for split in ("train", "test"):
-        lines = (json.dumps({"text": f"{split} {n}"}) for n in range(3))
-        (tmp_path / "folder" / f"{split}.jsonl").write_text("\n".join(lines))
-    both = open_hf(tmp_path, "./folder", split="test[1:]+train[:1]")
-    assert list(both) == ["test 1", "test 2", "train 0"]
-
-
 def test_brackets_in_a_path(tmp_path: Path) -> None:
     """A path that exists is no glob; another may be one."""
     write_files(tmp_path, **{"exp[1]__a_txt": "a", "exp[1]__b[2]_txt": "b", "exp1__c_txt": "c"})
@@ -328,10 +270,6 @@ def test_brackets_in_a_path(tmp_path: Path) -> None:
     ]:
         assert list(open_text(tmp_path, pattern)) == found
     assert list(open_hf(tmp_path, "./exp[1]/d.jsonl")) == TEXTS
-    for file in (tmp_path / "exp1" / "c.jsonl", tmp_path / "exp[1]" / "train.jsonl"):
-        file.write_text(json.dumps({"text": file.name}))
-    (tmp_path / "exp[1]" / "d.jsonl").unlink()
-    assert list(open_hf(tmp_path, "exp[1]")) == ["train.jsonl"]
 
 
 def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
@@ -369,7 +307,7 @@ def test_files_need_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         list(open_hf(tmp_path, "some/dataset"))
 
 
-@pytest.mark.parametrize("split", ["train", "train[1:]", "train[:50%]+train[-1:]", "test"])
+@pytest.mark.parametrize("split", ["train", "train[1:]", "train[:50%]+train[-1:]"])
 def test_chats_are_those_of_datasets(tmp_path: Path, split: str) -> None:
     """Columns with values of several kinds too, which `datasets` keeps as JSON."""
     import datasets
@@ -380,15 +318,11 @@ def test_chats_are_those_of_datasets(tmp_path: Path, split: str) -> None:
     files = {"train": str(tmp_path / "a.jsonl")}
     rows = datasets.load_dataset("json", data_files=files, split="train")
     (tmp_path / "folder").mkdir()
-    for name in ("train", "test"):
-        rows.to_parquet(tmp_path / "folder" / f"{name}.parquet")
+    rows.to_parquet(tmp_path / "folder" / "train.parquet")
     rows.save_to_disk(tmp_path / "saved")
     loaded = datasets.load_dataset(str(tmp_path / "folder"), split=split)
     expected = [without_added_nulls(row, loaded.features) for row in loaded]
-    paths = ["./folder"]
-    if split != "test":
-        paths += ["folder/train.parquet", "saved/*.arrow", *["saved"] * (split == "train")]
-    for path in paths:
+    for path in ("folder/train.parquet", "saved/*.arrow"):
         source = ChatSource.model_validate({"kind": "chat", "path": path, "split": split})
         records = open_records(source, base=tmp_path, cache=tmp_path / "cache")
         assert [row for _, row in records] == expected

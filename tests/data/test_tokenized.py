@@ -373,7 +373,7 @@ def test_one_altered_token_of_a_megatron_source_is_noticed(
     time.sleep(0.02)  # the resolution of time stamps
     before, status = fingerprint(), path.stat()
     with monkeypatch.context() as context:
-        context.setattr("toolkit.data.tokenized.hash_in_pieces", pytest.fail)
+        context.setattr("toolkit.data.listing._hash_file", pytest.fail)
         context.setattr("toolkit.data.tokenized.hash_samples", pytest.fail)
         assert fingerprint() == before
     time.sleep(0.02)

@@ -19,7 +19,7 @@ from toolkit.backend import adopt_engine_config
 from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import Line, output
-from toolkit.data.local import chat_notes, local_problems
+from toolkit.data.local import local_problems
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.foreign.carry import left_lines
 from toolkit.foreign.compare import FileComparison, against
@@ -118,7 +118,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
     if good is not None:
-        notes = (note, *good.notes, *chat_notes(good))
+        notes = (note, *good.notes)
         note = "; ".join(filter(None, notes)) or None
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
 

@@ -1,9 +1,8 @@
 """Builds packed samples from the recipe's data section: the entry point for training and
 CLI."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +56,6 @@ class SourceData:
     """Changes with the tokens and the split."""
     report: ChatReport | None
     """What became of the rows of chats and preferences."""
-    earlier: Callable[[], str] | None = None
-    """Gives what a checkpoint of 0.1 has as the first part of `identity`, if that differs."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +78,13 @@ class TrainingData:
     isolated, i.e. with the content of sample *i*."""
     whole_fingerprint: str
     """The same, with the sources of validation."""
-    earlier_fingerprints: Callable[[], Iterable[str]]
-    """Those that a checkpoint of 0.1 may have; all tokens of a Megatron pair are read."""
-
-    def is_cursor(self, fingerprint: str, samples: int) -> bool:
-        """Whether a checkpoint's cursor of this many samples is one in this data."""
-        known = chain([self.fingerprint], self.earlier_fingerprints())
-        return any(fingerprint == self._at(one, samples) for one in known)
 
     def fingerprint_at(self, samples: int) -> str:
         """Identifies the data for a checkpoint's cursor of this many samples: `fingerprint`,
         and the weights of a blend until then. Later stages may still change."""
-        return self._at(self.fingerprint, samples)
-
-    def _at(self, fingerprint: str, samples: int) -> str:
         if isinstance(self.order, BlendOrder):
-            return fingerprint_of([fingerprint, self.order.begun(samples)])
-        return fingerprint
+            return fingerprint_of([self.fingerprint, self.order.begun(samples)])
+        return self.fingerprint
 
     @property
     def ends_after(self) -> int | None:
@@ -179,13 +166,6 @@ def build_data(
             fingerprint = fingerprint_of([fingerprint, "isolated documents"])
         return fingerprint_of([fingerprint, length])
 
-    def earlier() -> Iterator[str]:
-        """They identify the sources of validation, too."""
-        yield identity([*sources, *others])
-        if any(one.earlier for one in [*sources, *others]):
-            yield identity(map(_as_earlier, sources))
-            yield identity(map(_as_earlier, [*sources, *others]))
-
     train, order, epoch = _ordered(data, sources, training)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
     validation = held_out | {one.title: one.train for one in others}
@@ -207,14 +187,7 @@ def build_data(
         tokenizer,
         identity(sources),
         identity([*sources, *others]),
-        earlier,
     )
-
-
-def _as_earlier(source: SourceData) -> SourceData:
-    if source.earlier is None:
-        return source
-    return replace(source, identity=(source.earlier(), *source.identity[1:]))
 
 
 def _ordered(
@@ -285,7 +258,7 @@ class _Builder:
 
         if fraction == 0:
             whole = samples(TokenStream.whole(stored), "all")
-            return SourceData(source.title, whole, None, identity, report, stored.earlier)
+            return SourceData(source.title, whole, None, identity, report)
         if isinstance(stored, StoredChats):
             held_out = held_out_conversations(stored.row_numbers, fraction, self.seed)
         else:
@@ -297,7 +270,6 @@ class _Builder:
             samples(TokenStream.only(stored, held_out), f"validation {split}"),
             (*identity, split) if report else (*identity, fraction, self.seed),
             report,
-            stored.earlier,
         )
 
     def _tokens(self, source: Source) -> TokenizedData:

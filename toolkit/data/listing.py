@@ -8,13 +8,10 @@ import sysconfig
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.data.files import fingerprint_of, unreadable, write_cached
-from toolkit.data.progress import Track
 from toolkit.data.remote import DataFile, RemoteFile, list_files, shown
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
@@ -36,9 +33,6 @@ _BEGINNING = 2**16
 _UNDECODABLE = 0.3
 """Of the characters of a file's beginning; of random bytes, 0.45 are."""
 
-_PIECE_BYTES = 2**24
-_HASH_THREADS = min(16, os.cpu_count() or 1)
-"""Faster than any disk, and at most 256 MiB of pieces in memory."""
 _SAMPLES = 1024
 _SAMPLE_BYTES = 2**14
 _UNSETTLED_S = 2.0
@@ -182,26 +176,6 @@ def _hash_file(file: DataFile) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise unreadable(file, error) from error
-
-
-def hash_in_pieces(path: Path, *, track: Track) -> str:
-    """Hash of a large file's pieces, which several threads read and hash; hex.
-
-    `track` shows how long it takes.
-    """
-    try:
-        with path.open("rb") as stream, ThreadPoolExecutor(_HASH_THREADS) as pool:
-            starts = range(0, os.fstat(stream.fileno()).st_size, _PIECE_BYTES)
-            hashes = pool.map(partial(_hash_piece, stream.fileno()), starts)
-            shown = track(hashes, f"hashing {path.name}", len(starts))
-            return fingerprint_of(list(shown))
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _hash_piece(descriptor: int, start: int) -> str:
-    piece = os.pread(descriptor, _PIECE_BYTES, start)
-    return hashlib.sha256(piece).hexdigest()
 
 
 def hash_samples(path: Path) -> str:

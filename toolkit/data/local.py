@@ -1,7 +1,7 @@
 """Checks a run's local files before anything is started.
 
-Does not import torch or transformers, because `dmt check` uses it, and `datasets` for folders
-only. Problems on the hub, and deep in a file, are found when the data is built.
+Does not import torch, transformers or `datasets`, because `dmt check` uses it. Problems on the
+hub, and deep in a file, are found when the data is built.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +13,18 @@ from typing import Any
 from toolkit.adapters.imported import PEFT_CONFIG, PeftWeights
 from toolkit.adapters.lora import Lora
 from toolkit.data.chat.conversations import (
-    Example,
     MalformedRow,
     check_columns,
     check_dropped,
     check_mapped,
     examples_of,
     needs_template,
-    template_keys,
-    unread_columns,
 )
-from toolkit.data.chat.named import known_template, reads, stated_template
-from toolkit.data.chat.report import not_read, template_unused
+from toolkit.data.chat.named import stated_template
 from toolkit.data.columns import check_column
 from toolkit.data.listing import check_beginning, find_files
 from toolkit.data.readers import columns_of, ending_of, read_rows
-from toolkit.data.records import data_files, splits_of
+from toolkit.data.records import data_files
 from toolkit.data.remote import DataFile, check_package
 from toolkit.data.tokenizers import (
     BYTES,
@@ -60,8 +56,6 @@ from toolkit.recipe.schema import (
 _FILES_OF_A_FOLDER = 8
 _FIRST_ROWS = 10_000
 """Chats that are parsed: a second."""
-_NOTED_ROWS = 1_000
-"""Chats whose keys are looked at."""
 _PLACES = ("files", "path", "prefix")
 """The settings that say where a source is, each of other kinds."""
 
@@ -164,7 +158,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         yield Problem(
             f"{key}.path",
             f"{PLACEHOLDER}, which stands for the data that dmt init did not know",
-            "your data: a file, a folder or a hub id",
+            "your data: a file, a glob or a hub id",
             "write its path; kind is hf for documents, chat for conversations, preference for "
             "pairs, megatron (with prefix) for Megatron's indexed format",
         )
@@ -196,8 +190,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 if all_seen:
                     check_mapped(source, columns)
                 setting, allowed = "path", "rows that are conversations (docs/data.md)"
-                for _ in _examples(source, files, _FIRST_ROWS):
-                    pass
+                _check_first_rows(source, files)
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
@@ -208,51 +201,16 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 
-def _examples(
-    source: ChatSource | PreferenceSource, files: Sequence[DataFile], count: int
-) -> Iterator[Example]:
-    """What the first rows of JSON files hold; others state their columns.
-
-    Raises DataError for a malformed one, unless such are dropped. What a template omits or
-    refuses is found when the data is built.
-    """
+def _check_first_rows(source: ChatSource | PreferenceSource, files: Sequence[DataFile]) -> None:
+    """Raise DataError for a malformed row among the first of JSON files, unless such are
+    dropped. What a template omits or refuses is found when the data is built."""
     lines = (file for file in files if ending_of(file).startswith(".json"))
     rows = (row for file in lines for row in read_rows(file, source))
-    for place, row in islice(rows, count):
+    for place, row in islice(rows, _FIRST_ROWS):
         try:
-            yield from examples_of(row, source)
+            examples_of(row, source)
         except MalformedRow as error:
             check_dropped(source, f"{place}: {error}")
-
-
-def chat_notes(recipe: Recipe) -> Iterator[str]:
-    """What the chats in a good recipe's local files hold that nothing reads."""
-    if not LAUNCHERS[recipe.launch.launcher].same_files:
-        return
-    data = recipe.data
-    for key, source in data.named_sources:
-        if isinstance(source, ChatSource | PreferenceSource):
-            files = _files(source)
-            columns, _ = _columns(files)
-            if columns:
-                for note in _notes_of(data, source, columns, files):
-                    yield f"{key}: {note}"
-
-
-def _notes_of(
-    data: DataSection,
-    source: ChatSource | PreferenceSource,
-    columns: Mapping[str, str],
-    files: Sequence[DataFile],
-) -> Iterator[str]:
-    if data.chat_template is not None and not needs_template(source, columns):
-        yield template_unused("its rows")
-    filled = [name for name, kind in columns.items() if kind != "null"]
-    keys, template = dict[str, None](), known_template(data, Path.cwd())
-    for example in _examples(source, files, _NOTED_ROWS if template else 0):
-        keys |= dict.fromkeys(template_keys(example))
-    unread = (key for key in keys if not reads([template or ""], key))
-    yield from not_read(tuple(unread_columns(source, filled)), tuple(unread))
 
 
 def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
@@ -274,15 +232,9 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
 def _files(source: RowsSource) -> list[DataFile]:
     """Files on this machine that hold the source's rows; none where that is not known.
 
-    Raises DataError where there is none, or files of a folder would not be read.
+    Raises DataError where there is none, or for a folder.
     """
-    if is_remote(source.path):
-        return []
-    files = data_files(source, Path.cwd()) or []
-    splits = splits_of(source, Path.cwd(), files) if files else None
-    if splits is not None:
-        return [*dict.fromkeys(file for some in splits.values() for file in some)]
-    return [] if any(not ending_of(file) for file in files) else files  # a card
+    return [] if is_remote(source.path) else data_files(source, Path.cwd()) or []
 
 
 def _columns(

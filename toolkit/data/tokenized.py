@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +29,7 @@ from toolkit.data.formats.indexed import (
     read_indexed,
     token_dtype,
 )
-from toolkit.data.listing import content_fingerprint, hash_in_pieces, hash_samples
+from toolkit.data.listing import content_fingerprint, hash_samples
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote import copied, list_files, shown
 from toolkit.data.sources import open_source
@@ -72,8 +71,6 @@ class TokenizedData:
     """Path of the pair of files, for messages."""
     is_marked: bool = False
     """Whether a token that is not trained is stored as the complement of its id."""
-    earlier: Callable[[], str] | None = None
-    """Gives the fingerprint that checkpoints of 0.1 have of a Megatron pair, if it is one."""
 
 
 def prepare(
@@ -99,7 +96,7 @@ def prepare(
         if is_remote(source.prefix):
             return _read_remote(source.prefix, cache, track=track)
         prefix = base / Path(source.prefix).expanduser()
-        return _read_megatron(prefix, cache, track=track)
+        return _read_megatron(prefix, cache)
     documents = open_source(source, base=base, cache=cache)
     parts = [CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
@@ -112,32 +109,24 @@ def prepare(
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
 
 
-def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
+def _read_megatron(prefix: Path, cache: Path) -> TokenizedData:
     """Data that is tokenised already, which its index and samples of its tokens identify."""
     indexed = read_indexed(prefix)
     _check_some(indexed, str(bin_path(prefix)))
-    fingerprint = partial(_pair_fingerprint, prefix, cache, track)
-    earlier = partial(fingerprint, sampled=False)
-    return TokenizedData(indexed, fingerprint(sampled=True), str(prefix), earlier=earlier)
+    return TokenizedData(indexed, _pair_fingerprint(prefix, cache), str(prefix))
 
 
-def _pair_fingerprint(prefix: Path, cache: Path, track: Track, *, sampled: bool) -> str:
-    """Of the index and of samples of the tokens, or of all of them; see
-    `content_fingerprint`."""
-    whole = partial(hash_in_pieces, track=track)
-    index, tokens = [idx_path(prefix)], [bin_path(prefix)]
+def _pair_fingerprint(prefix: Path, cache: Path) -> str:
+    """Hash of the index and of samples of the tokens; see `content_fingerprint`."""
     lock = cache / "fingerprints" / f"{fingerprint_of(str(prefix))}.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with held_lock(lock, "reading"):
-            if not sampled:
-                contents = content_fingerprint([*index, *tokens], cache, whole)
-                return fingerprint_of(["megatron", contents])
             return fingerprint_of(
                 [
                     "megatron pair",
-                    content_fingerprint(index, cache, whole),
-                    content_fingerprint(tokens, cache, hash_samples),
+                    content_fingerprint([idx_path(prefix)], cache),
+                    content_fingerprint([bin_path(prefix)], cache, hash_samples),
                 ]
             )
     except OSError as error:

@@ -125,10 +125,11 @@ class RunCheckpoints:
     def _check_same_run(self, found: ResumePoint, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
         manifest = found.manifest
-        if not self.data.is_cursor(manifest.data_fingerprint, manifest.consumed_samples):
+        if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
-                fix += "; its release read text as data.special_tokens: parse does"
+                fix += "; 0.1 read text as data.special_tokens: parse does; from its weights "
+                fix += "other data is trained with model.init: checkpoint"
             step, before = manifest.step, manifest.recipe["training"]["sequence_length"]
             if isinstance(self.assignment.recipe.data.train, tuple):
                 fix += f"; to change weights, add a stage to data.stages from step {step} on"

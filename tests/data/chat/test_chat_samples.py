@@ -342,20 +342,6 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> 
     assert data.tokenizer.chat_template == templates  # saved with an export
 
 
-def test_rows_that_are_read_as_before_continue_their_run(tmp_path: Path) -> None:
-    """The fingerprint of rows in which nothing is newly read is the one without them."""
-    rows = [chat("Hi", "Hello"), {**chat("a", "b"), "id": None, "history": []}]
-    write(tmp_path / "rows.jsonl", rows)
-    report = report_of(build(tmp_path))
-    assert (report.rows, report.newly_read) == (2, 0)
-    old = {**chat("Hi", "Hello"), "images": ["x.png"]}
-    muted = {"messages": [*rows[0]["messages"][:1], {**rows[0]["messages"][1], "loss": False}]}
-    more = [{**rows[0], "history": [["a", "b"]]}, {**rows[0], "system": "x"}, old, muted]
-    write(tmp_path / "rows.jsonl", [*rows, *more])
-    report = report_of(build(tmp_path, {"malformed": "drop"}, 512))
-    assert (report.newly_read, report.malformed) == (4, 1)
-
-
 def test_processes_make_the_same_samples_in_the_same_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

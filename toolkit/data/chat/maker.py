@@ -6,22 +6,20 @@ which is negative. A preference is two of them.
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from toolkit.data.chat.conversations import (
-    NOT_TRAINED,
     Conversation,
     Example,
     MalformedRow,
     PlainText,
     check_dropped,
     examples_of,
-    form_of,
     template_keys,
     texts_of,
     unread_columns,
@@ -34,7 +32,7 @@ from toolkit.data.chat.template import (
 )
 from toolkit.data.rows import Int64Array, MarkedTokens
 from toolkit.errors import DataError
-from toolkit.recipe.schema import ChatSource, ColumnName, PreferenceSource
+from toolkit.recipe.schema import ChatSource, PreferenceSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,16 +41,6 @@ LIMIT_S = 30.0
 """Of CPU time, for a row: a chat template is a program of others, which may never end."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
-_READ_BEFORE: dict[str, tuple[ColumnName, ...]] = {
-    "messages": ("messages", "tools"),
-    "sharegpt": ("conversations", "tools", "system"),
-    "prompt_completion": ("prompt", "completion", "tools"),
-    "alpaca": ("instruction", "output", "input", "system"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
-}
-"""Columns of `_READING` 0 of `toolkit/data/chat/tokens.py`: a run whose rows were read like it
-continues; `ChatReport.newly_read` counts the others."""
-
 Batch: TypeAlias = list[tuple[int, object, object]]
 """Rows: their number in the data set, place and value."""
 
@@ -99,7 +87,6 @@ class SampleMaker:
         columns, keys, rendered = dict[str, None](), dict[str, None](), list[_SampleTexts]()
         for number, place, row in batch:
             self._rendered = place
-            examples: tuple[Example, ...] = ()
             try:
                 examples = self._parsed(row)
                 samples = self._marked(place, examples)
@@ -111,7 +98,6 @@ class SampleMaker:
                 rendered += [_SampleTexts(number, place, muted, texts) for texts in samples]
                 columns |= dict.fromkeys(self._unread(row))
                 keys |= {key: None for one in examples for key in template_keys(one)}
-            self._note_reading(row, examples)
         self._rendered = None
         stored = list(self._stored(rendered))
         report.unread_columns = tuple(columns)
@@ -191,17 +177,6 @@ class SampleMaker:
         names = unread_columns(self._source, row)
         return [name for name in names if row[name] not in _NOTHING]
 
-    def _note_reading(self, row: object, examples: tuple[Example, ...]) -> None:
-        """Count a row that `_READING` 0 of `toolkit/data/chat/tokens.py` read differently."""
-        chats = [one for one in examples if isinstance(one, Conversation)]
-        tools = [tool for chat in chats for tool in chat.tools]
-        differs = _without_nulls(tools) != tools
-        differs |= bool(tools) and self._template.has_tool_use
-        with suppress(MalformedRow):
-            if isinstance(row, dict) and (before := _as_read_before(row, self._source)) != row:
-                differs |= not examples or self._parsed(before) != examples
-        self._report.newly_read += differs
-
     def _stored(self, rendered: list["_SampleTexts"]) -> Iterator[tuple[int, Int64Array]]:
         """Stored samples, each with the number of its row."""
         tokens = iter(self._template.encode([text for one in rendered for text in one.texts]))
@@ -264,31 +239,3 @@ def _equal_when_cut(sample: list[MarkedTokens], cut: list[MarkedTokens]) -> bool
     """Whether the rows of a pair are equal only when they are cut."""
     whole, kept = ([one.ids.tolist() for one in rows] for rows in (sample, cut))
     return len(sample) > 1 and kept[0] == kept[1] and whole[0] != whole[1]
-
-
-def _as_read_before(
-    row: Mapping[str, Any], source: ChatSource | PreferenceSource
-) -> dict[str, Any]:
-    """The row as `_READING` 0 saw it: without null keys at any
-    depth, and without what it ignored."""
-    names = {source.column(name) for name in _READ_BEFORE[form_of(row, source)]}
-    return {
-        name: [_without_loss(one) for one in value] if isinstance(value, list) else value
-        for name, value in _without_nulls(row).items()
-        if name in names
-    }
-
-
-def _without_loss(turn: Any) -> Any:
-    if isinstance(turn, dict):
-        return {key: value for key, value in turn.items() if key not in NOT_TRAINED}
-    return turn
-
-
-def _without_nulls(value: Any) -> Any:
-    """The value without any null key; rows used to be read so, arguments and tools too."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value

@@ -40,8 +40,6 @@ class ChatReport:
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    newly_read: int = 0
-    """Rows that are read differently from `_READING` 0. A run without any continues."""
     unread_columns: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     """Of messages."""

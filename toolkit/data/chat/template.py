@@ -21,7 +21,6 @@ from toolkit.data.chat.conversations import (
     PlainText,
     n_shared,
 )
-from toolkit.data.chat.named import reads
 from toolkit.data.rows import MarkedTokens
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
@@ -35,6 +34,8 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _NOW_OF_VARIABLE = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL_USE = "tool_use"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of one key of a message: transformers gives a template all of them."""
 _ANSWER = "four"
 _EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
 """What shows how a template ends a turn."""
@@ -128,7 +129,9 @@ class ChatTemplate:
 
     def reads(self, key: str) -> bool:
         """Whether a template names this key of a message."""
-        return reads(self._texts.values(), key)
+        names = _THOUGHTS if key in _THOUGHTS else (key,)
+        words = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+        return any(map(words.search, self._texts.values()))
 
     def turn_ends(self) -> list[int]:
         """Ids of the special tokens that end trained turns, ascending: after the answers of an

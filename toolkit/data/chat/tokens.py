@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
-_READING = 2
-"""Increment it, instead, where only some rows would: `ChatReport.newly_read` counts them."""
 _FORMAT = 2
 """Increment it whenever the same samples would be stored differently."""
 _ROWS_AT_ONCE = 512
@@ -85,16 +83,14 @@ def prepare_chats(
     text = tokenizer.chat_template
     whose = {*SourceSection.model_fields, "path", "name", "revision", "split", "row_limit_mib"}
     settings = source.model_dump(exclude=whose, exclude_defaults=True)
-    default = text.get("default") if isinstance(text, dict) else text
     key = fingerprint_of(
         [
             ["chat", _CACHE_VERSION, _fingerprint(records), tokenizer_fingerprint(tokenizer)],
-            [default, dict(tokenizer.special_tokens_map), data.special_tokens],
+            [text, dict(tokenizer.special_tokens_map), data.special_tokens],
             [settings, sequence_length],
         ]
     )
-    reading = fingerprint_of([key, _READING, text])
-    prefix = cache / "tokens" / fingerprint_of([reading, _FORMAT])
+    prefix = cache / "tokens" / fingerprint_of([key, _FORMAT])
     report_file = prefix.with_name(f"{prefix.name}.json")
 
     def rows() -> Iterator[Int64Array]:
@@ -114,7 +110,7 @@ def prepare_chats(
     report = ChatReport.read(report_file)
     for said in report.notes(source, data.chat_template is not None):
         logger.warning("%s: %s", source.path, said)
-    return StoredChats.of(indexed, report, reading if report.newly_read else key, str(prefix))
+    return StoredChats.of(indexed, report, key, str(prefix))
 
 
 def _batches(
