@@ -140,8 +140,8 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> No
         load_cluster(path)
     found = {problem.key: problem for problem in raised.value.problems}
     assert set(found) == {
-        "nodes", "gpu_per_node", "gpus_per_node", "gpu", "network.kind",
-        "network.gigabits_per_s", "nvme_gigabytes_per_s", "node_link",
+        "nodes", "gpu_per_node", "gpu", "network.kind", "network.gigabits_per_s",
+        "nvme_gigabytes_per_s", "node_link",
     }  # fmt: skip
     assert found["gpu_per_node"].fix == "did you mean `gpus_per_node`?"
     assert found["gpu"].line == 3

@@ -19,11 +19,10 @@ from pydantic import Field, ValidationError
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import GIGA, Gpu, Link, LinkKind, figures, link
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.intake.explain import explain
 from toolkit.recipe import yaml_text
-from toolkit.recipe.schema import GPU_MAP, GPU_NAME, GpuChoice, Tflops
+from toolkit.recipe.schema import GpuChoice, Tflops
 from toolkit.recipe.section import Degree, PositiveFloat, Section
-from toolkit.recipe.words import schema_of, settings
-from toolkit.text.suggest import did_you_mean
 
 
 class LinkFigures(Section):
@@ -89,32 +88,15 @@ def load_cluster(path: Path) -> Cluster:
     root, problems = yaml_text.parse(text, str(path))
     if not isinstance(root.data, dict):
         allowed = f"a map of {', '.join(ClusterFile.model_fields)}"
-        raise RecipeError([Problem("(file)", "something else", allowed, "", str(path))])
+        raise RecipeError([Problem(yaml_text.WHOLE_FILE, "no map", allowed, "", str(path))])
     try:
         stated = ClusterFile.model_validate(root.data)
     except ValidationError as error:
-        problems += [_problem(one["loc"], one["type"], root) for one in error.errors()]
+        problems += explain(error, root, ClusterFile)
     problems += _disagreeing(root)
     if problems:
         raise RecipeError(list({problem.key: problem for problem in problems}.values()))
     return _cluster(stated)
-
-
-def _problem(where: tuple[int | str, ...], kind: str, root: yaml_text.Stated) -> Problem:
-    """One of pydantic's errors, at its line."""
-    path = [str(part) for part in where if part not in (GPU_NAME, GPU_MAP, "[key]")]
-    place, known = root.place(tuple(path)), settings(ClusterFile)
-    *above, name = path
-    if kind == "extra_forbidden":
-        section = known[".".join(above)].sections[0] if above else schema_of(ClusterFile)
-        keys = section["properties"]
-        fix = did_you_mean(name, keys, "remove it")
-        return Problem(".".join(path), "an unknown key", ", ".join(keys), fix, *place)
-    key = next(key for end in range(len(path), 0, -1) if (key := ".".join(path[:end])) in known)
-    accepted, found = known[key].allowed, root.text(tuple(path))
-    if kind == "missing":
-        return Problem(key, "nothing", accepted, f"add `{name}:`", *place)
-    return Problem(key, found[:80], accepted, "", *place)
 
 
 def _disagreeing(root: yaml_text.Stated) -> Iterator[Problem]:
