@@ -38,6 +38,9 @@ SETTINGS: dict[str, str] = {
     "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
     "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
     "and state model.hub: FOLDER",
+    "adapter.folder": "state as model.hub the merged model: `dmt checkpoint export RUN NEW "
+    "--merged`, or PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()."
+    "save_pretrained(NEW)",
     "fp8": "write `kernels: {fp8: rowwise}`",
     "parallel.outer.batch": "remove it: training.global_batch_size is that of each replica",
     "parallel.outer.optimizer": "remove it: updates are SGD's with Nesterov's momentum; for "

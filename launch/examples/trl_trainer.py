@@ -83,7 +83,6 @@ def check(recipe: Recipe) -> None:
         "data.train: a list": (isinstance(data.train, tuple), "one source"),
         "model.freeze": (bool(recipe.model.freeze), "null"),
         f"data.packing: {data.packing}": (data.packing != "none", "none"),
-        "adapter.folder": (bool(recipe.adapter and recipe.adapter.folder), "null"),
         # TRL's loss `sigmoid` ignores its own label_smoothing.
         "dpo.label_smoothing": (bool(recipe.dpo and recipe.dpo.label_smoothing), "0"),
         "dpo.sft_weight": (bool(recipe.dpo and recipe.dpo.sft_weight), "0"),

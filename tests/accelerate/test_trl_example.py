@@ -164,7 +164,6 @@ REFUSED = {
     "data.packing": "greedy",
     "data.train.columns": "{messages: talk}",
     "data.train.loss_on": "last_assistant",
-    "adapter.folder": "./start",
     "dpo.label_smoothing": "0.1",
     "dpo.sft_weight": "1.0",
 }

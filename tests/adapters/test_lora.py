@@ -1,27 +1,20 @@
 """Which projections have an adapter, its tensors and their first values, what a plan counts."""
 
-import json
-import re
 from itertools import chain, product
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as RENAMED
 
-from tests.models.small import FAMILIES, SMALL, filled, section
+from tests.models.small import FAMILIES, SMALL, section
 from tests.plan.making import TINY, intent, recipe
 from toolkit.adapters.huggingface import inject, peft_config
-from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import _KEPT_NAMES, Lora, spec_of
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
-from toolkit.data.local import local_problems
-from toolkit.errors import DataError, Problem, RecipeError
+from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import mapped
@@ -205,115 +198,6 @@ def test_mixtures_whose_names_peft_keeps() -> None:
     mixtures = {name for name in FAMILIES if name not in DENSE}
     renamed = {name for name, of in RENAMED.items() if of == "qwen2_moe"}
     assert mixtures - renamed - {"mixtral"} == {*_KEPT_NAMES}
-
-
-# A PEFT folder to begin with
-
-
-def peft_folder(folder: Path, **changes: Any) -> Path:
-    """What PEFT itself writes; `changes` are of its LoraConfig."""
-    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
-    lora_config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **stated)
-    get_peft_model(filled(section("llama")), lora_config).save_pretrained(folder)
-    return folder
-
-
-def test_a_peft_folder_is_read(tmp_path: Path) -> None:
-    adapters = lora(config_of("llama"))
-    weights = PeftWeights(peft_folder(tmp_path), adapters)
-    stored = load_file(tmp_path / "adapter_model.safetensors")
-    for name, shape in adapters.shapes.items():
-        tensor = stored[f"base_model.model.{name}"]
-        assert torch.equal(weights.read(name, 0, tensor.numel()), tensor.view(-1))
-        block = Block(name, (1, 3), (2, shape[1]), transposed=False)
-        assert torch.equal(weights.read_block(block), tensor[1:3, 2:])
-
-
-def checked(folder: Path, **fields: Any) -> Problem | None:
-    """What `dmt check` finds wrong with a recipe that begins with a PEFT folder."""
-    stated = {"rank": 4, "alpha": 8.0, "folder": str(folder)} | fields
-    adapter = {f"adapter__{key}": value for key, value in stated.items()}
-    found = local_problems(recipe(model__config=config_of("llama"), **adapter))
-    return next((problem for problem in found if problem.key == "adapter.folder"), None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"r": 2}, "r is 2, the recipe's is 4; .*, not \\[4, "),
-        ({"lora_alpha": 4}, "lora_alpha is 4, the recipe's is 8.0"),
-        ({"use_rslora": True}, "use_rslora is True"),
-        ({"use_dora": True}, "use_dora is True"),
-        ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
-        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern is {'q_proj': 3}"),
-        (
-            {"target_modules": ["q_proj"], "r": 2, "use_rslora": True},
-            "r is 2, the recipe's is 4",
-        ),
-    ],
-)
-def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
-    with pytest.raises(DataError, match=told):
-        PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
-    problem = checked(tmp_path)
-    assert problem is not None and re.search(told, problem.found), "also by `dmt check`"
-    assert problem.fix is not None
-    if "plain LoRA" in problem.found:
-        assert problem.fix.startswith("merge it into its base with PEFT")
-    else:
-        fixed = re.findall(r"adapter\.(\w+) to (.*?)(?:,(?= adapter)|$)", problem.fix)
-        assert checked(tmp_path, **{key: yaml.safe_load(value) for key, value in fixed}) is None
-
-
-@pytest.mark.parametrize(
-    ("edits", "told"),
-    [
-        # What the file does not say is what PEFT takes then, and not what the recipe says.
-        ({"r": None}, "r is 8, the recipe's is 4"),
-        ({"lora_alpha": None}, "lora_alpha is 8, the recipe's is 16"),
-        ({"use_rslora": None}, "use_rslora is False, the recipe's is True"),
-        ({"peft_type": None}, "peft_type is None"),
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
-        ({"layers_to_transform": [0]}, r"layers_to_transform is \[0\]"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
-        ({"use_qalora": True}, "use_qalora is True"),
-        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
-        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}"),
-    ],
-)
-def test_a_configuration_with_another_function_is_refused(
-    tmp_path: Path, edits: dict[str, Any], told: str
-) -> None:
-    folder = peft_folder(tmp_path, lora_alpha=16, use_rslora=True)
-    file = folder / "adapter_config.json"
-    config = json.loads(file.read_text()) | edits
-    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    with pytest.raises(DataError, match=told):
-        PeftWeights(folder, lora(config_of("llama"), alpha=16, rslora=True))
-    assert checked(folder, alpha=16.0, rslora=True) is not None
-
-
-@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
-def test_first_values_that_leave_the_base_alone_are_read(tmp_path: Path, init: Any) -> None:
-    file = peft_folder(tmp_path) / "adapter_config.json"
-    kept = json.loads(file.read_text()) | {"init_lora_weights": init, "lora_dropout": 0.1}
-    del kept["use_rslora"], kept["bias"]
-    kept["use_dora"] = None
-    file.write_text(json.dumps(kept))
-    assert PeftWeights(tmp_path, lora(config_of("llama"))).shapes
-
-
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    adapters = lora(config_of("llama"))
-    with pytest.raises(DataError, match=r"nowhere/adapter_config\.json cannot be read"):
-        PeftWeights(tmp_path / "nowhere", adapters)
-    (peft_folder(tmp_path) / "adapter_config.json").write_text("[]")
-    with pytest.raises(DataError, match="it is not a map"):
-        PeftWeights(tmp_path, adapters)
 
 
 # What a plan counts

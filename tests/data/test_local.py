@@ -217,11 +217,6 @@ def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:
     assert not judge(recipe, overrides).problems
 
 
-def test_a_missing_adapter_folder(recipe: Path) -> None:
-    (problem,) = judge(recipe, ("adapter={rank: 4, alpha: 8, folder: ./no}",)).problems
-    assert problem.key == "adapter.folder" and "without adapter_config.json" in problem.found
-
-
 def test_launch_refuses_before_there_is_a_run_directory(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

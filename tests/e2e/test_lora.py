@@ -108,16 +108,17 @@ def test_an_export_that_computes_something_else_is_told(tuned: Project) -> None:
 
 
 def test_training_goes_on_from_an_export(tuned: Project) -> None:
-    """A new run begins with the adapters of an old one; not with its checkpoint as a model."""
-    adapter = "{rank: 4, alpha: 8, folder: moved/export}"
-    changes = LORA | {"model.hub": "base", "adapter": adapter, "training.steps": 1}
+    """A new run begins with the merged model of an old one; not with its checkpoint."""
+    export = dmt("checkpoint", "export", "moved", "base-and-adapters", "--merged")
+    run(export, tuned.folder, code=0)
+    changes = LORA | {"model.hub": "base-and-adapters", "training.steps": 1}
     ended = tuned.launch("more", changes)
     first, before = curve(tuned.folder / "more")[1][0], curve(tuned.folder / "moved")
     assert first < before[1][0] - 0.02
     changes = {"model.init": "checkpoint", "model.checkpoint": "moved"}
     ended = tuned.launch("from-adapters", changes, code=2)
     assert "step-00000006 holds adapters, not a model" in ended.err
-    assert "adapter.folder" in ended.err
+    assert "--merged" in ended.err
 
 
 def test_another_base_is_refused(tuned: Project) -> None:

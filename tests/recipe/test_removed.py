@@ -16,7 +16,7 @@ from toolkit.run.changes import changes
 BLEND = Path("recipes/tiny/llama-blend.yaml")
 PLAIN = Path("recipes/tiny/llama-bytes.yaml")
 
-REQUIRED = {"outer": {"replicas": 2, "every_steps": 10}}
+REQUIRED = {"outer": {"replicas": 2, "every_steps": 10}, "adapter": {"rank": 4, "alpha": 8}}
 """What a section must state."""
 
 

@@ -28,6 +28,9 @@ from toolkit.text.suggest import did_you_mean
 
 KEY = "adapter.targets"
 KINDS = ("all-linear", "attention", "mlp", "experts")
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""PEFT's prefix for the wrapped model."""
 BRANCH = "lora"
 DOWN, UP = f"{BRANCH}.down", f"{BRANCH}.up"
 """A and B of one of megatron-core's layers: names of its parameters inside that layer."""

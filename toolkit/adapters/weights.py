@@ -3,7 +3,6 @@
 from functools import lru_cache
 from hashlib import blake2b
 from math import prod, sqrt
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import Lora, lora_of
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
@@ -84,14 +82,7 @@ def first_weights(recipe: Recipe, config: PretrainedConfig) -> WeightSource:
     seed = recipe.training.seed
     base = hf.weight_source(recipe.model, config, seed)
     lora = lora_of(recipe.adapter, config.to_dict())
-    return base if lora is None else AdaptedWeights(base, first_adapters(lora, seed))
-
-
-def first_adapters(lora: Lora, seed: int) -> WeightSource:
-    """The initial values of a new run's adapters. Raises DataError if `adapter.folder` does not
-    match."""
-    folder = lora.section.folder
-    return LoraWeights(lora, seed) if folder is None else PeftWeights(Path(folder), lora)
+    return base if lora is None else AdaptedWeights(base, LoraWeights(lora, seed))
 
 
 SAMPLED = 1024

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from toolkit.adapters.huggingface import peft_config
-from toolkit.adapters.imported import PEFT_PREFIX, PEFT_WEIGHTS
-from toolkit.adapters.lora import Lora
+from toolkit.adapters.lora import PEFT_PREFIX, PEFT_WEIGHTS, Lora
 from toolkit.adapters.weights import fingerprint
 from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest
@@ -28,7 +27,9 @@ def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
     """The adapters of a checkpoint of a model with this `config`; None without any."""
     if manifest.adapter is None:
         return None
-    return Lora.of(AdapterSection.model_validate(manifest.adapter), config.to_dict())
+    # Earlier releases also stored the folder that the adapters started from.
+    section = {key: value for key, value in manifest.adapter.items() if key != "folder"}
+    return Lora.of(AdapterSection.model_validate(section), config.to_dict())
 
 
 def write_peft(

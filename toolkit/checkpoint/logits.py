@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from toolkit.adapters.huggingface import inject
-from toolkit.adapters.imported import PEFT_WEIGHTS
+from toolkit.adapters.lora import PEFT_WEIGHTS
 from toolkit.adapters.weights import AdaptedWeights
 from toolkit.checkpoint.export import check_complete, exported_dtype
 from toolkit.checkpoint.export_adapters import base_weights, saved_lora

@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.adapters.imported import PEFT_CONFIG, PeftWeights
-from toolkit.adapters.lora import Lora
 from toolkit.data.chat.conversations import (
     MalformedRow,
     check_columns,
@@ -32,14 +30,13 @@ from toolkit.data.tokenizers import (
     check_vocabulary,
     count_tokens,
 )
-from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
+from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import model_config
 from toolkit.models.model import check_config, read
 from toolkit.models.safetensors import INDEX, SINGLE, SafetensorsFolder
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
-    AdapterSection,
     ChatRowsSource,
     ChatSource,
     DataSection,
@@ -73,7 +70,6 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.config is not None or recipe.model.hub is not None:  # else reported at load
         with suppress(PlanError):  # reported by the planner
             config = model_config(recipe.model, download=False)
-    yield from _adapter_problems(recipe.adapter, config)
     yield from _tokenizer_problems(data, _vocabulary(config))
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
@@ -107,28 +103,6 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
     except DataError as error:
         allowed = "a folder with all of the model's safetensors files, whole"
         yield Problem("model.hub", error.message, allowed, error.fix)
-
-
-def _adapter_problems(
-    adapter: AdapterSection | None, config: Mapping[str, Any]
-) -> Iterator[Problem]:
-    if adapter is None or adapter.folder is None:
-        return
-    folder = Path(adapter.folder).expanduser()
-    allowed = "a folder that PEFT or `dmt checkpoint export` wrote"
-    if not (folder / PEFT_CONFIG).is_file():
-        yield Problem(
-            "adapter.folder", f"{folder}, without {PEFT_CONFIG}", allowed, "check the path"
-        )
-    elif config:
-        try:
-            PeftWeights(folder, Lora.of(adapter, config), framework="numpy")
-        except DataError as error:
-            allowed += ", with the adapters that the recipe states"
-            found = error.message.removeprefix("adapter.folder: ")
-            yield Problem("adapter.folder", found, allowed, error.fix)
-        except RecipeError:  # reported by the planner
-            pass
 
 
 def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:

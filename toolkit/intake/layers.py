@@ -358,7 +358,6 @@ def _is_template_file(value: str, folder: Path) -> bool:  # noqa: ARG001 - one s
 _PATHS: dict[str, Callable[[str, Path], bool]] = {
     "model.hub": _is_local_model,
     "model.checkpoint": _is_file_name,
-    "adapter.folder": _is_file_name,
     "data.tokenizer": _is_local_model,
     "data.cache": _is_file_name,
     "data.chat_template": _is_template_file,

@@ -79,18 +79,14 @@ class SafetensorsFolder:
     Raises DataError, which names the file, for missing or damaged ones.
     """
 
-    def __init__(self, folder: Path, only: str | None = None, framework: str = "pt") -> None:
+    def __init__(self, folder: Path, framework: str = "pt") -> None:
         self.folder = folder
         self._framework = framework
-        self.only = only
-        """The one file to look at; None for the model's."""
         self._handles: dict[str, Any] = {}
 
     @cached_property
     def files(self) -> dict[str, str]:
         """Tensor name → file name, of every tensor in the files that the index names."""
-        if self.only is not None:
-            return dict.fromkeys(self._handle(self.only).keys(), self.only)
         if (self.folder / INDEX).is_file():
             return self._files_of(_read_index(self.folder / INDEX))
         if not (self.folder / SINGLE).is_file():

@@ -524,8 +524,6 @@ class AdapterSection(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial values of A: uniform within ±1/√(its columns), or normal with standard deviation
     1/rank. B starts at 0."""
-    folder: NonEmpty | None = None
-    """A PEFT folder from which the adapters start instead; it must match this section."""
 
 
 class ParameterGroup(Section):

@@ -70,7 +70,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     largest = recipe.optimizer.kind.largest_rate / highest
     adapter = recipe.adapter
     if adapter is not None:
-        adapter = adapter.with_values({"dropout": 0.0, "folder": None})
+        adapter = adapter.with_values({"dropout": 0.0})
     return recipe.with_values(
         {
             "adapter": adapter,

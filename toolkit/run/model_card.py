@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.adapters.imported import PEFT_WEIGHTS
+from toolkit.adapters.lora import PEFT_WEIGHTS
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import DataError
 from toolkit.models.hub import download_file
@@ -138,10 +138,10 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 def _settings(recipe: Recipe) -> str:
     """What defines the model and its training, without defaults; of folders only the name."""
     stated: dict[str, Any] = recipe.model_dump(mode="json", exclude_defaults=True)
-    for section, key in (("model", "hub"), ("model", "checkpoint"), ("adapter", "folder")):
-        found = stated.get(section) or {}
-        if found.get(key):
-            found[key] = _name(found[key])
+    model = stated.get("model") or {}
+    for key in ("hub", "checkpoint"):
+        if model.get(key):
+            model[key] = _name(model[key])
     return dump({key: stated[key] for key in _PUBLISHED if key in stated}, flow=False)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from toolkit.adapters.lora import lora_of
-from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
+from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import (
@@ -48,10 +48,7 @@ from toolkit.train.schedule import learning_rate
 _Shapes = Mapping[str, tuple[int, ...]]
 GB = 1e9
 _VERIFYING = "verifying the checkpoint"
-_EXPORTED = (
-    "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
-    "without --merged, and adapter.folder: DST"
-)
+_EXPORTED = "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST"
 """Hint for starting another run from a checkpoint of adapters."""
 
 
@@ -187,7 +184,7 @@ class RunCheckpoints:
             self._base = fingerprint(base)
             if self._found is not None:
                 check_base(self._base, self._found.manifest, self._found.folder)
-        own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
+        own = LoraWeights(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
         return AdaptedWeights(base, own)
 
     def _start(self, config: PretrainedConfig, marks: Marks) -> WeightSource | None:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from toolkit.adapters.imported import PEFT_CONFIG, PEFT_WEIGHTS
 from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.batches import batches_of
@@ -176,11 +175,8 @@ def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
 
     New adapters have no effect, because B is 0: with them, the reference is the base model.
     """
-    model, adapter = recipe.model, recipe.adapter
+    model = recipe.model
     source: list[str | int] = [model.init]
-    if adapter is not None and adapter.folder is not None:
-        folder = Path(adapter.folder)
-        source.append(content_fingerprint([folder / PEFT_CONFIG, folder / PEFT_WEIGHTS], cache))
     if model.init == "random":
         source.append(recipe.training.seed)
     elif model.init == "pretrained":

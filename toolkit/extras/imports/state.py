@@ -104,7 +104,7 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
     if recipe.adapter is not None:
         raise CheckpointError(
             "a run with adapters keeps only the adapters, which no other tool saves alike",
-            fix="import into a recipe without `adapter`; a PEFT folder is adapter.folder",
+            fix="import into a recipe without `adapter`",
         )
     config = hf.build_config(recipe.model)
     return RecipeModel(
