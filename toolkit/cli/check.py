@@ -111,7 +111,8 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
         plan = plan or _plan_alone(recipe)
         for other in others:
             try:
-                reports.append(against(other, recipe, plan, places_of(path, overrides)))
+                places = {key: str(at) for key, at in places_of(path, overrides).items()}
+                reports.append(against(other, recipe, plan, places))
             except RecipeError as error:
                 found += error.problems
     problems = tuple(placed(problem, path, overrides) for problem in found)

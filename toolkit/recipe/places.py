@@ -1,8 +1,10 @@
 """Names in recipes: shipped recipes, files of this machine, URLs."""
 
+import glob
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import RecipeError
 from toolkit.recipe import yaml_text
@@ -88,3 +90,67 @@ def find_recipe(path: Path) -> Path:
     if path.name != text or path.suffix in (".yaml", ".yml") or os.path.lexists(path):
         return path
     return shipped_recipes().get(text, path)
+
+
+_PATH_BEGINNINGS = ("./", "../", "/", "~")
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".gz", ".zst")
+_SOURCES = ("data.train", "data.validation")
+_GLOBS = {f"{source}.{key}" for source in _SOURCES for key in ("files", "exclude")}
+_ROWS = {f"{source}.path" for source in _SOURCES}
+_FILES = {
+    *("model.checkpoint", "data.cache", "parallel.zero.nvme_path"),
+    *(f"{source}.prefix" for source in _SOURCES),
+    *_GLOBS,
+}
+"""Settings that always name a file or folder, if not a URL."""
+_FILES_OR_IDS = {
+    *("model.hub", "data.tokenizer", "data.chat_template", "parallel.zero.config"),
+    *_ROWS,
+}
+"""Settings that may also be a hub id, a preset or a text."""
+
+
+def located(value: Any, folder: Path, key: str = "") -> Any:
+    """Settings with each path among them made absolute: it is relative to `folder`."""
+    if isinstance(value, dict):
+        inside = f"{key}." if key else ""
+        return {name: located(one, folder, f"{inside}{name}") for name, one in value.items()}
+    if isinstance(value, list):
+        return [located(one, folder, key) for one in value]
+    if not isinstance(value, str) or not _is_path(key, value, folder):
+        return value
+    folder = folder.absolute()
+    if key in _GLOBS | _ROWS and not exists(folder / value):
+        folder = Path(glob.escape(str(folder)))  # its own name is no glob
+    try:
+        return str(folder / Path(value).expanduser())
+    except RuntimeError:  # `~someone` without a home directory
+        return str(folder / value)
+
+
+def _is_path(key: str, value: str, folder: Path) -> bool:
+    """Whether the value of a setting names a file or folder of this machine."""
+    if not value or is_remote(value):
+        return False
+    if key in _FILES:
+        return not value.startswith("{stdlib}")
+    if key not in _FILES_OR_IDS or value in ("bytes", "chatml"):
+        return False
+    if key == "data.chat_template":
+        return "{" not in value  # otherwise the template itself
+    if key in _ROWS and (value.endswith(_DATA_SUFFIXES) or set("*?[") & set(value)):
+        return True
+    if value.startswith(_PATH_BEGINNINGS):
+        return True
+    file = folder / value
+    if key == "parallel.zero.config":  # a preset may have the name of a folder
+        return value.endswith(".json") or (exists(file) and file.is_file())
+    return exists(file)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of that name."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or characters that no path has
+        return False

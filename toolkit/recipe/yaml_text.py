@@ -64,6 +64,9 @@ class Location(NamedTuple):
     file: str
     line: int
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
 
 @dataclass(frozen=True)
 class Stated:
@@ -116,6 +119,23 @@ class Stated:
     def is_quoted(self, path: KeyPath) -> bool:
         """True if a value is in quotes."""
         return self.written.get(path, "").startswith('"')
+
+    def inside(self, path: KeyPath) -> "Stated":
+        """The value at a path as a document of its own."""
+        end, around = len(path), self.place(path)
+        places = {key[end:]: at for key, at in self.places.items() if key[:end] == path}
+        written = {key[end:]: text for key, text in self.written.items() if key[:end] == path}
+        return Stated(self.at(path), {**places, (): around}, written)
+
+    def under(self, path: tuple[str, ...], file: str) -> "Stated":
+        """The document as the value at a path of another, whose text is in no file."""
+        data, place = self.data, Location(file, 0)
+        for name in reversed(path):
+            data = {name: data}
+        above = [path[:end] for end in range(len(path))]
+        places = dict.fromkeys([*above, *((*path, *key) for key in self.places)], place)
+        written = {(*path, *key): text for key, text in self.written.items()}
+        return Stated(data, places, written)
 
 
 class NumberError(ValueError):
@@ -170,19 +190,16 @@ def _in_pyyaml(text: str, value: Value) -> Value:
     return _PYYAML_BOOLS.get(text.lower(), value)
 
 
-def parse(
-    text: str, file: str, *, has_lines: bool = True, is_foreign: bool = False
-) -> tuple[Stated, list[Problem]]:
+def parse(text: str, file: str, *, is_foreign: bool = False) -> tuple[Stated, list[Problem]]:
     """Read one YAML document.
 
-    `file` is only shown in errors; `has_lines=False` leaves line numbers out (for
-    command-line values); `is_foreign`: of a tool that reads it by PyYAML, where merge keys
-    count and `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the mistakes
-    that do not stop reading (tags, keys stated twice, keys that are not text).
+    `file` is only shown in errors; `is_foreign`: of a tool that reads it by PyYAML, where merge
+    keys count and `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the
+    mistakes that do not stop reading (tags, keys stated twice, keys that are not text).
 
     Raises RecipeError when the text is no YAML or exceeds a bound.
     """
-    reader = _Reader(file, has_lines, is_foreign)
+    reader = _Reader(file, is_foreign)
     root = reader.compose(text)
     reader.places[()] = reader.place(root)
     data = reader.value(root, ()) if root is not None else None
@@ -209,7 +226,6 @@ def _composed(text: str) -> Any:
 @dataclass
 class _Reader:
     file: str
-    has_lines: bool
     is_foreign: bool
     problems: list[Problem] = field(default_factory=list)
     places: dict[KeyPath, Location] = field(default_factory=dict)
@@ -243,16 +259,14 @@ class _Reader:
         return self.stop(found, "valid YAML", fix, line)
 
     def too_much(self, found: str, allowed: str, node: Any = None) -> RecipeError:
-        return self.stop(found, allowed, "shorten the recipe", self.place(node).line or 1)
+        return self.stop(found, allowed, "shorten the recipe", self.place(node).line)
 
     def stop(self, found: str, allowed: str, fix: str, line: int) -> RecipeError:
-        line = line if self.has_lines else 0
         problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
         return RecipeError([*self.problems, problem])
 
     def place(self, node: Any) -> Location:
-        line = node.start_mark.line + 1 if node is not None else 1
-        return Location(self.file, line if self.has_lines else 0)
+        return Location(self.file, node.start_mark.line + 1 if node is not None else 1)
 
     def report(self, path: KeyPath, node: Any, found: str, allowed: str, fix: str) -> None:
         key = dotted(path) or TOP
@@ -290,8 +304,7 @@ class _Reader:
             here = (*path, name) if name else path
             if name and name in entries:
                 line = self.places[here].line
-                before = f"already stated on line {line}" if line else "stated twice"
-                found = f"the key again, {before}"
+                found = f"the key again, already stated on line {line}"
                 self.report(here, key_node, found, "each key once", "remove one of the two")
             elif name:
                 self.places[here] = self.place(key_node)
