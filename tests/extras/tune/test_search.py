@@ -12,8 +12,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from tests.dmt import Dmt
 from tests.processes import ROOT
 from toolkit.errors import PlanError, RunFailed
-from toolkit.extras.tune import search as searching
-from toolkit.extras.tune.search import HyperparameterSearch, SearchRequest, first_rung
+from toolkit.extras.tune import study
+from toolkit.extras.tune.search import SearchStudy, first_rung
+from toolkit.extras.tune.space import Space
+from toolkit.extras.tune.study import TuneRequest
 from toolkit.extras.tune.trial import (
     Ending,
     Followed,
@@ -49,8 +51,9 @@ class Runner:
         *,
         hang_s: float,
         interrupted: Callable[[], bool],
+        options: Sequence[str],
     ) -> TrialResult:
-        del recipe, hang_s
+        del recipe, hang_s, options
         (folder / "checkpoints/step-00000020").mkdir(parents=True, exist_ok=True)
         number = int(folder.name)
         self.ran[number] = list(overrides)
@@ -71,14 +74,17 @@ class Runner:
         return TrialResult("done", step=200)
 
 
-def searched(tmp_path: Path, runner: Runner, **changes: Any) -> HyperparameterSearch:
+def searched(
+    tmp_path: Path, runner: Runner, space: Space = SPACE, **changes: Any
+) -> SearchStudy:
     """A search whose trials are the runner's."""
-    request = SearchRequest(TINY, EVERY, SPACE, tmp_path / "search", 8, 60)
+    recipe = load_recipe(TINY, changes.get("overrides", EVERY))
+    request = TuneRequest(TINY, EVERY, recipe, tmp_path / "search", 8, 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "run_trial", runner)
-        patch.setattr(searching, "HEARTBEAT_S", 1)
-        patch.setattr(searching, "GRACE_S", 2)
-        search = HyperparameterSearch(replace(request, **changes))
+        patch.setattr(study, "run_trial", runner)
+        patch.setattr(study, "HEARTBEAT_S", 1)
+        patch.setattr(study, "GRACE_S", 2)
+        search = SearchStudy(replace(request, **changes), space)
         assert search.run()
     return search
 
@@ -89,12 +95,12 @@ def test_a_killed_search_continues(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         searched(tmp_path, first)
     second = Runner()
-    points = searched(tmp_path, second).points()
+    points = searched(tmp_path, second).records()
     assert [*first.ran] == [0, 1, 2] and not {0, 1} & {*second.ran}
     assert second.ran[2] == first.ran[2]
     assert {one.number for one in points} == {0, 1, *second.ran} and len(points) == 8
     assert {one.ending for one in points} == {"done", "stopped"}
-    with pytest.raises(PlanError, match="a search of another recipe"):
+    with pytest.raises(PlanError, match="trials of another recipe"):
         searched(tmp_path, second, overrides=(*EVERY, "training.seed=2"))
 
 
@@ -103,8 +109,8 @@ def test_an_answer(tmp_path: Path) -> None:
     search = searched(tmp_path, Runner(), trials=16)
     best = search.best()
     assert best is not None and 3e-3 < best.settings["optimizer.learning_rate"] < 3e-2
-    assert search.points()[0] == best
-    stopped = {one.steps for one in search.points() if one.ending == "stopped"}
+    assert search.ranked()[0] == best
+    stopped = {one.steps for one in search.records() if one.ending == "stopped"}
     assert stopped and stopped <= {60, 120}
     kept = [one.parent.name for one in tmp_path.rglob("checkpoints")]
     assert kept == [f"{best.number:04d}"]
@@ -114,7 +120,7 @@ def test_trials_without_a_result(tmp_path: Path) -> None:
     """A search gives up when nothing can be trained, and names the reason."""
     with pytest.raises(RunFailed, match=r"none of 5 trials .* hung: as it was told"):
         searched(tmp_path, Runner("hung"))
-    assert len(searched(tmp_path, Runner()).points()) == 5 + 8
+    assert len(searched(tmp_path, Runner()).records()) == 5 + 8
     low = {RATE: FloatDistribution(1e-6, 1e-5)}
     with pytest.raises(RunFailed, match=r"none of 20 trials .* refused: .*min_learning_rate"):
         searched(tmp_path, Runner(), space=low, overrides=(), folder=tmp_path / "refused")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,16 @@ from tests.e2e import product
 from tests.e2e.conftest import write_project
 from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
-from toolkit.errors import DirectoryInUse, Stopped
-from toolkit.extras.tune import throughput, trial
-from toolkit.extras.tune.throughput import Judge, Tuning, differences, key_of, settings_of
+from toolkit.errors import DirectoryInUse, RunFailed
+from toolkit.extras.tune import layouts, study, trial
+from toolkit.extras.tune.layouts import (
+    LayoutStudy,
+    differences,
+    following,
+    key_of,
+    settings_of,
+)
+from toolkit.extras.tune.study import TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed, TrialResult
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
@@ -79,25 +86,20 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert not (tmp_path / "runs").exists()
 
     folder = tmp_path / "runs" / "e2e-tune"
-    results = folder / "results.jsonl"
     # Cold: processes of a warm command do not end with it.
     with started(product.dmt(*map(str, words)), tmp_path, cold=True) as command:
         command.wait_for((folder / "trials/0001/events.jsonl").exists, "the second trial")
         os.kill(command.process.pid, signal.SIGKILL)
         command.end(-signal.SIGKILL)
-    first = results.read_text()
-    assert first.count("\n") == 1
-    results.write_text(first + '{"number": 1, "lay')  # killed while it wrote
 
     dmt(*words, "--trials", 2)
     found = dmt(*words, "--json").json
-    assert results.read_text().startswith(first)
     assert len(starts.commands) == 2, "no layout is measured twice"
     done, hung, failed = found["trials"]
     assert [one["ending"] for one in found["trials"]] == ["done", "hung", "failed"]
     assert failed["reason"] == "rank 1 failed with exit code 1"
     assert re.fullmatch(r"(rank 1 hung|all ranks waited) in step 3", hung["reason"])
-    assert done["step"] >= 5 and done["step_time_s"] > 0 and done["tokens_per_s"] > 0
+    assert done["steps"] == 5 and done["step_time_s"] > 0 and done["tokens_per_s"] > 0
     assert found["best"]["number"] == done["number"]
 
     tuned = tmp_path / "recipe.tuned.yaml"
@@ -115,11 +117,10 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
 def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -> None:
     recipe = load_recipe("recipes/tiny/llama-bytes.yaml", "parallel.engine=auto")
     search = explore(recipe)
-    tuning = Tuning(Path("x"), (), recipe, search, Path("x"), 12, 3, 60)
     times: dict[str, float | None] = {}
     order = []
     slow = 1.0
-    while candidate := tuning.following(times):
+    while candidate := following(search, 12, times):
         order.append(candidate)
         # As on a machine where only tensor parallelism is fast, and pipelines do not run.
         layout = candidate.layout
@@ -134,34 +135,60 @@ def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -
     assert all(differences(one, fastest) == 1 for one in order[count : count + 3])
 
 
+def tuning(tmp_path: Path, steps: int = 3) -> LayoutStudy:
+    """A study of a shipped recipe's layouts, as a command that starts opens it."""
+    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
+    recipe = load_recipe(path, "parallel.engine=auto")
+    request = TuneRequest(path, (), recipe, tmp_path, 12, 60)
+    return LayoutStudy(request, explore(recipe), steps)
+
+
+def steps_of(*times: float) -> Callable[..., TrialResult]:
+    """Runs of a trial with steps of these times, of which it may be stopped."""
+
+    def run_trial(*arguments: Any, **_: Any) -> TrialResult:
+        lines = [{"step": step, "step_time_s": time} for step, time in enumerate(times, 1)]
+        for end in range(1, len(times) + 1):
+            if arguments[3](Followed(lines[:end])):
+                return TrialResult("stopped", step=end)
+        return TrialResult("done", step=len(times))
+
+    return run_trial
+
+
 def test_failures_are_tried_again_until_one_layout_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
-    recipe = load_recipe(path, "parallel.engine=auto")
-    tuning = throughput.Tuning(path, (), recipe, explore(recipe), tmp_path, 12, 3, 60)
-    result = trial.TrialResult("failed", "no such module")
-    monkeypatch.setattr(throughput, "run_trial", lambda *_, **__: result)
-    assert [one.number for one in throughput.measure(tuning)] == [0, 1, 2, 3], "the next would"
-    assert [one.number for one in throughput.measure(tuning)] == [4, 5, 6, 7]
-    result = trial.TrialResult("done", step=5, step_time_s=2.0)
-    last = [*throughput.measure(tuning)]
-    assert len(last) == 12
-    assert throughput.fastest(tuning.kept()) == last[0]
-    assert not [*throughput.measure(tuning)], "nothing is left"
+    failed = TrialResult("failed", "no such module")
+    monkeypatch.setattr(study, "run_trial", lambda *_, **__: failed)
+    for last in (4, 9):
+        ended: list[TrialRecord] = []
+        with pytest.raises(RunFailed, match="one failed: no such module"):
+            tuning(tmp_path).run(ended.append)
+        assert [one.number for one in ended] == [*range(last - 4, last + 1)], "the next would"
+    monkeypatch.setattr(study, "run_trial", steps_of(*[2.0] * 5))
+    measured = tuning(tmp_path)
+    assert measured.run() and len(measured.counted()) == 12
+    assert [one.ending for one in measured.records()] == ["done"] * 12
+    assert tuning(tmp_path).left() == 0
 
 
 def test_a_trial_that_a_signal_ended_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
-    recipe = load_recipe(path)
-    tuning = throughput.Tuning(path, (), recipe, explore(recipe), tmp_path, 12, 3, 60)
-    result = trial.TrialResult("interrupted")
-    monkeypatch.setattr(throughput, "run_trial", lambda *_, **__: result)
-    with pytest.raises(Stopped):
-        next(throughput.measure(tuning))
-    assert not tuning.read()
+    """The next start repeats it, in its folder."""
+    interrupted = TrialResult("interrupted")
+    monkeypatch.setattr(study, "run_trial", lambda *_, **__: interrupted)
+    assert not tuning(tmp_path).run() and not tuning(tmp_path).records()
+    folders = []
+
+    def run_trial(*arguments: Any, **_: Any) -> TrialResult:
+        folders.append(arguments[2].name)
+        return steps_of(*[2.0] * 5)(*arguments)
+
+    monkeypatch.setattr(study, "run_trial", run_trial)
+    assert tuning(tmp_path).run()
+    assert folders[0] == "0000" and len({*folders}) == 12
 
 
 def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
@@ -185,22 +212,36 @@ def test_a_trial_waits_for_ranks_of_a_killed_tuning(
         trial.wait_until_free(tmp_path)
 
 
-def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow() -> None:
-    judge = Judge(5, 1.0)
+@pytest.mark.parametrize(
+    ("times", "ending", "steps"),
+    [
+        ((9, 9, 2, 2, 1.29, 2, 2, 9), "done", 7),
+        ((1, 1, 1.4, 1.31, 2, 1, 1), "stopped", 5),
+    ],
+)
+def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow(
+    times: Sequence[float],
+    ending: str,
+    steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has the steps that it needs ends, and is measured."""
+    rest = iter([steps_of(*[1.0] * 7), steps_of(*times)])
 
-    def answers(*times: float) -> list[bool]:
-        lines = [{"step_time_s": time} for time in times]
-        return [judge(Followed(lines[: n + 1])) for n in range(len(lines))]
+    def run_trial(*arguments: Any, **_: Any) -> TrialResult:
+        return next(rest, steps_of(*[3.0] * 7))(*arguments)
 
-    assert answers(9, 9, 2, 2, 1.29, 2, 2) == [False] * 6 + [True]
-    assert judge.ending(TrialResult("stopped", step=7)) == ("done", "")
-    assert answers(1, 1, 1.4, 1.31, 2) == [False] * 4 + [True]
-    given_up = ("stopped", "at best 1.31 × the fastest after 5 steps")
-    assert judge.ending(TrialResult("stopped", step=5)) == given_up
+    monkeypatch.setattr(study, "run_trial", run_trial)
+    tuned = tuning(tmp_path, 5)
+    assert tuned.run()
+    first, second, *_ = tuned.records()
+    assert (first.ending, first.value) == ("done", 1.0)
+    assert (second.ending, second.steps) == (ending, steps)
 
 
 def test_a_trial_of_a_run_that_moves_samples_is_no_mistake(tmp_path: Path) -> None:
     """It has no checkpoints, at which they move."""
-    stated = {"parallel.balance": "auto", **throughput._WITHOUT}
+    stated = {"parallel.balance": "auto", **layouts._WITHOUT}
     texts = [f"{key}={json.dumps(value)}" for key, value in stated.items()]
     load_recipe(write_project(tmp_path), [*texts, "cluster.gpus_per_node=2"])

@@ -86,7 +86,7 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
 
 def _distribution(key: str, value: Any) -> Any:
     """Raises ValueError, whose text is a fix, for what is no range and no choices."""
-    distributions = optional("optuna", "tune", "dmt tune --search: optuna").distributions
+    distributions = optional("optuna", "tune", "dmt tune: optuna").distributions
     if any(key == one or key.startswith(f"{one}.") for one in _SAME_FOR_ALL):
         raise ValueError("remove it: it must be the same in all trials")
     if isinstance(value, list):

@@ -88,28 +88,8 @@ class TrialResult:
     """Why it did not come to its end, in one line."""
     step: int = 0
     """Optimizer steps done."""
-    step_time_s: float | None = None
-    """See `step_time`."""
     memory_gib: float | None = None
     """Peak of the fullest GPU; None on a CPU."""
-    seconds: float = 0.0
-    """From this start to the end, loading of the libraries included."""
-
-
-def trial_folder(tune_dir: Path, number: int) -> Path:
-    """The run directory of a trial, numbered from 0."""
-    return tune_dir / "trials" / f"{number:04d}"
-
-
-WARM_UP_STEPS = 2
-"""Logged steps that are not measured: they allocate buffers and compile kernels."""
-
-
-def step_time(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds per logged step after WARM_UP_STEPS, the lower quartile: what else the machine
-    does only adds to them. None before there is one."""
-    times = sorted(float(line["step_time_s"]) for line in metrics[WARM_UP_STEPS:])
-    return times[(len(times) - 1) // 4] if times else None
 
 
 def run_trial(
@@ -145,7 +125,6 @@ def run_trial(
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]
-    started = time.monotonic()
     follower = _Follower(RunDirectory(folder))
     with _started(command, folder) as process:
         ended_by = _follow(process, follower, on_progress, interrupted, hang_s)
@@ -157,9 +136,7 @@ def run_trial(
         ending,
         reason,
         step=max((line["step"] for line in followed.metrics), default=0),
-        step_time_s=step_time(followed.metrics),
         memory_gib=max(memory, default=None),
-        seconds=time.monotonic() - started,
     )
 
 

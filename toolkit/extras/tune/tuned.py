@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DmtError, RecipeError, RunFailed
-from toolkit.extras.tune.throughput import Measurement, Tuning, key_of, searched, settings_of
+from toolkit.extras.tune.layouts import LayoutStudy, key_of, searched, settings_of
+from toolkit.extras.tune.study import TrialRecord
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
@@ -34,15 +35,18 @@ def check_tuned_path(file: Path, mode: str = "") -> None:
     check_out(file, f"{HEADER}{mode}`", f"`dmt tune{mode}`")
 
 
-def write_tuned(tuning: Tuning, best: Measurement, file: Path, cluster: Cluster | None) -> None:
+def write_tuned(
+    tuning: LayoutStudy, best: TrialRecord, file: Path, cluster: Cluster | None
+) -> None:
     """Write the recipe with the fastest layout. Raises RunFailed if it plans as another one."""
+    layout, predicted_s = best.details["layout"], best.details["predicted_s"]
     notes = [
-        f"{HEADER}`: {best.layout}",
-        f"# measured: {best.step_time_s:.4g} s per step; predicted: {best.predicted_s:.4g} s",
+        f"{HEADER}`: {layout}",
+        f"# measured: {best.value:.4g} s per step; predicted: {predicted_s:.4g} s",
     ]
-    _write(tuning.path, file, nested(_chosen(tuning, best, cluster)), *notes)
+    _write(tuning.request.path, file, nested(_chosen(tuning, best, cluster)), *notes)
     if not _plans_as(best, load_recipe(file), cluster):
-        raise RunFailed(f"{file}: it is planned as another layout than {best.layout}")
+        raise RunFailed(f"{file}: it is planned as another layout than {layout}")
 
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
@@ -56,15 +60,16 @@ def _write(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -
     write_atomically(file, "\n".join([*notes, dump(tree, flow=False)]))
 
 
-def _chosen(tuning: Tuning, best: Measurement, cluster: Cluster | None) -> dict[str, Any]:
+def _chosen(tuning: LayoutStudy, best: TrialRecord, cluster: Cluster | None) -> dict[str, Any]:
     """The settings that the tuned recipe states. What the layout does not use stays `auto`, if
     the planner then still chooses this layout."""
-    keys = [override.partition("=")[0] for override in tuning.overrides]
-    if tuning.options:  # a cluster was named
+    request = tuning.request
+    keys = [override.partition("=")[0] for override in request.overrides]
+    if request.options:  # a cluster was named
         keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
-    typed = {key: get(tuning.recipe.model_dump(), key) for key in keys}
+    typed = {key: get(request.recipe.model_dump(), key) for key in keys}
     try:
-        stated = load_recipe(tuning.path).model_dump()
+        stated = load_recipe(request.path).model_dump()
     except RecipeError:  # without the overrides
         return typed | best.settings
     layout = {key: value for key, value in best.settings.items() if value != get(stated, key)}
@@ -72,13 +77,13 @@ def _chosen(tuning: Tuning, best: Measurement, cluster: Cluster | None) -> dict[
     needed = {key: value for key, value in layout.items() if value not in _NEUTRAL}
     overrides = [f"{key}={in_yaml(value)}" for key, value in (typed | needed).items()]
     try:
-        is_enough = _plans_as(best, load_recipe(tuning.path, overrides), cluster)
+        is_enough = _plans_as(best, load_recipe(request.path, overrides), cluster)
     except DmtError:
         is_enough = False
     return typed | (needed if is_enough else layout)
 
 
-def _plans_as(best: Measurement, recipe: Recipe, cluster: Cluster | None) -> bool:
+def _plans_as(best: TrialRecord, recipe: Recipe, cluster: Cluster | None) -> bool:
     """Whether the planner chooses the measured layout for a recipe."""
     planned = searched(recipe, cluster)[1].best
     return key_of(settings_of(planned)) == key_of(best.settings)

@@ -1,0 +1,182 @@
+"""`dmt tune`: the planner's best layouts, measured for a few steps each."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from toolkit.backend import adopt_engine_config
+from toolkit.errors import PlanError
+from toolkit.extras.tune.study import Study, TuneRequest
+from toolkit.extras.tune.trial import Followed
+from toolkit.hardware.cluster import Cluster
+from toolkit.plan.dimensions import layout_text, settings
+from toolkit.plan.planner import explore, placed_on
+from toolkit.plan.search import Candidate, Search
+from toolkit.recipe.dump import in_yaml
+from toolkit.recipe.schema import Recipe
+from toolkit.text.units import seconds
+
+WARM_UP_STEPS = 2
+"""Logged steps that are not measured: they allocate buffers and compile kernels."""
+HOPELESS = 1.3
+"""A layout is given up when it is this many times slower than the fastest one."""
+_STEPS_TO_JUDGE = 3
+"""Measured steps before a layout is given up."""
+_WITHOUT = {
+    "logging.every_steps": 1,
+    "logging.wandb": None,
+    "logging.tensorboard": False,
+    "logging.mlflow": None,
+    "logging.trackio": None,
+    "evaluation.every_steps": None,
+    "evaluation.early_stopping": None,
+    "checkpoint.every_steps": None,
+    "checkpoint.keep_best": None,
+    "checkpoint.export": False,
+    "parallel.balance": "none",
+    "launch.max_restarts": 0,
+    "launch.elastic": None,
+}
+"""Every trial trains and does nothing else."""
+_NEVER = 1_000_000_000
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """The settings of a recipe that ask for this layout, by dotted name."""
+    engine, model = candidate.pair
+    values = settings(candidate.layout) | {"parallel.engine": engine, "parallel.model": model}
+    return {key: [*one] if isinstance(one, tuple) else one for key, one in values.items()}
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """The key of a layout's settings, the same after they were written and read as JSON."""
+    return json.dumps(values, sort_keys=True)
+
+
+def differences(first: Candidate, second: Candidate) -> int:
+    """The number of decisions that differ, engine and model together counted once."""
+    mine, theirs = settings(first.layout), settings(second.layout)
+    differing = [key for key in mine if mine[key] != theirs[key]]
+    return len(differing) + (first.pair != second.pair)
+
+
+def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
+    """The recipe as it is trained, and all its layouts. Raises as `explore` does."""
+    recipe = adopt_engine_config(recipe)
+    if cluster is not None:
+        recipe = placed_on(recipe, cluster)
+    return recipe, explore(recipe, cluster)
+
+
+def following(
+    search: Search, trials: int, times: Mapping[str, float | None]
+) -> Candidate | None:
+    """The next layout to measure. None when enough were measured, or all.
+
+    The best of every strategy comes first, as predictions rank variants of one strategy
+    better than strategies. The rest of the budget goes to layouts that differ in one
+    decision from the fastest so far.
+
+    `times`: seconds per step of those that were tried, None for one that failed.
+    """
+    if len(times) >= trials:
+        return None
+    by_key = {key_of(settings_of(one)): one for one in search.fitting}
+    left = {key: one for key, one in by_key.items() if key not in times}
+    measured = {key: time for key, time in times.items() if time is not None and key in by_key}
+    preferred = search.strategies(max(1, trials // 2))
+    if measured:
+        fastest = by_key[min(measured, key=measured.__getitem__)]
+        preferred += [one for one in left.values() if differences(one, fastest) == 1]
+    order = (*preferred, *left.values())
+    return next((one for one in order if key_of(settings_of(one)) in left), None)
+
+
+def expected(search: Search, trials: int) -> list[Candidate]:
+    """The layouts that are measured if every prediction is right, in order."""
+    order: list[Candidate] = []
+    times: dict[str, float | None] = {}
+    while candidate := following(search, trials, times):
+        times[key_of(settings_of(candidate))] = candidate.step_s
+        order.append(candidate)
+    return order
+
+
+class LayoutStudy(Study):
+    """A trial of a layout measures its seconds per step, the lower quartile: what else the
+    machine does only adds to them."""
+
+    measures, shared = "step_time_s", False
+    columns: ClassVar = {
+        "layout": lambda one: one.details["layout"],
+        "measured": lambda one: seconds(one.value) if one.value else "-",
+        "predicted": lambda one: seconds(one.details["predicted_s"]),
+        "tokens/s": lambda one: f"{one.details['tokens_per_s'] or 0:,.0f}",
+    }
+
+    def __init__(self, request: TuneRequest, search: Search, steps: int) -> None:
+        """Raises PlanError if no layout fits. `steps`: measured steps of a trial."""
+        self.search, self.end = search, WARM_UP_STEPS + steps
+        if not search.fits:
+            raise PlanError(
+                "no layout of the recipe fits, so there is nothing to measure",
+                fix=f"`dmt plan {request.path}` names what would fit",
+            )
+        super().__init__(request)
+
+    @cached_property
+    def by_key(self) -> dict[str, Candidate]:
+        """Every layout that fits, best predicted first."""
+        return {key_of(settings_of(one)): one for one in self.search.fitting}
+
+    @property
+    def planned(self) -> str:
+        """The planner's choice."""
+        return layout_text(*self.search.best.pair, self.search.best.layout)
+
+    def left(self) -> int:
+        untried = self.by_key.keys() - {key_of(one.settings) for one in self.counted()}
+        return min(len(untried), self.request.trials - len(self.counted()))
+
+    def choose(self, trial: Any) -> dict[str, Any]:
+        """The next layout. It is given up when it is slower than the best one by HOPELESS."""
+        del trial
+        best, pruners = self.best(), self.optuna.pruners
+        self.study.pruner = pruners.NopPruner()
+        if best is not None and best.value:
+            first = WARM_UP_STEPS + _STEPS_TO_JUDGE
+            self.study.pruner = pruners.ThresholdPruner(
+                upper=HOPELESS * best.value, n_warmup_steps=first
+            )
+        times = {
+            key_of(one.settings): one.value if one.measured else None for one in self.counted()
+        }
+        candidate = following(self.search, self.request.trials, times)
+        assert candidate is not None, "some are left"
+        return settings_of(candidate)
+
+    def overrides(self, settings: Mapping[str, Any]) -> list[str]:
+        values = {**settings, **_WITHOUT}
+        if self.request.recipe.schedule.name == "plateau":  # it needs validations
+            values["evaluation.every_steps"] = _NEVER
+        stated = (f"{key}={in_yaml(value)}" for key, value in values.items())
+        return [*self.request.overrides, *stated]
+
+    def values(self, followed: Followed) -> dict[int, float]:
+        times = [float(line["step_time_s"]) for line in followed.metrics]
+        return {
+            end: sorted(times[WARM_UP_STEPS:end])[(end - WARM_UP_STEPS - 1) // 4]
+            for end in range(WARM_UP_STEPS + 1, len(times) + 1)
+        }
+
+    def details(self, settings: Mapping[str, Any], value: float | None) -> dict[str, Any]:
+        candidate, training = self.by_key[key_of(settings)], self.request.recipe.training
+        tokens = (
+            training.global_batch_size * training.rows_per_sample * training.sequence_length
+        )
+        return {
+            "layout": layout_text(*candidate.pair, candidate.layout),
+            "predicted_s": candidate.step_s,
+            "tokens_per_s": tokens / value if value else None,
+        }

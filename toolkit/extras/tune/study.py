@@ -1,0 +1,330 @@
+"""The trials of a tuning, recorded in an Optuna study.
+
+The study is DIR/study.db (SQLite). A trial that a kill or a signal ended is started again with
+the same settings in the same run directory, so no trial is lost or counted twice. A subclass
+says which trials there are and what they measure.
+"""
+
+import json
+import math
+import shutil
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.errors import PlanError, RunFailed
+from toolkit.extras.tune.trial import Followed, run_trial, wait_until_free
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.run.directory import RunDirectory
+from toolkit.system.install import optional
+from toolkit.text.redact import redact
+
+HEARTBEAT_S, GRACE_S = 10, 60
+"""How often a running trial gives a sign of life, and after which silence it was killed."""
+_MOST_FAILURES, _MOST_REFUSALS = 5, 20
+"""Trials that fail for one reason, and points that the recipe's rules refuse, before any trial
+was measured."""
+_FAILURES = ("failed", "hung")
+"""Endings that say nothing about the settings of the trial."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What is tuned, and where."""
+
+    path: Path
+    """Recipe as it was typed."""
+    overrides: Sequence[str]
+    """Overrides of every trial."""
+    recipe: Recipe
+    folder: Path
+    trials: int
+    hang_s: float
+    options: Sequence[str] = ()
+    """More options of `dmt launch`."""
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial that ended."""
+
+    number: int
+    """Number of its folder, from 0."""
+    settings: dict[str, Any]
+    ending: str
+    """As `TrialResult.ending`, or `refused` or `diverged`; `stopped` is one that was given up
+    because it cannot become the best."""
+    reason: str = ""
+    steps: int = 0
+    value: float | None = None
+    """What the study measures: the loss at the end, or seconds per step."""
+    memory_gib: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else the study records."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the trial came to its end."""
+        return self.ending == "done"
+
+
+class _Interrupted(Exception):
+    """A signal ended the trial."""
+
+
+class _SaysNothing(Exception):
+    """A trial that failed says nothing about its settings."""
+
+
+class Study(ABC):
+    """The trials in a folder. The lowest value is the best."""
+
+    measures: ClassVar[str]
+    """Name of the value in `--json`."""
+    shared: ClassVar[bool]
+    """Whether several processes may run trials at once, and a killed trial continues; otherwise
+    it is repeated, and trials end as soon as they have their result."""
+    columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
+    """What a table of trials says of each."""
+    end: int
+    """Step at which a trial has its result."""
+
+    def __init__(self, request: TuneRequest, **identity: str) -> None:
+        """`identity`: what all trials have in common besides the recipe, by what it is called.
+
+        Raises BackendUnavailable without Optuna, PlanError if the folder has another study.
+        """
+        self.request = request
+        self.optuna = optional("optuna", "tune", "dmt tune: optuna")
+        self._running = (self.optuna.trial.TrialState.RUNNING,)
+        self._interrupted: Callable[[], bool] = lambda: False
+        self._on_end: Callable[[TrialRecord], None] = lambda _: None
+        self._identity = {"recipe": redact(dump_recipe(request.recipe)), **identity}
+        request.folder.mkdir(parents=True, exist_ok=True)
+        self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
+        with self._experimental():
+            self.study = self._open()
+        self._before = set()
+        if self.best() is None:  # what made them fail may have been removed since
+            self._before = {one.number for one in self.records() if one.ending in _FAILURES}
+
+    @abstractmethod
+    def left(self) -> int:
+        """How many trials are left to run."""
+
+    @abstractmethod
+    def choose(self, trial: Any) -> dict[str, Any]:
+        """The settings of an Optuna trial that starts; prepares the study's pruner for it."""
+
+    @abstractmethod
+    def overrides(self, settings: Mapping[str, Any]) -> list[str]:
+        """The overrides of the trial with these settings."""
+
+    @abstractmethod
+    def values(self, followed: Followed) -> dict[int, float]:
+        """What a running trial has measured, by the step."""
+
+    def refusal(self, overrides: Sequence[str]) -> str:
+        """Why the recipe's rules refuse a trial, empty if they do not."""
+        del overrides
+        return ""
+
+    def details(self, settings: Mapping[str, Any], value: float | None) -> dict[str, Any]:
+        """What else is recorded of a trial."""
+        del settings, value
+        return {}
+
+    def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
+        """Run the trials that are left; `on_end` gets each when it is recorded. False when a
+        signal ended the tuning early. Raises RunFailed when the first trials all fail."""
+        self._on_end = on_end
+        with StopSignals() as signals:
+            self._interrupted = lambda: bool(signals.stop_requested)
+            while (left := self.left()) > 0:
+                if signals.stop_requested:
+                    return False
+                if left <= len(self.study.get_trials(states=self._running)):
+                    self._wait_for_others()
+                    continue
+                try:
+                    self.study.optimize(self._objective, 1, catch=(_SaysNothing,))
+                except _Interrupted:
+                    return False
+                self._give_up_if_none_succeeds()
+        return True
+
+    def records(self) -> list[TrialRecord]:
+        """The last trial of all settings."""
+        ended = [
+            TrialRecord(**one.user_attrs["record"])
+            for one in self.study.get_trials(deepcopy=False)
+            if "record" in one.user_attrs and one.state.is_finished()
+        ]
+        return [*{json.dumps(one.settings, sort_keys=True): one for one in ended}.values()]
+
+    def counted(self) -> list[TrialRecord]:
+        """The trials that are not repeated."""
+        return [one for one in self.records() if one.number not in self._before]
+
+    def ranked(self) -> list[TrialRecord]:
+        """The best first, then the others by their steps."""
+
+        def rank(one: TrialRecord) -> tuple[bool, int, float]:
+            steps = 0 if one.measured else -one.steps
+            return not one.measured, steps, math.inf if one.value is None else one.value
+
+        return sorted(self.records(), key=rank)
+
+    def best(self) -> TrialRecord | None:
+        """The trial with the lowest value at its end."""
+        return next((one for one in self.ranked() if one.measured), None)
+
+    def _objective(self, trial: Any) -> float:
+        """Run a trial; its value. TPE learns from a pruned trial that its point is bad, from a
+        failed one nothing."""
+        former = self.best()
+        settings = trial.user_attrs.get("settings") or self.choose(trial)
+        trial.set_user_attr("settings", settings)
+        record = self._trained(trial, settings)
+        if record.ending == "interrupted":
+            _retry(self.study, trial)
+            raise _Interrupted
+        trial.set_user_attr("record", asdict(record))
+        self._drop_checkpoints(record, former)
+        self._on_end(record)
+        if record.ending in _FAILURES:
+            raise _SaysNothing
+        if not record.measured or record.value is None:
+            raise self.optuna.TrialPruned
+        return record.value
+
+    def _trained(self, trial: Any, settings: dict[str, Any]) -> TrialRecord:
+        """Run a trial, or continue it."""
+        number, overrides = _number(trial), self.overrides(settings)
+        folder, seen = trial_folder(self.request.folder, number), dict[int, float]()
+        if refusal := self.refusal(overrides):
+            return TrialRecord(number, settings, "refused", refusal)
+        is_hopeless = False
+
+        def is_over(followed: Followed) -> bool:
+            nonlocal is_hopeless
+            for step, value in sorted(self.values(followed).items()):
+                if step not in seen:
+                    seen[step] = value
+                    trial.report(value, step)
+                    is_hopeless |= step < self.end and bool(trial.should_prune())
+            return is_hopeless or (not self.shared and max(seen, default=0) >= self.end)
+
+        if not self.shared and folder.exists():  # of a tuning that was killed
+            wait_until_free(folder)
+            shutil.rmtree(folder)
+        request = self.request
+        result = run_trial(
+            request.path, overrides, folder, is_over,
+            hang_s=request.hang_s, interrupted=self._interrupted, options=request.options,
+        )  # fmt: skip
+        steps = max(seen, default=0)
+        ending, reason, value = str(result.ending), result.reason, seen.get(steps)
+        if ending == "stopped" and not is_hopeless:
+            ending = "done"
+        if ending == "done" and value is None:
+            ending, reason = "failed", f"it ended at step {result.step} with nothing measured"
+        elif ending == "done" and not math.isfinite(value or 0.0):
+            ending, reason = "diverged", f"{self.measures} is {value}"
+        details = self.details(settings, value)
+        return TrialRecord(
+            number, settings, ending, reason, steps, value, result.memory_gib, details
+        )
+
+    def _drop_checkpoints(self, record: TrialRecord, former: TrialRecord | None) -> None:
+        """Checkpoints are kept for the best trial only."""
+        dropped: TrialRecord | None = record
+        if record.measured and (former is None or (record.value or 0) < (former.value or 0)):
+            dropped = former
+        if dropped is not None:
+            folder = RunDirectory(trial_folder(self.request.folder, dropped.number))
+            for path in (folder.checkpoints, folder.export):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _wait_for_others(self) -> None:
+        """Other processes run the last trials, or were killed."""
+        time.sleep(_POLL_S)
+        with self._experimental():
+            self.optuna.storages.fail_stale_trials(self.study)
+
+    def _give_up_if_none_succeeds(self) -> None:
+        records = self.counted()
+        if any(one.ending in ("done", "stopped") for one in records):
+            return
+        failures = [one for one in records if one.ending in _FAILURES][-_MOST_FAILURES:]
+        reasons = {(one.ending, one.reason) for one in failures}
+        is_alike = len(failures) == _MOST_FAILURES and len(reasons) == 1
+        if is_alike or sum(one.ending == "refused" for one in records) >= _MOST_REFUSALS:
+            last = (failures or records)[-1]
+            raise RunFailed(
+                f"none of {len(records)} trials came to its end; one {last.ending}: "
+                f"{last.reason}",
+                fix=f"read {self.request.folder}/trials/*/launch.log; the same command tries "
+                "again",
+            )
+
+    def _open(self) -> Any:
+        file = self.request.folder / "study.db"
+        try:
+            storage = self.optuna.storages.RDBStorage(
+                f"sqlite:///{file.absolute()}",
+                heartbeat_interval=HEARTBEAT_S,
+                grace_period=GRACE_S,
+                heartbeat_stale_trial_callback=_retry,
+            )
+            study = self.optuna.create_study(
+                study_name="tune", storage=storage, load_if_exists=True
+            )
+        except Exception as error:  # whatever SQLAlchemy raises of a file
+            why = str(error).splitlines()[0][:200]
+            raise PlanError(
+                f"{file} is no study of Optuna: {why}", fix="--dir OTHER"
+            ) from error
+        for name, value in self._identity.items():
+            if study.user_attrs.get(name, value) != value:
+                raise PlanError(
+                    f"{self.request.folder} has trials of another {name}",
+                    fix="name another folder with --dir, or remove it",
+                )
+            study.set_user_attr(name, value)
+        if not self.shared:  # what runs was killed
+            for trial in study.get_trials(states=self._running):
+                study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
+                _retry(study, trial)
+        return study
+
+    @contextmanager
+    def _experimental(self) -> Iterator[None]:
+        """Optuna warns that its heartbeats are experimental."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
+            yield
+
+
+def trial_folder(tune_dir: Path, number: int) -> Path:
+    """The run directory of a trial."""
+    return tune_dir / "trials" / f"{number:04d}"
+
+
+def _number(trial: Any) -> int:
+    """The folder of an Optuna trial: that of its first start."""
+    return int(trial.user_attrs.get("folder", trial.number))
+
+
+def _retry(study: Any, trial: Any) -> None:
+    """Enqueue a trial that was killed or interrupted."""
+    facts = {"settings": trial.user_attrs.get("settings"), "folder": _number(trial)}
+    study.enqueue_trial(trial.params, user_attrs=facts)
