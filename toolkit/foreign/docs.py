@@ -18,11 +18,12 @@ def page() -> str:
 
 def _tables() -> Iterator[str]:
     for one in tools():
-        more = ", and the Trainer's settings" if one is tool("llama_factory") else ""
+        extends_trainer = one in (tool("llama_factory"), tool("axolotl"))
+        more = ", and the Trainer's settings" * extends_trainer
         yield f"\n## {one.name.removeprefix('the ')}{more}"
         yield "\n| there | in a recipe |\n|---|---|"
         ours: dict[str, list[str]] = {}
-        base = tool("trainer").rows if one is tool("llama_factory") else {}
+        base = tool("trainer").rows if extends_trainer else {}
         for name, row in one.rows.items():
             target = _target(row)
             if target and base.get(name) != row and not _is_named_alike(name, target):
@@ -32,8 +33,9 @@ def _tables() -> Iterator[str]:
 
 
 def _is_named_alike(name: str, target: str) -> bool:
-    """Whether the last words are the same: not those of `optimizer.params.lr`."""
-    return target.strip("`").rpartition(".")[2] == name.rpartition(".")[2].strip("-")
+    """Whether a recipe's key ends in the name: `logging.wandb.project` in `wandb_project`."""
+    last = name.rpartition(".")[2].strip("-").replace("-", "_")
+    return f"_{target.strip('`').replace('.', '_')}".endswith(f"_{last}")
 
 
 def _target(row: ForeignRow) -> str | None:
