@@ -101,22 +101,10 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def places_of(path: Path, overrides: Sequence[str]) -> dict[str, Location]:
-    """Where each setting of a recipe is stated, by dotted name; the recipe's own settings
-    first, then those of the files that it extends.
-
-    Raises RecipeError when a file cannot be read.
-    """
-    layers = read_layers(path, overrides)
-    places = {
-        key: layers.merged.place(tuple(key.split("."))) for key, _ in leaves(layers.merged.data)
-    }
-    own = (layers.files[0], OVERRIDE_FILE)
-    return dict(sorted(places.items(), key=lambda one: one[1].file not in own))
-
-
-def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """The file, or `--set`, of each of `places_of`."""
-    return {key: place.file for key, place in places_of(path, overrides).items()}
+    """Where each setting of a recipe is stated, by dotted name. Raises RecipeError when a file
+    cannot be read."""
+    merged = read_layers(path, overrides).merged
+    return {key: merged.place(tuple(key.split("."))) for key, _ in leaves(merged.data)}
 
 
 @dataclass(frozen=True)

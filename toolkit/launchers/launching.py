@@ -6,7 +6,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
 from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.intake.layers import stated_in
 from toolkit.launcher import LAUNCHERS
 from toolkit.launchers.base import LaunchSpec, starter
 from toolkit.launchers.gpus import visible_gpus, working_gpus
@@ -62,10 +61,6 @@ class Origin:
     def check(self, recipe: Recipe) -> None:
         """Raises RecipeError for local files that are missing or cannot be used."""
         check_local_files(recipe, self.path, self.overrides)
-
-    def places(self) -> Mapping[str, str] | None:
-        """By setting, the file that states it; None where no file was read."""
-        return None if self.path is None else stated_in(self.path, self.overrides)
 
 
 def launch_recipe(
@@ -137,7 +132,7 @@ def _request(changes: Sequence[str], assignment: Assignment) -> None:
 def _prepare(assignment: Assignment, origin: Origin) -> None:
     """Write the run directory for ranks that are about to start."""
     assignment.prepare(tell)
-    run = write(assignment, origin.command, origin.places())
+    run = write(assignment, origin.command)
     show_run_directory(run)
     events = EventLog(run.events)
     events.write("launch", time=origin.started)

@@ -44,8 +44,6 @@ class RunRecord:
     events: Sequence[Event] = ()
     metrics: Sequence[Metrics] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    stated_in: Mapping[str, Any] = field(default_factory=dict)
-    """Setting → the file that states it; empty under another launcher."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -122,8 +120,6 @@ def read_record(path: Path) -> RunRecord:
             f"ranks: of {len(files):,} ranks, the waits of the first {MOST_RANKS} are read"
         )
     record.recipe = _mapping(run.recipe, parse_recipe, record.missing)
-    if run.stated_in.exists():
-        record.stated_in = _mapping(run.stated_in, parse_mapping, record.missing)
     record.plan = _mapping(run.plan, parse_mapping, record.missing)
     record.environment = _mapping(run.environment, parse_mapping, record.missing)
     record.missing += _unlogged(record)

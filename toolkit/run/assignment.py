@@ -22,7 +22,6 @@ from toolkit.errors import (
 )
 from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
-from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe, placed
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import dataset_commit
@@ -31,13 +30,11 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource, Source
-from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.comparison import Prediction
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import parse_mapping
-from toolkit.system.atomic import write_atomically
 from toolkit.system.compilers import missing_for_torch_compile
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.terminal import tell
@@ -178,11 +175,7 @@ def _of_hub(path: str) -> bool:
     return not (is_remote(path) or path.startswith(("/", "~")) or Path(path).exists())
 
 
-def write(
-    assignment: Assignment,
-    command: Sequence[str],
-    stated: Mapping[str, str] | None = None,
-) -> RunDirectory:
+def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
     """Write the run directory, or continue the one that is there.
 
     Raises DirectoryInUse, with nothing written, when a run is using it.
@@ -191,7 +184,7 @@ def write(
     again = os.environ.get(MEETING, "0") != "0"
     patience_s = CUT_OFF_LIMITS * assignment.recipe.launch.hang_timeout_s if again else 0
     refuse_if_claimed(RunDirectory(assignment.run_dir), patience_s)
-    run = RunDirectory.create(
+    return RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
         {
@@ -202,9 +195,6 @@ def write(
         command,
         assignment.engine_config,
     )
-    if stated is not None:
-        write_atomically(run.stated_in, jsonl.document(stated))
-    return run
 
 
 def read_assignment(path: Path, world: int) -> Assignment:
@@ -256,9 +246,7 @@ def assign(
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
         show_plan(assignment.recipe, assignment.plan)
     preflight(assignment.recipe, "worker")
-    handed_over = recipe_path.absolute() == run.handed_over
-    stated = None if handed_over else stated_in(recipe_path, overrides)
-    show_run_directory(write(assignment, command, stated))
+    show_run_directory(write(assignment, command))
     return assignment
 
 

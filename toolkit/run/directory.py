@@ -42,8 +42,6 @@ class RunDirectory:
 
     recipe = _Inside("recipe.yaml")
     """The resolved recipe, every default written out."""
-    stated_in = _Inside("stated_in.json")
-    """The file, or `--set`, of each non-default setting of the recipe."""
     plan = _Inside("plan.json")
     """The plan, created once for every rank and restart."""
     command = _Inside("command.txt")

@@ -19,7 +19,6 @@ from tests.report.logs import write_run as write
 from toolkit.cli.main import main
 from toolkit.extras.page import page, page_data
 from toolkit.extras.page.thinning import Curves, kept
-from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
 from toolkit.report.record import read_record
@@ -73,8 +72,8 @@ def test_lines_without_an_order_are_left_out() -> None:
 def test_marks_and_curves(tmp_path: Path) -> None:
     lines = [line | {"grad_norm": "NaN" if line["step"] == 15 else 1.0, "chosen": 0.5}
              for line in metrics(20, 2.0)]  # fmt: skip
-    events = [one | ({"from_step": 10} if one["kind"] == "restart" else {})
-              for one in KILLED_AND_RESTARTED]  # fmt: skip
+    more = {"restart": {"from_step": 10}, "evaluation": {"validation/code": 3.5}}
+    events = [one | more.get(one["kind"], {}) for one in KILLED_AND_RESTARTED]
     data = data_of(write(tmp_path, events, lines))
     (run,) = data["runs"]
     assert [mark["step"] for mark in run["marks"]] == [10, 10, 15]
@@ -83,7 +82,8 @@ def test_marks_and_curves(tmp_path: Path) -> None:
         ["10", "restarted"], ["10", "resumed"], ["15", "skipped"],
     ]  # fmt: skip
     assert rows[-1][-1] == "loss is not finite"
-    training, validation = chart(data, "loss")
+    training, validation, source = chart(data, "loss")
+    assert (source["label"], source["y"]) == ("validation/code", [3.5])
     assert training["y"][0] == 4.99 and training["step"] == [*range(1, 21)]
     assert (validation["step"], validation["y"]) == ([20], [4.5])
     (norm,) = chart(data, "grad_norm")
@@ -122,16 +122,13 @@ def test_charts_for_which_there_is_no_room(tmp_path: Path) -> None:
     """Those of every run stay, and the page says which do not."""
     own = {f"own_{at:02}": 1.0 for at in range(50)}
     run = write(tmp_path, KILLED_AND_RESTARTED, [line | own for line in metrics(20, 2.0)])
-    (run / "ranks").mkdir()
-    waits = [{"step": step, "data_wait_s": 0.1, "core_wait_s": 0.0} for step in range(1, 21)]
-    (run / "ranks/rank-0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in waits))
     data = data_of(run)
     names = [one["id"] for one in data["charts"]]
-    assert names == ["loss", "step_time_s", *list(own)[:37], "ranks"]
+    assert names == ["loss", "step_time_s", *list(own)[:38]]
     (said,) = data["runs"][0]["missing"]
     assert said == (
-        "metrics.jsonl: 13 metrics are not drawn, a page has at most 40 charts: "
-        + ", ".join(list(own)[37:])
+        "metrics.jsonl: 12 metrics are not drawn, a page has at most 40 charts: "
+        + ", ".join(list(own)[38:])
     )
 
 
@@ -157,27 +154,6 @@ def test_recipe_next_to_its_defaults(tmp_path: Path) -> None:
     assert "This release does not read it" in found["note"] and "not: known" in found["text"]
 
 
-def test_recipe_next_to_its_base(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", KILLED_AND_RESTARTED, [])
-    (tmp_path / "base.yaml").write_text((ROOT / "recipes/tiny/llama-bytes.yaml").read_text())
-    own = tmp_path / "own.yaml"
-    own.write_text("extends: base.yaml\nname: own\noptimizer: {learning_rate: 0.25}\n")
-    overrides = ["training.seed=5"]
-    (run / "recipe.yaml").write_text(dump_recipe(load_recipe(own, overrides)))
-    (run / "stated_in.json").write_text(json.dumps(stated_in(own, overrides)))
-    head, *rows = section(data_of(run), "Recipe")["table"]
-    assert head == ["setting", "value", "stated in"]
-    places = {name: (value, Path(place).name) for name, value, place in rows}
-    assert places["optimizer.learning_rate"] == ("0.25", "own.yaml")
-    assert places["training.seed"] == ("5", "--set")
-    assert places["training.sequence_length"][1] == "base.yaml"
-    files = [place for _, place in places.values()]
-    assert set(files[:3]) == {"own.yaml", "--set"}, "what differs from the base comes first"
-    assert "own.yaml" not in files[3:]
-    (run / "stated_in.json").write_text('{"name": ["x"], "a": {}}')
-    assert len(section(data_of(run), "Recipe")["table"]) == len(rows) + 1
-
-
 def test_damage_is_stated(tmp_path: Path) -> None:
     run = write(tmp_path, KILLED_AND_RESTARTED, metrics(5, 2.0))
     with (run / "metrics.jsonl").open("a") as file:
@@ -185,7 +161,6 @@ def test_damage_is_stated(tmp_path: Path) -> None:
     (run / "recipe.yaml").write_text("{unclosed")
     (run / "plan.json").write_text("[]")
     (run / "environment.json").unlink()
-    (run / "command.txt").unlink()
     missing = data_of(run)["runs"][0]["missing"]
     assert missing[:2] == [
         "metrics.jsonl: 2 of 7 lines cannot be read (the first: line 6); left out",

@@ -29,7 +29,6 @@ from toolkit.extras.imports.state import (
     shards_of,
 )
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.intake.layers import stated_in
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.safetensors import LARGEST_FILE_BYTES, in_files
@@ -75,7 +74,7 @@ def import_checkpoint(
     notes = [*_notes(state, recipe, consumed, known)]
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
     is_new = not assignment.run_dir.exists()
-    run = write(assignment, ["dmt", *sys.argv[1:]], stated_in(path, overrides))
+    run = write(assignment, ["dmt", *sys.argv[1:]])
     with claimed(run), _removed_on_failure(run, is_new):
         with byte_progress("import", nbytes) as tick:
             manifest = _write(state, shards, model, assignment, consumed, tick)

@@ -1,6 +1,5 @@
 """What the page draws: curves of one or several runs, and marks where something was."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +7,7 @@ from toolkit.errors import EXIT_DONE
 from toolkit.extras.page.sections import Section
 from toolkit.extras.page.thinning import Curves, short
 from toolkit.report.attempts import Event, amount, number, of_plan, step_of
-from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
-from toolkit.report.stragglers import WAITS
 from toolkit.run.events import VALIDATION
 
 BUCKETS = 400
@@ -19,8 +16,6 @@ MOST_MARKS = 200
 """Of a run, the last ones; the page says how many there are."""
 MOST_CHARTS = 40
 """Of all runs; the page says which metrics have none."""
-_MOST_DRAWN = 8
-"""Ranks in the chart of waits."""
 _KNOWN = {
     "loss": ("Loss", "nats, or as the objective defines it"),
     "grad_norm": ("Gradient norm", "global L2 norm before clipping"),
@@ -41,7 +36,6 @@ MARKS = {
     "change": ("setting changed", "#8a6fd8"),
     "signal": ("signal", "#8a6fd8"),
     "end": ("ended", "#d1242f"),
-    "stage": ("data stage", "#2f81d4"),
 }
 """Events that are marked: the word for each, and its colour."""
 
@@ -53,25 +47,23 @@ def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[
     others = dict.fromkeys(
         name for one in curves for name in one.names if name not in (*_KNOWN, *_IN_OTHERS)
     )
-    known = [chart for name in _KNOWN if (chart := _chart(name, records, curves, buckets))]
-    own = [chart for name in others if (chart := _chart(name, records, curves, buckets))]
-    known[1:1] = _sources(records)
-    ranks = [*_ranks(records, curves, buckets)]
-    room = MOST_CHARTS - len(known) - len(ranks)
-    left_out = [chart["id"] for chart in own[room:]]
+    found = [_chart(name, records, curves, buckets) for name in (*_KNOWN, *others)]
+    drawn = [chart for chart in found if chart is not None]
+    left_out = [chart["id"] for chart in drawn[MOST_CHARTS:]]
     for record, one in zip(records, curves, strict=True):
         if names := [name for name in left_out if name in one.names]:
             record.missing.append(
                 f"metrics.jsonl: {len(names)} metrics are not drawn, a page has at most "
                 f"{MOST_CHARTS} charts: {', '.join(names)}"
             )
-    return [*known, *own[:room], *ranks]
+    return drawn[:MOST_CHARTS]
 
 
 def _chart(
     name: str, records: Sequence[RunRecord], curves: Sequence[Curves], buckets: int
 ) -> dict[str, Any] | None:
-    """A metric of all runs, with what it is shown with; None where no run has it."""
+    """A metric of all runs, with what it is shown with and what it shows in words; None where
+    no run has it."""
     title, unit = _KNOWN.get(name, (name, ""))
     lines = [
         {"run": run, "label": "", **points}
@@ -82,14 +74,7 @@ def _chart(
         lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
     if not lines:
         return None
-    return _of(name, title, unit, lines, thinned=any(one.is_thinned(buckets) for one in curves))
-
-
-def _of(
-    name: str, title: str, unit: str, lines: list[dict[str, Any]], *, thinned: bool = False
-) -> dict[str, Any]:
-    """A chart, and what it shows in words."""
-    if thinned:
+    if any(one.is_thinned(buckets) for one in curves):
         unit = f"{unit}{'; ' if unit else ''}thinned: lowest and highest of each range"
     drawn = [value for value in lines[0]["y"] if value is not None]
     said = "no finite value"
@@ -104,8 +89,10 @@ def _beside(
     name: str, record: RunRecord, one: Curves, buckets: int
 ) -> Iterator[Mapping[str, Any]]:
     """What a metric is shown with: validation, a part of it, or what the plan predicted."""
-    if name == "loss" and (points := _evaluated("loss", record)):
-        yield {"label": "validation", "kind": "points", **points}
+    if name == "loss":
+        for column, label in _validations(record):
+            if points := _evaluated(column, record):
+                yield {"label": label, "kind": "points", **points}
     if name == "step_time_s" and (points_ := one.points("data_wait_s", buckets)):
         yield {"label": "waiting for data", "kind": "part", **points_}
     promised = _promised(name, record.plan)
@@ -130,6 +117,14 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     return each * ranks[0] * ranks[1] * ranks[2] * ranks[3]
 
 
+def _validations(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """The columns of validation losses, of all sources together first, with their labels."""
+    evaluated = [event for event in record.events if event.get("kind") == "evaluation"]
+    names = dict.fromkeys(name for event in evaluated for name in event)
+    yield "loss", "validation"
+    yield from ((name, name) for name in names if name.startswith(VALIDATION))
+
+
 def _evaluated(name: str, record: RunRecord) -> dict[str, list[Any]] | None:
     """A column of the validations; of a step that was evaluated twice, the last."""
     found = {
@@ -143,57 +138,10 @@ def _evaluated(name: str, record: RunRecord) -> dict[str, list[Any]] | None:
     return {"step": sorted(found), "y": [short(found[step]) for step in sorted(found)]}
 
 
-def _ranks(
-    records: Sequence[RunRecord], curves: Sequence[Curves], buckets: int
-) -> Iterator[dict[str, Any]]:
-    """What ranks waited for by themselves, of those that waited longest, in one chart."""
-    lines = []
-    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
-        waits = {rank: _waits_by_step(found) for rank, found in record.ranks.items()}
-        longest = sorted(waits, key=lambda rank: -sum(waits[rank].values()))
-        for rank in sorted(longest[: max(1, _MOST_DRAWN // len(records))]):
-            values = [waits[rank].get(int(step), math.nan) for step in one.steps]
-            if (points := one.thinned(values, buckets)) is not None:
-                lines.append({"run": run, "label": f"rank {rank}", **points})
-    if lines:
-        title, unit = "Waits of each rank", "seconds per step, for data or for a core"
-        thinned = any(one.is_thinned(buckets) for one in curves)
-        yield _of("ranks", title, unit, lines, thinned=thinned)
-
-
-def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
-    """Seconds per step, all WAITS of a rank together."""
-    return {
-        step: sum(amount(line, what) or 0.0 for what in WAITS)
-        for line in lines
-        if (step := step_of(line)) is not None
-    }
-
-
-def _sources(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """One chart with the validation losses of the sources; none without several sources."""
-    lines = []
-    for run, record in enumerate(records):
-        found = [event for event in record.events if event.get("kind") == "evaluation"]
-        names = dict.fromkeys(
-            name for event in found for name in event if name.startswith(VALIDATION)
-        )
-        for name in names:
-            if points := _evaluated(name, record):
-                label = name.removeprefix(VALIDATION)
-                lines.append({"run": run, "label": label, "kind": "points", **points})
-    title, unit = "Validation loss by source", "mean over the tokens of each"
-    return [_of("sources", title, unit, lines)] if lines else []
-
-
 def marks(record: RunRecord) -> list[dict[str, Any]]:
     """Where something happened to a run, in the order of its events; of steps that were done
     again, both times."""
     found = []
-    for stage in _stages(record.recipe):
-        if (step := amount(stage, "from_step")) is not None:
-            what = f"data.stages: weights {stage.get('weights')}"
-            found.append({**_mark("stage"), "step": step, "time": "", "what": what})
     for event in record.events:
         kind = str(event.get("kind"))
         if kind == "restart" and "attempt" not in event:
@@ -202,20 +150,11 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
             continue  # as every run does
         step = amount(event, "step" if "step" in event else "from_step")
         if kind in MARKS and step is not None:
-            found.append(
-                {
-                    **_mark(kind),
-                    "step": step,
-                    "time": str(event.get("time", ""))[:19].replace("T", " "),
-                    "what": _what(event),
-                }
-            )
+            word, tone = MARKS[kind]
+            time = str(event.get("time", ""))[:19].replace("T", " ")
+            mark = {"word": word, "tone": tone, "step": step, "time": time}
+            found.append({**mark, "what": _what(event)})
     return found
-
-
-def _mark(kind: str) -> dict[str, str]:
-    word, tone = MARKS[kind]
-    return {"kind": kind, "word": word, "tone": tone}
 
 
 def happened(found: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
@@ -225,14 +164,6 @@ def happened(found: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
         note = f"The last {len(rows)} of {len(found)}." if len(found) > len(rows) else ""
         table = [["step", "", "time (UTC)", "why"], *rows]
         yield {"title": "What happened", "note": note, "table": table}
-
-
-def _stages(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    data = recipe.get("data")
-    stages = data.get("stages") if isinstance(data, dict) else None
-    for stage in stages if isinstance(stages, list) else ():
-        if isinstance(stage, dict):
-            yield stage
 
 
 def _what(event: Event) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +15,6 @@ from toolkit.report.record import RunRecord
 from toolkit.run.recorded import parse_recipe
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
-from toolkit.text.redact import redact
 from toolkit.text.units import duration, seconds, size
 
 _NOT_USED = (1, 0, None, "none", "")
@@ -35,10 +33,8 @@ def sections(record: RunRecord) -> list[Section]:
         _time(record),
         _parts(record, "step_time_s", "One step, as predicted", seconds),
         _memory(record),
-        _data(record),
         _recipe(record),
         _plan(record),
-        _environment(record),
     ]
     return [section for section in found if section is not None]
 
@@ -101,30 +97,6 @@ def _memory(record: RunRecord) -> Section | None:
     return section
 
 
-def _data(record: RunRecord) -> Section | None:
-    """The sources of the training data, with their weights in every stage."""
-    data = record.recipe.get("data")
-    train = data.get("train") if isinstance(data, dict) else None
-    sources = [one for one in train if isinstance(one, dict)] if isinstance(train, list) else []
-    if not sources or not isinstance(data, dict):
-        return None
-    stages = data.get("stages")
-    stages = (
-        [one for one in stages if isinstance(one, dict)] if isinstance(stages, list) else []
-    )
-    stages = [one for one in stages if _mapping(one.get("weights"))]
-    begins = [f"from step {one.get('from_step') or one.get('from_tokens')}" for one in stages]
-    table = [["source", "weight", *begins, "validation loss"]]
-    last = [event for event in record.events if event.get("kind") == "evaluation"][-1:]
-    for source in sources:
-        label = str(source.get("label"))
-        weights = [_mapping(one.get("weights")).get(label, "") for one in stages]
-        loss = next((number(event, f"validation/{label}") for event in last), None)
-        shown = "" if loss is None else f"{loss:.4f}"
-        table.append([label, str(source.get("weight", "")), *map(str, weights), shown])
-    return {"title": "Data by source", "table": table}
-
-
 def _recipe(record: RunRecord) -> Section | None:
     if not record.recipe:
         return None
@@ -137,18 +109,6 @@ def _recipe(record: RunRecord) -> Section | None:
         return {**section, "note": note}
     section["note"] = f"{len(own)} settings differ from the defaults of this release."
     section["table"] = [["setting", "value"], *own]
-    places = record.stated_in
-    if not places:
-        return section
-    files = [*dict.fromkeys(str(file) for file in places.values())]
-    short = {file: Path(file).name for file in files}
-    if len({*short.values()}) < len(files):
-        short = dict(zip(files, files, strict=True))
-    rows = {name: [name, value] for name, value in own}
-    found = [[*rows.pop(name), short[str(places[name])]] for name in places if name in rows]
-    section["note"] += f" Stated in {', '.join(files)}; a recipe's own settings come first."
-    found += [[*row, "resolved"] for row in rows.values()]
-    section["table"] = [["setting", "value", "stated in"], *found]
     return section
 
 
@@ -184,23 +144,6 @@ def _plan(record: RunRecord) -> Section | None:
     reasons = plan.get("reasons")
     items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
     return {"title": "Plan", "facts": facts, "items": items}
-
-
-def _environment(record: RunRecord) -> Section | None:
-    if not record.environment:
-        return None
-    versions = {**record.environment, **_mapping(record.environment.get("packages"))}
-    facts = [
-        [str(name), str(value)]
-        for name, value in versions.items()
-        if name != "packages" and value is not None
-    ]
-    section: Section = {"title": "Environment", "facts": facts, "open": "Commands"}
-    try:
-        section["text"] = redact(read_bytes(record.run.command).decode("utf-8", "replace"))
-    except (OSError, ValueError):
-        record.missing.append(f"{record.run.command.name}: missing")
-    return section
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -49,17 +48,12 @@ class Curves:
                 before = step
         return cls(lines)
 
-    @cached_property
+    @property
     def steps(self) -> list[float]:
         """The step of each line."""
         return [float(line["step"]) for line in self.metrics]
 
-    def column(self, name: str) -> list[float]:
-        """One value per line; NaN where there is none."""
-        found = (number(line, name) for line in self.metrics)
-        return [math.nan if value is None else value for value in found]
-
-    @cached_property
+    @property
     def names(self) -> list[str]:
         """Everything that lines state, in the order of the first that does."""
         return [*dict.fromkeys(name for line in self.metrics for name in line)]
@@ -70,10 +64,8 @@ class Curves:
 
     def points(self, name: str, buckets: int) -> dict[str, list[Any]] | None:
         """A column over the steps, thinned; None where no line has a finite value."""
-        return self.thinned(self.column(name), buckets)
-
-    def thinned(self, values: Sequence[float], buckets: int) -> dict[str, list[Any]] | None:
-        """One value per line over the steps; None where none is finite."""
+        stated = (number(line, name) for line in self.metrics)
+        values = [math.nan if value is None else value for value in stated]
         if not any(map(math.isfinite, values)):
             return None
         chosen = kept(values, buckets)
