@@ -65,7 +65,7 @@ def _chart(
     """A metric of all runs, with what it is shown with and what it shows in words; None where
     no run has it."""
     title, unit = _KNOWN.get(name, (name, ""))
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"run": run, "label": "", **points}
         for run, one in enumerate(curves)
         if (points := one.points(name, buckets)) is not None
