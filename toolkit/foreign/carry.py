@@ -116,9 +116,18 @@ class Found:
         """A setting that is not carried."""
         self.left.append(Left(at, reason, changes))
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value that was carried."""
+        return self.values[key].value if key in self.values else default
+
+    def remove(self, key: str, reason: str) -> None:
+        """Take out a value that something else states."""
+        if (one := self.values.pop(key, None)) is not None:
+            self.drop(one.at, reason)
+
     def number(self, key: str, default: int = 1) -> int:
         """A whole number that was carried or is a default."""
-        value = self.values[key].value if key in self.values else self.defaults.get(key)
+        value = self.value(key, self.defaults.get(key))
         return value if isinstance(value, int) and value > 0 else default
 
     def merge(self, other: "Found") -> None:

@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,35 +45,6 @@ class Imported:
     """Why it cannot be planned as it is; empty where it can."""
 
 
-@dataclass
-class _Draft:
-    """The recipe in the making."""
-
-    found: Found
-    values: dict[str, Any]
-    origins: dict[str, str]
-
-    def put(self, key: str, value: object, origin: str) -> None:
-        """A value, unless one is there."""
-        if key not in self.values:
-            self.values[key], self.origins[key] = value, printable(origin)
-
-    def replace(self, key: str, reason: str) -> None:
-        """Take a value out that something else states."""
-        if key in self.values:
-            one = self.found.values[key]
-            del self.values[key], self.origins[key]
-            self.found.drop(one.at, reason)
-
-    def inside(self, prefix: str) -> dict[str, tuple[Any, str]]:
-        """Take out the settings of one section, with their origins."""
-        keys = [key for key in self.values if key.startswith(prefix)]
-        return {
-            key.removeprefix(prefix): (self.values.pop(key), self.origins.pop(key))
-            for key in keys
-        }
-
-
 def import_files(
     paths: Sequence[Path],
     model: str | None,
@@ -93,30 +64,39 @@ def import_files(
     ranks = ranks_of(found)
     complete(found, cluster.gpus if cluster else None)
     _leave_credentials(found)
-    made = _Draft(
-        found,
-        {key: one.value for key, one in found.values.items()},
-        {key: printable(_origin(one)) for key, one in found.values.items()},
-    )
-    cluster = cluster or _stated_cluster(made, ranks)
-    task = _task(made, given_task)
-    base = _base(made, model, config, cluster, task)
-    _place(made, cluster, given_cluster)
-    _add_required(made, base, task, given_task is not None)
-    _add_data(made, task, data)
-    _add_validation(made)
-    _clean_name(made)
-    recipe = _valid(made)
+    cluster = cluster or _stated_cluster(found, ranks)
+    task = _task(found, given_task)
+    base = _base(found, model, config, cluster, task)
+    for name, value in cluster.section.items():
+        if found.value(f"cluster.{name}", value) != value:
+            found.remove(f"cluster.{name}", f"--cluster {given_cluster} states it")
+        _put(
+            found,
+            f"cluster.{name}",
+            value,
+            f"--cluster {given_cluster}" if given_cluster else DRAFTED,
+        )
+    _add_required(found, base, task, given_task is not None)
+    _add_data(found, task, data)
+    _add_validation(found)
+    _clean_name(found)
+    recipe = _valid(found)
+    origins = {key: printable(_origin(one)) for key, one in found.values.items()}
     body = "\n".join([
         f"# {recipe.name}, written by `dmt init --from` of {', '.join(map(str, paths))}.",
         "# Settings with a FILE:LINE are those of the files; check the others.",
-        *_lines(_nested(made.values), "", made.origins),
+        *_lines(_nested(found), "", origins),
     ])  # fmt: skip
     problem = redact(_problem(body))
     left = (*left_lines([_masked(one) for one in found.left]),)
     after = [f"# {line}" for line in left]
     after += [f"# not planned: {' '.join(problem.split())}"] if problem else []
     return Imported(redact("\n".join([body, *after])), left, problem)
+
+
+def _put(found: Found, key: str, value: object, origin: str) -> None:
+    """A value that no file states, unless one does."""
+    found.values.setdefault(key, Carried(value, ForeignSetting(origin, None, "")))
 
 
 def _origin(one: Carried) -> str:
@@ -164,11 +144,11 @@ def _masked(one: Left) -> Left:
     return Left(at, printable(redact(reason)), one.changes, one.unknown)
 
 
-def _stated_cluster(made: _Draft, ranks: int | None) -> Cluster:
+def _stated_cluster(found: Found, ranks: int | None) -> Cluster:
     """On CPUs, as far as the files say so; otherwise only the user knows the accelerators."""
-    nodes = made.values.get("cluster.nodes") or 1
-    per_node = made.values.get("cluster.gpus_per_node") or max(1, (ranks or 8) // int(nodes))
-    if made.values.get("cluster.gpu") == "cpu":
+    nodes = found.number("cluster.nodes")
+    per_node = found.number("cluster.gpus_per_node", max(1, (ranks or 8) // nodes))
+    if found.value("cluster.gpu") == "cpu":
         return find_cluster(f"{nodes}x{per_node if ranks else 1}xcpu")
     raise PlanError(
         "--cluster: the files do not say which accelerators they are for",
@@ -176,12 +156,13 @@ def _stated_cluster(made: _Draft, ranks: int | None) -> Cluster:
     )
 
 
-def _task(made: _Draft, given: Task | None) -> Task:
-    stated = _TASKS.get(str(made.values.get("training.objective")))
-    if any(key.startswith("adapter.") for key in made.values) and stated in ("sft", None):
+def _task(found: Found, given: Task | None) -> Task:
+    stated = _TASKS.get(str(found.value("training.objective")))
+    if any(key.startswith("adapter.") for key in found.values) and stated in ("sft", None):
         stated = "lora"
     if given and stated and given != stated:
-        at = made.origins.get("training.objective", "an adapter in the files")
+        one = found.values.get("training.objective")
+        at = _origin(one) if one else "an adapter in the files"
         raise PlanError(
             f"--task: {given}, and the files are for {stated} ({at})",
             fix=f"leave --task out, or --task {stated}",
@@ -190,26 +171,25 @@ def _task(made: _Draft, given: Task | None) -> Task:
 
 
 def _base(
-    made: _Draft, model: str | None, config: Mapping[str, Any], cluster: Cluster, task: Task
+    found: Found, model: str | None, config: Mapping[str, Any], cluster: Cluster, task: Task
 ) -> Recipe:
     """The recipe that `dmt init` would write for the model, for what the files do not state."""
-    hub = made.values.get("model.hub")
+    hub = found.value("model.hub")
+    shape = next(iter(found.shape.values()), None)
     if model is not None:
         if hub == model:
-            del made.values["model.hub"], made.origins["model.hub"]
+            del found.values["model.hub"]
         for key in ("model.hub", "model.revision", "data.tokenizer", "data.tokenizer_revision"):
-            made.replace(key, f"MODEL is {model}, with its own")
-        if made.found.shape:
-            first = next(iter(made.found.shape.values()))
-            at = ForeignSetting("the model's shape", None, first.file, first.line)
-            made.found.drop(at, f"MODEL is {model}")
+            found.remove(key, f"MODEL is {model}, with its own")
+        if shape is not None:
+            at = ForeignSetting("the model's shape", None, shape.file, shape.line)
+            found.drop(at, f"MODEL is {model}")
         return draft(model, cluster, task)
-    if config:
-        first = next(iter(made.found.shape.values()))
-        tokenizer = str(made.values.get("data.tokenizer", NO_TOKENIZER))
+    if config and shape is not None:
+        tokenizer = str(found.value("data.tokenizer", NO_TOKENIZER))
         recipe = draft_of_config(config, tokenizer, cluster, task)
-        origin = f"{first.place} and the other settings of the model"
-        made.put("model.config", recipe.model.config, origin)
+        origin = f"{shape.place} and the other settings of the model"
+        _put(found, "model.config", recipe.model.config, origin)
         return recipe
     if hub is None:
         raise PlanError(
@@ -219,91 +199,88 @@ def _base(
     return draft(str(hub), cluster, task)
 
 
-def _place(made: _Draft, cluster: Cluster, given: str | None) -> None:
-    """The cluster; the files' own, where `--cluster` states another, is not carried."""
-    for name, value in cluster.section.items():
-        key = f"cluster.{name}"
-        if made.values.get(key, value) != value:
-            made.replace(key, f"--cluster {given} states it")
-        made.put(key, value, f"--cluster {given}" if given else DRAFTED)
-
-
-def _add_required(made: _Draft, base: Recipe, task: Task, given: bool) -> None:
+def _add_required(found: Found, base: Recipe, task: Task, given: bool) -> None:
     """Add what a recipe requires, or a model or task implies, and the files do not state."""
-    dumped, values = base.model_dump(exclude_unset=True), made.values
+    dumped = base.model_dump(exclude_unset=True)
     for key, value in dumped["model"].items():
-        made.put(f"model.{key}", value, "the model")
-    made.put("name", base.name, "")
-    tokenizer = base.data.tokenizer
-    origin = DRAFTED
-    if tokenizer == NO_TOKENIZER:
-        origin = "TO DO: the files name no tokenizer that DMT knows"
-    made.put("data.tokenizer", tokenizer, origin)
+        _put(found, f"model.{key}", value, "the model")
+    _put(found, "name", base.name, "")
+    is_known = base.data.tokenizer != NO_TOKENIZER
+    origin = DRAFTED if is_known else "TO DO: the files name no tokenizer that DMT knows"
+    _put(found, "data.tokenizer", base.data.tokenizer, origin)
     if task != "pretrain":
-        made.put("data.chat_template", base.data.chat_template, DRAFTED)
-    objective = values.get("training.objective", base.training.objective)
+        _put(found, "data.chat_template", base.data.chat_template, DRAFTED)
+    objective = found.value("training.objective", base.training.objective)
     for key in ("adapter", "dpo"):
-        if key == "dpo" and key != objective:
-            continue  # orpo
-        stated = any(name.startswith(f"{key}.") for name in values)
-        if dumped.get(key) and not (key == "adapter" and stated):
-            for name, value in dumped[key].items():
-                made.put(f"{key}.{name}", value, DRAFTED)
-    training = dumped["training"]
+        is_stated = any(name.startswith("adapter.") for name in found.values)
+        if is_stated if key == "adapter" else objective != key:  # orpo
+            continue
+        for name, value in (dumped.get(key) or {}).items():
+            _put(found, f"{key}.{name}", value, DRAFTED)
     origin = f"--task {task}" if given else DRAFTED
-    made.put("training.objective", base.training.objective, origin)
-    if not {*LENGTH_SETTINGS} & values.keys():
-        key = next(key for key in LENGTH_SETTINGS if key.partition(".")[2] in training)
-        made.put(key, training[key.partition(".")[2]], DRAFTED)
+    _put(found, "training.objective", base.training.objective, origin)
+    if not {*LENGTH_SETTINGS} & found.values.keys():
+        lengths = {f"training.{name}": value for name, value in dumped["training"].items()}
+        key = next(key for key in LENGTH_SETTINGS if key in lengths)
+        _put(found, key, lengths[key], DRAFTED)
     for key in ("sequence_length", "global_batch_size", "precision"):
-        made.put(f"training.{key}", getattr(base.training, key), DRAFTED)
-    made.put("optimizer.learning_rate", base.optimizer.learning_rate, DRAFTED)
+        _put(found, f"training.{key}", getattr(base.training, key), DRAFTED)
+    _put(found, "optimizer.learning_rate", base.optimizer.learning_rate, DRAFTED)
 
 
-def _add_data(made: _Draft, task: Task, data: Path | None) -> None:
+def _add_data(found: Found, task: Task, data: Path | None) -> None:
     """The data: `--data`, the files', or a placeholder."""
     if data is not None:
-        for key in [key for key in made.values if f"{key}.".startswith("data.train.")]:
-            made.replace(key, f"--data {data} states it")
-        made.put("data.train", source_of(data, task), f"--data {data}")
+        for key in [key for key in found.values if f"{key}.".startswith("data.train.")]:
+            found.remove(key, f"--data {data} states it")
+        _put(found, "data.train", source_of(data, task), f"--data {data}")
     for key in ("data.train", "data.validation"):
-        inside = made.inside(f"{key}.")
-        if not inside or key in made.values:
+        names = [name for name in found.values if name.startswith(f"{key}.")]
+        inside = {name.removeprefix(f"{key}."): found.values.pop(name) for name in names}
+        if not inside or key in found.values:
             continue
-        source = {name: value for name, (value, _) in inside.items()}
+        source = {name: one.value for name, one in inside.items()}
         kind = "megatron" if "prefix" in source else _KINDS[task]
         source = {"kind": source.pop("kind", kind), **source}
         if not {"path", "prefix", "files"} & source.keys():
             source["path"] = PLACEHOLDER
-        made.put(key, source, ", ".join({place: 0 for _, place in inside.values()}))
+        places = dict.fromkeys(_origin(one) for one in inside.values())
+        _put(found, key, source, ", ".join(places))
     todo = "TO DO: the files name no data set (docs/data.md)"
-    made.put("data.train", {"kind": _KINDS[task], "path": PLACEHOLDER}, todo)
+    _put(found, "data.train", {"kind": _KINDS[task], "path": PLACEHOLDER}, todo)
 
 
-def _add_validation(made: _Draft) -> None:
+def _add_validation(found: Found) -> None:
     """Evaluation needs validation data, which the files may leave to a script."""
     sides = ("data.validation_fraction", "data.validation")
-    if made.values.get("evaluation.every_steps") and not any(map(made.values.get, sides)):
-        made.values.pop("data.validation_fraction", None)
-        made.put("data.validation_fraction", 0.01, "for evaluations: the files hold out none")
+    if found.value("evaluation.every_steps") and not any(map(found.value, sides)):
+        found.values.pop("data.validation_fraction", None)
+        _put(found, sides[0], 0.01, "for evaluations: the files hold out none")
 
 
-def _valid(made: _Draft) -> Recipe:
+def _valid(found: Found) -> Recipe:
     """The recipe. Raises PlanError, with the place of a value that the schema refuses."""
+    values = _nested(found)
     try:
-        return Recipe.model_validate(_nested(made.values))
+        return Recipe.model_validate(values)
     except ValidationError as error:
         path = ".".join(map(str, error.errors()[0]["loc"]))
-        key = next((key for key in made.values if f"{path}.".startswith(f"{key}.")), "")
-        return as_recipe(_nested(made.values), made.origins.get(key, "--from"), _FIX)
+        places = (
+            _origin(one)
+            for key, one in found.values.items()
+            if f"{path}.".startswith(f"{key}.")
+        )
+        return as_recipe(values, printable(next(places, "--from")), _FIX)
 
 
-def _clean_name(made: _Draft) -> None:
+def _clean_name(found: Found) -> None:
     """The run's name, in letters that a folder of runs may have."""
-    name = str(made.values["name"])
+    one = found.values["name"]
+    name = str(one.value)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        made.values["name"] = legal_name(name, "run")
-        made.origins["name"] += printable(f": `{name}` there")
+        found.values["name"] = replace(
+            one, value=legal_name(name, "run"), note=f"`{name}` there"
+        )
 
 
 def _problem(body: str) -> str:
@@ -318,11 +295,11 @@ def _problem(body: str) -> str:
     return ""
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections in the order of the schema."""
+def _nested(found: Found) -> dict[str, Any]:
+    """The values in sections, in the order of the schema."""
     rank = {name: index for index, name in enumerate(Recipe.model_fields)}
-    order = sorted(values, key=lambda key: rank.get(key.partition(".")[0], 0))
-    return nested({key: values[key] for key in order})
+    order = sorted(found.values, key=lambda key: rank.get(key.partition(".")[0], 0))
+    return nested({key: found.values[key].value for key in order})
 
 
 def _lines(values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
