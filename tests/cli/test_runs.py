@@ -111,25 +111,10 @@ def test_what_differs(tmp_path: Path, dmt: Dmt) -> None:
     assert "differs first at step 3, by more than rounding at step 5: 4.9995 instead of" in out
     assert "equal to the last bit at all 10 steps logged in both" in out
     assert "10.0% faster (median tokens/s), loss 4.9200 instead of 4.9200 at step 8" in out
+    assert "9.1% slower" in dmt("report", other, first).out
     assert "                     first    other      first\n" in out
     assert "data.train.1.weight  0.5      0.7        0.5" in out
     assert "adapter              nothing  {rank: 8}  nothing" in out
-
-
-def test_why_a_run_is_slower(tmp_path: Path, dmt: Dmt) -> None:
-    waits = {"first": 0.1, "other": 0.9}
-    for name, each in waits.items():
-        lines = [
-            line | {"data_wait_s": each, "tokens_per_s": 1 / each} for line in metrics(9, 2.0)
-        ]
-        events = [event(0, "launch"), event(10 + 50 * each, "start", step=0), event(90, "save")]
-        run = write(tmp_path / name, events, lines)
-        (run / "plan.json").write_text(json.dumps({"predicted": {"step_time_s": 1 + each}}))
-    out = dmt("report", tmp_path / "first", tmp_path / "other").out
-    assert "88.9% slower" in out
-    assert "  - waiting for data took 45% of the step time, not 5%" in out
-    assert "  - its plan predicts 1.90 s per step, not 1.10 s" in out
-    assert "  - start-up took 55.0 s, not 15.0 s" in out
 
 
 def test_nan_is_a_difference(tmp_path: Path, dmt: Dmt) -> None:

@@ -13,7 +13,6 @@ from toolkit.report.compare import (
     settings_that_differ,
     verdict,
     where_losses_differ,
-    why_speeds_differ,
 )
 from toolkit.report.record import RunRecord
 from toolkit.run.changes import is_stated, shown
@@ -62,9 +61,8 @@ def comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     for name, one in zip(names[1:], found, strict=True):
         yield f"{name}: {where_losses_differ(one)}"
     yield Text("\nverdict", "bold")
-    for name, one, other in zip(names[1:], found, others, strict=True):
+    for name, one in zip(names[1:], found, strict=True):
         yield verdict(name, names[0], one)
-        yield from (f"  - {reason}" for reason in why_speeds_differ(first, other))
     for record in records:
         state, why = record.state
         if state == "failed":

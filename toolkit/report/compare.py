@@ -2,21 +2,18 @@
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.attempts import amount, number, of_plan, step_of
+from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.changes import differences
-from toolkit.text.units import duration, seconds
 
 ROUNDING = 1e-5
 """Relative difference of losses up to which layouts agree (tests/engines/test_parity.py)."""
-NOTABLE = 0.05
-"""Shares, and relative differences, from which on they are named as a cause."""
 NO_DIFFERENCE = ("name",)
 """Settings that every run may have for itself."""
 
@@ -122,22 +119,6 @@ def verdict(name: str, first: str, found: RunDifference) -> str:
         last = found.last
         parts.append(f"loss {last.other:.4f} instead of {last.first:.4f} at step {last.step:,}")
     return f"{name}, next to {first}: {', '.join(parts) or 'nothing to compare yet'}"
-
-
-def why_speeds_differ(first: RunRecord, other: RunRecord) -> Iterator[str]:
-    """What both directories hold on speed and differs, one sentence each."""
-    waits = [one.summary.data_wait_share for one in (first, other)]
-    if waits[0] is not None and waits[1] is not None and abs(waits[1] - waits[0]) >= NOTABLE:
-        yield f"waiting for data took {waits[1]:.0%} of the step time, not {waits[0]:.0%}"
-    predicted = [number(of_plan(one.plan), "step_time_s") for one in (first, other)]
-    if predicted[0] and predicted[1] and abs(predicted[1] / predicted[0] - 1) >= NOTABLE:
-        steps = f"{seconds(predicted[1])} per step, not {seconds(predicted[0])}"
-        yield f"its plan predicts {steps}"
-    mine, theirs = (one.spent.parts_s["start_up"] for one in (first, other))
-    totals = first.spent.total_s, other.spent.total_s
-    if all(totals) and abs(theirs / totals[1] - mine / totals[0]) >= NOTABLE:
-        yield f"start-up took {duration(theirs)}, not {duration(mine)}"
-    yield from (sentence for sentence in other.pace if sentence not in first.pace)
 
 
 def where_losses_differ(found: RunDifference) -> str:

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.report.attempts import amount
@@ -16,30 +15,6 @@ RankLines = Mapping[int, Sequence[Mapping[str, Any]]]
 """Rank → the lines of its file."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """The rank with the longest wait of its own, in seconds per step."""
-
-    rank: int
-    what: str
-    """A key of WAITS."""
-    own_s: float
-    others_s: float
-    """Wait of the rank in the middle of the others."""
-
-
-def straggler(ranks: RankLines) -> Straggler | None:
-    """The rank whose wait is furthest above that of the others."""
-    waits = [
-        Straggler(rank, what, own_s, statistics.median(others))
-        for what in WAITS
-        for means in [{rank: _mean(lines, what) for rank, lines in ranks.items()}]
-        for rank, own_s in means.items()
-        if (others := [mean for other, mean in means.items() if other != rank])
-    ]
-    return max(waits, key=lambda one: one.own_s - one.others_s, default=None)
-
-
 def _mean(lines: Sequence[Mapping[str, Any]], what: str) -> float:
     """The mean of a wait, 0 where nothing is recorded."""
     values = [value for line in lines if (value := amount(line, what)) is not None]
@@ -47,15 +22,20 @@ def _mean(lines: Sequence[Mapping[str, Any]], what: str) -> float:
 
 
 def pace(metrics: Sequence[Mapping[str, Any]], ranks: RankLines) -> list[str]:
-    """A sentence on the rank that holds up the others, if there is one."""
+    """A sentence on the rank whose wait is furthest above that of the others, if it holds
+    them up."""
     times = [each for line in metrics[1:] if (each := amount(line, "step_time_s"))]
-    one = straggler(ranks)
-    if one is None or not times:
-        return []
-    if one.own_s - one.others_s < _HELD_UP * statistics.median(times):
-        return []
-    waited = f"rank {one.rank} {WAITS[one.what]}, {one.own_s:.3g} s per step"
-    return [f"{waited}, longer than the others ({one.others_s:.3g} s)"]
+    waits = []
+    for what, words in WAITS.items():
+        means = {rank: _mean(lines, what) for rank, lines in ranks.items()}
+        for rank, own_s in means.items():
+            if others := [mean for other, mean in means.items() if other != rank]:
+                usual_s = statistics.median(others)
+                said = f"rank {rank} {words}, {own_s:.3g} s per step, longer than the others"
+                waits.append((own_s - usual_s, f"{said} ({usual_s:.3g} s)"))
+    longest_s, said = max(waits, default=(0.0, ""))
+    is_held_up = times and longest_s >= _HELD_UP * statistics.median(times)
+    return [said] if said and is_held_up else []
 
 
 def measured(events: Sequence[Mapping[str, Any]]) -> list[str]:
