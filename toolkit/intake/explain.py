@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from toolkit.errors import Problem
 from toolkit.intake.foreign import FOREIGN_VALUES, foreign, later_value
-from toolkit.recipe import words
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
-from toolkit.recipe.words import Schema, Setting, plain_text, settings
+from toolkit.recipe.words import Setting, members, plain_text, schema_of, settings
 from toolkit.recipe.yaml_text import KeyPath, NumberError, Stated, dotted, resolve_plain
 from toolkit.removed import SETTINGS, VALUES
 from toolkit.text.suggest import closest
@@ -123,20 +122,17 @@ class _Explanation:
         return Problem(dotted(path), found, accepted, fix, *self.stated.place(path))
 
     def wrong_value(self, path: KeyPath, error: str) -> Problem:
-        schema, value = self.settings[setting_of(path)].schema, self.stated.at(path)
+        setting, value = self.settings[setting_of(path)], self.stated.at(path)
         if isinstance(path[-1], int):
-            lists = next(one for one in words.members(schema) if one.get("type") == "array")
-            pair = lists.get("prefixItems")
-            schema = pair[path[-1]] if pair else lists["items"]
+            setting = setting.item(path[-1])
         found = self.stated.text(path)
         if isinstance(value, list) and error in ("too_short", "too_long"):
             found = f"a list of {len(value)}"
-        accepted = words.allowed(schema)
-        fix = _fix(path, schema, self.stated) or f"write {accepted}"
-        return self.problem(path, found, accepted, fix)
+        fix = _fix(path, setting, self.stated) or f"write {setting.allowed}"
+        return self.problem(path, found, setting.allowed, fix)
 
     def wrong_kind(self, path: KeyPath) -> Problem:
-        kinds, here = words.kinds(self.settings[setting_of(path)].sections), (*path, "kind")
+        kinds, here = self.settings[setting_of(path)].kinds, (*path, "kind")
         fix = _similar(self.stated.at(here), [*kinds]) or f"add `kind: {next(iter(kinds))}`"
         return self.problem(here, self.stated.text(here), f"one of {', '.join(kinds)}", fix)
 
@@ -166,11 +162,11 @@ class _Explanation:
         """Keys of the section at a dotted path, of which `kind` may choose one form; of a map
         with fixed keys, those."""
         if not path:
-            return [*words.schema_of(self.section)["properties"]]
+            return [*schema_of(self.section)["properties"]]
         if (setting := self.settings.get(path)) is None:
             return []
-        maps = [one.get("propertyNames", {}) for one in words.members(setting.schema)]
-        chosen = words.kinds(setting.sections).get(str(kind))
+        maps = [one.get("propertyNames", {}) for one in members(setting.schema)]
+        chosen = setting.kinds.get(str(kind))
         forms = [one["properties"] for one in ([chosen] if chosen else setting.sections)]
         forms += [one.get("enum", ()) for one in maps]
         return [*dict.fromkeys(key for keys in forms for key in keys)]
@@ -178,12 +174,10 @@ class _Explanation:
     def what_was_meant(self, name: str, section: str, here: list[str]) -> tuple[str, list[str]]:
         """The fix for an unknown key, and the settings that the user may have meant."""
         around = self.settings.get(re.sub(r"\[\d+\]", "", section))
-        members = words.kinds(around.sections) if around else {}
+        forms = around.kinds if around else {}
 
         def kinds(key: str) -> str:
-            return " or ".join(
-                kind for kind, one in members.items() if key in one["properties"]
-            )
+            return " or ".join(kind for kind, one in forms.items() if key in one["properties"])
 
         if needed := kinds(name):
             return f"remove it, or set kind to {needed}", []
@@ -198,7 +192,7 @@ class _Explanation:
             return other.advice, [other.target] if other.target else []
         if close := closest(name.lower(), here):
             return f"did you mean `{close}`?", [f"{section}.{close}" if section else close]
-        inside = {key for one in members.values() for key in one["properties"]}
+        inside = {key for one in forms.values() for key in one["properties"]}
         if close := closest(name.lower(), inside):
             return f"did you mean `{close}`, with kind {kinds(close)}?", []
         names = [path.rpartition(".")[2] for path in self.settings]
@@ -217,47 +211,47 @@ def _is_inside(key: str, section: str) -> bool:
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
-def _fix(path: KeyPath, schema: Schema, stated: Stated) -> str:
+def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
     """The text to type instead of a value that does not fit; empty where none is known."""
-    value, takes_list = stated.at(path), words.takes(schema, "array")
+    value, takes_list = stated.at(path), setting.takes("array")
     if isinstance(value, list):
         single = len(value) == 1 and not takes_list
         return f"without brackets: {stated.text((*path, 0))}" if single else ""
     if isinstance(value, dict) or value is None:
         return ""
     if isinstance(value, str):
-        return _fix_text(path, value, schema, stated)
+        return _fix_text(path, value, setting, stated)
     key, text = setting_of(path), stated.unquoted(path)
     if takes_list:
-        return _in_brackets(value, text, schema)
+        return _in_brackets(value, text, setting)
     if translated := _translated(key, text):
         return translated
     if isinstance(value, bool):
         word = "auto" if value else "none"
-        return f"write {word}" if word in words.choices(schema) else later_value(key, value)
-    if isinstance(value, float) and words.takes(schema, "integer") and abs(value) < 1e18:
+        return f"write {word}" if word in setting.choices else later_value(key, value)
+    if isinstance(value, float) and setting.takes("integer") and abs(value) < 1e18:
         if value.is_integer():
             return f"write {int(value)}"
         return f"write a whole number, e.g. {round(value)}"
-    if words.takes(schema, "string") and not words.choices(schema):
+    if setting.takes("string") and not setting.choices:
         return f'put it in quotes: "{text}"'
-    return _nearest(value, schema)
+    return _nearest(value, setting)
 
 
-def _fix_text(path: KeyPath, text: str, schema: Schema, stated: Stated) -> str:
-    key, choices = setting_of(path), words.choices(schema)
-    numbers = words.takes(schema, "integer", "number")
-    if words.takes(schema, "boolean") and text.lower() in _YES_NO:
+def _fix_text(path: KeyPath, text: str, setting: Setting, stated: Stated) -> str:
+    key, choices = setting_of(path), setting.choices
+    numbers = setting.takes("integer", "number")
+    if setting.takes("boolean") and text.lower() in _YES_NO:
         return f"write {_YES_NO[text.lower()]}"
     value = _plain_value(text) if stated.is_quoted(path) else None
-    is_boolean = isinstance(value, bool) and words.takes(schema, "boolean")
+    is_boolean = isinstance(value, bool) and setting.takes("boolean")
     if is_boolean or (numbers and isinstance(value, int | float)):
         return f"remove the quotes: {text}"
     if numbers and (number := _spelt_out(text)):
         return f"write {number}"
     if translated := _translated(key, text):
         return translated
-    if words.takes(schema, "array"):
+    if setting.takes("array"):
         return f"put it in brackets: [{stated.text(path)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
         return f"write {slug}"
@@ -273,10 +267,10 @@ def _translated(key: str, text: str) -> str:
     return later_value(key, text)
 
 
-def _in_brackets(value: Any, text: str, schema: Schema) -> str:
+def _in_brackets(value: Any, text: str, setting: Setting) -> str:
     """One value where a list is wanted; of a pair, the others as by default."""
-    default = schema.get("default") or []
-    if not any("prefixItems" in one for one in words.members(schema)):
+    default = setting.schema.get("default") or []
+    if not any("prefixItems" in one for one in members(setting.schema)):
         return f"put it in brackets: [{text}]"
     if isinstance(value, bool) or len(default) < 2:
         return ""
@@ -304,9 +298,9 @@ def _spelt_out(text: str) -> str:
     return plain_text(int(product) if product == int(product) else product)
 
 
-def _nearest(value: float, schema: Schema) -> str:
+def _nearest(value: float, setting: Setting) -> str:
     """For a number out of range: the bound that it misses."""
-    for one in words.members(schema):
+    for one in members(setting.schema):
         for name, misses, fix in _BOUNDS:
             if name in one and misses(value, one[name]):
                 return fix.format(one[name])

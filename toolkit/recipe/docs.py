@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.recipe.words import Schema, Setting, kinds, schema_of, settings
+from toolkit.recipe.words import Schema, Setting, schema_of, settings
 from toolkit.text.generated import write_or_check
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
@@ -47,7 +47,7 @@ def render() -> str:
     lines = [_PREFACE, "## Top level", "", *_lines(schema_of())]
     seen: set[str] = set()
     for path, setting in settings().items():
-        names = {one["title"]: kind for kind, one in kinds(setting.sections).items()}
+        names = {one["title"]: kind for kind, one in setting.kinds.items()}
         shown: dict[str, str] = {}
         for section in setting.sections:
             if (title := section["title"]) in seen:

@@ -47,17 +47,39 @@ class Setting:
 
     @property
     def sections(self) -> list[Schema]:
-        """The sections that its value or its items may be: none for plain values."""
-        return sections(self.schema)
+        """The sections that its value or its items may be, each once: none for plain values."""
+        found: dict[str, Schema] = {}
+        for one in members(self.schema):
+            if "properties" in one:
+                found[one["title"]] = one
+            elif one.get("items"):
+                items = Setting(self.path, one["items"], self.is_required)
+                found |= {item["title"]: item for item in items.sections}
+        return list(found.values())
+
+    @property
+    def kinds(self) -> dict[str, Schema]:
+        """Sections by the `kind` that chooses one of them; empty unless they are several."""
+        some = self.sections
+        return (
+            {} if len(some) < 2 else {one["properties"]["kind"]["const"]: one for one in some}
+        )
 
     @property
     def choices(self) -> list[str]:
         """The words that the value may be, e.g. `auto` or `cosine`."""
-        return choices(self.schema)
+        found = (one.get("enum") or [one.get("const")] for one in members(self.schema))
+        return [word for words in found for word in words if isinstance(word, str)]
 
     def takes(self, *types: str) -> bool:
         """True if a value may be of one of JSON's types (`integer`, `array`)."""
-        return takes(self.schema, *types)
+        return any(one.get("type") in types for one in members(self.schema))
+
+    def item(self, index: int) -> "Setting":
+        """The same setting's item of that index, of a list or a pair."""
+        lists = next(one for one in members(self.schema) if one.get("type") == "array")
+        pair = lists.get("prefixItems")
+        return Setting(self.path, pair[index] if pair else lists["items"], self.is_required)
 
 
 @cache
@@ -98,42 +120,16 @@ def members(schema: Schema) -> list[Schema]:
     return [member for one in inner for member in members(one)] if inner else [schema]
 
 
-def sections(schema: Schema) -> list[Schema]:
-    """The sections that a value or its items may be, each once."""
-    found: dict[str, Schema] = {}
-    for one in members(schema):
-        if "properties" in one:
-            found[one["title"]] = one
-        elif one.get("items"):
-            found |= {item["title"]: item for item in sections(one["items"])}
-    return list(found.values())
-
-
-def kinds(some: list[Schema]) -> dict[str, Schema]:
-    """Sections by the `kind` that chooses one of them; empty unless they are several."""
-    if len(some) < 2:
-        return {}
-    return {one["properties"]["kind"]["const"]: one for one in some}
-
-
-def takes(schema: Schema, *types: str) -> bool:
-    """True if a value may be of one of JSON's types."""
-    return any(one.get("type") in types for one in members(schema))
-
-
-def choices(schema: Schema) -> list[str]:
-    """The words that a value may be."""
-    found = (one.get("enum") or [one.get("const")] for one in members(schema))
-    return [word for words in found for word in words if isinstance(word, str)]
-
-
 def allowed(schema: Schema) -> str:
     """The values that a schema accepts, in words: "an integer ≥ 1, or auto"."""
-    maps = [one for one in members(schema) if "properties" in one]
-    tags = kinds(maps)
-    texts = [f"a map with `kind` one of {', '.join(tags)}"] if tags else []
-    texts += [_member(one) for one in members(schema) if not (tags and one in maps)]
-    return ", or ".join(texts)
+    every = members(schema)
+    tags = [one["properties"]["kind"]["const"] for one in every if _has_kind(one)]
+    texts = [_member(one) for one in every if not _has_kind(one)]
+    return ", or ".join([f"a map with `kind` one of {', '.join(tags)}"] * bool(tags) + texts)
+
+
+def _has_kind(schema: Schema) -> bool:
+    return "const" in schema.get("properties", {}).get("kind", {})
 
 
 def _member(schema: Schema) -> str:
