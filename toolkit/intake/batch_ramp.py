@@ -30,20 +30,11 @@ def ramp_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _sizes(recipe: Recipe, ramp: BatchRampSection) -> Iterator[Problem]:
     """Every size must be a multiple of what all ranks compute at once."""
-    difference = recipe.training.global_batch_size - ramp.start
     ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
     micro = recipe.training.micro_batch_size
     unit = ranks if micro == "auto" else ranks * micro
-    if ramp.start % unit:
-        near = max(unit, ramp.start // unit * unit)
-        allowed = f"a multiple of {unit} (micro batch · data-parallel ranks)"
-        fix = f"set {_KEY}.start to {near}"
-        yield Problem(f"{_KEY}.start", str(ramp.start), allowed, fix)
-    elif difference % ramp.increment or ramp.increment % unit:
-        fits = [size for size in range(unit, difference + 1, unit) if difference % size == 0]
-        nearest = sorted(fits, key=lambda size: abs(size - ramp.increment))[:1]
-        what = f"a divisor of {difference}, the rest of the batch, and a multiple of {unit}"
-        fix = f"choose another {_KEY}.start"
-        if nearest:
-            fix = f"set {_KEY}.increment to {nearest[0]}"
-        yield Problem(f"{_KEY}.increment", str(ramp.increment), what, fix)
+    for name, size in (("start", ramp.start), ("increment", ramp.increment)):
+        if size % unit:
+            allowed = f"a multiple of {unit} (micro batch · data-parallel ranks)"
+            fix = f"set {_KEY}.{name} to {max(unit, size // unit * unit)}"
+            yield Problem(f"{_KEY}.{name}", str(size), allowed, fix)

@@ -14,7 +14,7 @@ from toolkit.intake.explain import MAX_PROBLEMS, UNKNOWN_KEY, explain
 from toolkit.intake.layers import merge, read_layers
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, dotted, parts_of
-from toolkit.text.redact import MASK, Redactor
+from toolkit.text.redact import MASK, redact, redactor
 from toolkit.text.units import shortened
 
 _LONGEST_TEXT = 200
@@ -37,12 +37,11 @@ def load_recipe(
     section = {} if cluster is None else find_cluster(cluster).section
     there = [f"cluster.{key}={value}" for key, value in section.items()]
     stated = [overrides] if isinstance(overrides, str) else overrides
-    redactor = Redactor()
     try:
         layers = read_layers(Path(path), [*stated, *there])
     except RecipeError as error:
-        raise RecipeError(_presentable(error.problems, (), redactor)) from None
-    problems = [one for layer in layers.each for one in _secrets(layer, redactor)]
+        raise RecipeError(_presentable(error.problems, ())) from None
+    problems = [one for layer in layers.each for one in _secrets(layer)]
     problems += layers.problems
     try:
         recipe = Recipe.model_validate(layers.merged.data)
@@ -53,7 +52,7 @@ def load_recipe(
     except RecipeError as error:
         problems += error.problems
     if problems:
-        raise RecipeError(_presentable(problems, layers.files, redactor))
+        raise RecipeError(_presentable(problems, layers.files))
     return recipe
 
 
@@ -67,17 +66,18 @@ def refused_value(path: Path, overrides: Sequence[str], stated: Stated) -> Probl
         Recipe.model_validate(whole.data)
     except ValidationError as error:
         found = [one for one in explain(error, whole) if one.file == stated.places[()].file]
-        return _presentable(found, (), Redactor())[0] if found else None
+        return _presentable(found, ())[0] if found else None
     return None
 
 
-def _secrets(stated: Stated, redactor: Redactor) -> Iterator[Problem]:
+def _secrets(stated: Stated) -> Iterator[Problem]:
     """Credentials anywhere in a file; the values themselves are never shown."""
+    looks_secret = redactor().looks_secret
     for path in stated.written:
         value = stated.at(path)
         if isinstance(value, str):  # as written: a path has been made absolute
             value = stated.unquoted(path)
-        if redactor.looks_secret(dotted(path), value):
+        if looks_secret(dotted(path), value):
             fix = "remove it and set the environment variable (HF_TOKEN, WANDB_API_KEY) instead"
             place = stated.place(path)
             yield Problem(dotted(path), MASK, "no credentials in a recipe", fix, *place)
@@ -86,7 +86,7 @@ def _secrets(stated: Stated, redactor: Redactor) -> Iterator[Problem]:
 def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
     """A problem that was found after loading, with its place in the recipe at `path` unless
     it is in another file; secrets masked."""
-    redacted = replace(problem, found=Redactor().redact(problem.found))
+    redacted = replace(problem, found=redact(problem.found))
     if problem.file:
         return redacted
     return _placed(redacted, read_layers(path, overrides).merged)
@@ -97,9 +97,7 @@ def _placed(problem: Problem, stated: Stated) -> Problem:
     return replace(problem, file=file, line=line)
 
 
-def _presentable(
-    problems: Iterable[Problem], files: Sequence[str], redactor: Redactor
-) -> list[Problem]:
+def _presentable(problems: Iterable[Problem], files: Sequence[str]) -> list[Problem]:
     """One problem per setting, in file order, short, with secrets masked."""
     first: dict[tuple[str, str], Problem] = {}
     for problem in problems:
@@ -113,16 +111,19 @@ def _presentable(
         last = Problem(WHOLE_FILE, found, "none", "is this a recipe?", *place)
         ordered = [*ordered[:MAX_PROBLEMS], last]
 
+    mask = redactor().redact
+
     def short(text: str) -> str:
-        return shortened(redactor.redact(text), _LONGEST_TEXT)
+        return shortened(mask(text), _LONGEST_TEXT)
 
     return [
-        replace(
-            one,
-            key=short(one.key),
-            found=short(one.found),
-            allowed=redactor.redact(one.allowed),
-            fix=short(one.fix),
+        Problem(
+            short(one.key),
+            short(one.found),
+            mask(one.allowed),
+            short(one.fix),
+            one.file,
+            one.line,
         )
         for one in ordered
     ]

@@ -36,12 +36,7 @@ def _weights(recipe: Recipe, key: str, weights: dict[str, float]) -> Iterator[Pr
         return
     titles = {source.title for source in data.sources}
     if weights.keys() != titles:
-        missing, unknown = titles - weights.keys(), weights.keys() - titles
-        found = " and ".join(
-            f"{what} {', '.join(sorted(names))}"
-            for what, names in (("nothing for", missing), ("unknown sources", unknown))
-            if names
-        )
+        found = f"weights of {', '.join(sorted(weights)) or 'none'}"
         allowed = f"a weight for each of {', '.join(sorted(titles))}"
         fix = "name every source once (0: none of it); `label` names a source"
         yield Problem(key, found, allowed, fix)

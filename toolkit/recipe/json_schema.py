@@ -4,7 +4,6 @@ Draft 7, which all of them know. It judges one file: a recipe with `extends` nee
 others require. Rules that join two settings are `dmt check`'s.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +18,6 @@ _EXTENDS = {
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
     ],
 }
-_CONTROL = {r"\P{Cc}": r"[^\x00-\x1f\x7f-\x9f]", r"\p{Cc}": r"\x00-\x1f\x7f-\x9f"}
-"""Unicode's class in our patterns as ranges, because not every validator knows classes."""
 _RENAMED = {"prefixItems": "items", "oneOf": "anyOf"}
 """Draft 7's word; a map whose `kind` another file states may be one of several."""
 _LEFT_OUT = ("accepts", "title", "required", "discriminator")
@@ -66,8 +63,6 @@ def _plain(node: Any) -> Any:
             plain[key] = value
         elif key == "description":
             plain[key] = " ".join(value.split())
-        elif key == "pattern":
-            plain[key] = re.sub(r"\\[pP]\{Cc\}", lambda found: _CONTROL[found[0]], value)
         elif key not in _LEFT_OUT:
             plain[_RENAMED.get(str(key), str(key))] = _plain(value)
     return plain

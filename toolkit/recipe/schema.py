@@ -74,7 +74,7 @@ HostPort: TypeAlias = Annotated[
 ]
 WandbName: TypeAlias = Annotated[
     str,
-    Field(pattern=r"^[^/\\#?%:\p{Cc}]{1,128}$"),
+    Field(pattern=r"^[^/\\#?%:\x00-\x1f\x7f-\x9f]{1,128}$"),
     Wording("1 to 128 characters, without `/\\#?%:` and control characters"),
 ]
 """A project's name as wandb accepts it, without characters that its server refuses."""
@@ -85,7 +85,7 @@ TrackerName: TypeAlias = Annotated[
 ]
 WandbTag: TypeAlias = Annotated[
     str,
-    Field(pattern=r"^\P{Cc}{1,64}$"),
+    Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,64}$"),
     Wording("1 to 64 characters, none of them a control character"),
 ]
 SlurmValue: TypeAlias = Annotated[
@@ -409,7 +409,7 @@ class BatchRampSection(Section):
     start: Positive
     """Samples of the first steps."""
     increment: Positive
-    """Samples that are added each time."""
+    """Samples added each time, fewer the last time."""
     steps: Positive | None = None
     """Steps until the batch is whole, divided evenly among the sizes before."""
     tokens: TokenCount | None = None

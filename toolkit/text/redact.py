@@ -105,14 +105,6 @@ def secret_variable(name: str) -> bool:
     return bool(_SECRET_VARIABLE.search(name)) and name not in _INNOCENT_VARIABLES
 
 
-def secret_key(key: str) -> bool:
-    """Does a setting's dotted name say that its value is a secret?
-
-    `api_key`, `hf_token`, `secrets.login` do; `tokens`, `tokenizer`, `pad_token` do not.
-    """
-    return any(_secret_words(_words(part)) for part in key.split("."))
-
-
 def looks_secret(key: str, value: object) -> bool:
     """Is `value`, stated under the dotted `key`, a credential that must not be written?
 
@@ -140,16 +132,15 @@ def copy_to_log(lines: TextIO, log: Path) -> None:
 
 
 def redactor() -> "Redactor":
-    """That of the current environment: for many texts at once."""
-    return _redactor(_environment_secrets(os.environ))
+    """The redactor of the current environment: for many texts at once."""
+    return _redactor(environment_secrets(os.environ))
 
 
 class Redactor:
     """Masks the secrets of one environment; build once, use for every text."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: names and values to take secrets from; default `os.environ`."""
-        self._secrets = _environment_secrets(os.environ if environment is None else environment)
+    def __init__(self, secrets: frozenset[str]) -> None:
+        self._secrets = secrets
         spelt = {text for secret in self._secrets for text in _spellings(secret)}
         longest_first = sorted(spelt, key=len, reverse=True)
         self._values = (
@@ -159,12 +150,13 @@ class Redactor:
     def looks_secret(self, key: str, value: object) -> bool:
         """Is `value`, stated under the dotted `key`, a credential?
 
-        Judged by the key's name, by the value's shape (tokens, logins in URLs, long hex or
-        base64 outside of revisions and hashes) and by this environment's secrets.
+        Judged by the key's name (`api_key`, `hf_token` and `secrets.login`, but not `tokens`
+        and `pad_token`), by the value's shape (tokens, logins in URLs, long hex or base64
+        outside of revisions and hashes) and by this environment's secrets.
         """
         if value is None or isinstance(value, bool):
             return False
-        if secret_key(key):
+        if any(_secret_words(_words(part)) for part in key.split(".")):
             return True
         if not isinstance(value, str):
             return False
@@ -187,12 +179,11 @@ class Redactor:
         return _CREDENTIAL.sub(MASK, text)
 
 
-@lru_cache(maxsize=8)
-def _redactor(secrets: frozenset[str]) -> Redactor:
-    return Redactor({f"SECRET_{index}": secret for index, secret in enumerate(secrets)})
+_redactor = lru_cache(maxsize=8)(Redactor)
 
 
-def _environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
+def environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
+    """The values of variables that are secrets by their names."""
     values = (value.strip() for name, value in environment.items() if secret_variable(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
 
