@@ -23,7 +23,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from toolkit.accelerate import training_arguments
 from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.lora import Lora
-from toolkit.data.chat.named import stated_template
+from toolkit.data.chat.template import stated_template
 from toolkit.data.files import cache_folder
 from toolkit.data.records import open_records
 from toolkit.data.tokenizers import load_tokenizer

@@ -48,7 +48,6 @@ def test_prepare(recipe: Path) -> None:
     }
     assert said["validation"]["documents"] == 2
     assert said["vocab_size"] == 257
-    assert 2 < said["unigram_entropy_nats"] < 3
     text = dmt_data("prepare", recipe)
     assert "train: 6 documents, 696 tokens, 86 samples of 8" in text
 

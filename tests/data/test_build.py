@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from toolkit.data.build import TrainingData, build_data
@@ -54,8 +53,6 @@ def test_without_validation(base: Path) -> None:
     assert data.validation == {}
     assert len(text(data.train).stream) == N_DOCUMENTS * 11
     assert len(data.train) == (N_DOCUMENTS * 11 - 1) // 4
-    shares = np.array([10] * 12 + [12]) / 132
-    assert data.unigram_entropy_nats() == pytest.approx(-(shares * np.log(shares)).sum())
 
 
 def test_isolated_documents_are_other_data(base: Path) -> None:

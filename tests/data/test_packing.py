@@ -131,18 +131,6 @@ def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
         dataset.rows(0)
 
 
-def test_token_counts(tokenized: Tokenized, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = tokenized([[0, 0, 1], [9, 9, 9, 9, 2]])
-    dataset = StreamSamples(TokenStream.only(data, np.array([0])), 1)
-    assert dataset.token_counts().tolist() == [2, 1]
-    monkeypatch.setattr("toolkit.data.packing._CHUNK_TOKENS", 3)
-    assert StreamSamples(TokenStream.whole(data), 1).token_counts().tolist() == [
-        *[2, 1, 1],
-        *[0] * 6,
-        4,
-    ]
-
-
 @given(
     n_documents=st.integers(2, 500),
     fraction=st.floats(0.001, 0.999),

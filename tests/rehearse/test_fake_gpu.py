@@ -98,9 +98,16 @@ def is_layer(module: nn.Module) -> bool:
 
 def place() -> str:
     """`file:line function` of the innermost frame outside of torch and of rehearsals."""
-    skipped = {"torch", "rehearse", "contextlib.py", "functools.py", "cuda_accelerator.py"}
+    skipped = (
+        "/torch/",
+        "/rehearse/gpu/",
+        "/tests/",
+        "contextlib",
+        "functools",
+        "_accelerator.py",
+    )
     for frame in reversed(traceback.extract_stack()):
-        if not skipped & {*Path(frame.filename).parts}:
+        if not any(one in frame.filename for one in skipped):
             return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
     return "torch"
 

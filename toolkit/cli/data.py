@@ -76,7 +76,6 @@ class _Summary:
     """The sources of a blend; empty for one source."""
     sequence_length: int
     vocab_size: int
-    unigram_entropy_nats: float
     fingerprint: str
     cache: str
 
@@ -96,7 +95,6 @@ def _prepared(summary: _Summary) -> "Iterator[str]":
             f"over {side.documents:,} documents, {side.tokens:,} tokens, "
             f"{side.samples:,} samples"
         )
-    yield f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token"
     yield f"cache: {summary.cache}"
 
 
@@ -117,7 +115,6 @@ def _prepare(recipe: Recipe) -> _Summary:
         sources=tuple(_sources(recipe, data)),
         sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
-        unigram_entropy_nats=data.unigram_entropy_nats(),
         fingerprint=data.fingerprint,
         cache=str(cache_folder(recipe.data.cache, Path.cwd())),
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
-from toolkit.data.chat.named import stated_template
 from toolkit.data.chat.report import ChatReport
+from toolkit.data.chat.template import stated_template
 from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.formats.indexed import write_indexed
@@ -109,20 +109,6 @@ class TrainingData:
                 if count > len(source.train):
                     times = count / len(source.train)
                     yield f"data: `{source.title}` is seen {times:.1f} times in this run"
-
-    def unigram_entropy_nats(self) -> float:
-        """Unigram entropy of the first tokens of training; a model that learns anything falls
-        below it."""
-        weights = [1.0]
-        if isinstance(self.order, BlendOrder):
-            ((_, parts),) = self.order.begun(0)
-            weights = [part / sum(parts) for part in parts]
-        found = [source.train.token_counts() for source in self.sources]
-        shares = np.zeros(max(map(len, found)))
-        for weight, counts in zip(weights, found, strict=True):
-            shares[: len(counts)] += weight * counts / counts.sum()
-        shares = shares[shares > 0]
-        return float(-(shares * np.log(shares)).sum())
 
 
 def recipe_data(

@@ -18,7 +18,7 @@ from toolkit.data.chat.conversations import (
     examples_of,
     needs_template,
 )
-from toolkit.data.chat.named import stated_template
+from toolkit.data.chat.template import stated_template
 from toolkit.data.columns import check_column
 from toolkit.data.listing import check_beginning, find_files
 from toolkit.data.readers import columns_of, ending_of, read_rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.formats.indexed import IndexedTokens
-from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents, occurrences
+from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
@@ -80,12 +80,6 @@ class TokenStream:
         pieces = self._pieces(start, stop)
         read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
         return read.astype(np.int64), self.document_ends(start, stop)
-
-    def beginning(self) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """What `read` gives, piece by piece, of all tokens."""
-        n_tokens = len(self)
-        for start in range(0, n_tokens, _CHUNK_TOKENS):
-            yield self.read(start, min(start + _CHUNK_TOKENS, n_tokens))
 
     def document_lengths(self, n_tokens: int) -> Int64Array:
         """Tokens of each document that ends in the first so many tokens, from the index."""
@@ -223,11 +217,6 @@ class StreamSamples:
             bounds = [0, *(ends[ends < size - 1] + 1).tolist(), size]
             found += [tokens.between(first, end) for first, end in pairwise(bounds)]
         return found
-
-    def token_counts(self) -> Int64Array:
-        """How often each token id is trained, int64 [largest id + 1]."""
-        pieces = (self._marked(stored) for stored, _ in self.stream.beginning())
-        return occurrences(tokens.ids[tokens.trained] for tokens in pieces)
 
     def _rows_of(self, index: int) -> list[list[Part]]:
         """The parts of each row of sample `index`."""

@@ -1,6 +1,6 @@
 """The interface of a data set: samples, each of one or several rows of a micro batch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -55,16 +55,6 @@ def documents(starts: Int64Array, length: int) -> tuple[npt.NDArray[np.int32], I
     places = np.arange(length)
     segments = np.searchsorted(starts, places, side="right") - 1
     return segments.astype(np.int32), places - starts[segments]
-
-
-def occurrences(pieces: Iterable[Int64Array]) -> Int64Array:
-    """How often each token id occurs, int64 [largest id + 1]."""
-    counts = np.zeros(0, dtype=np.int64)
-    for piece in pieces:
-        more = np.bincount(piece, minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
-    return counts
 
 
 class Samples(Protocol):

@@ -3,7 +3,7 @@
 import re
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -53,8 +53,8 @@ class Held:
 class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Storages on the GPU, from allocation until nothing refers to them.
 
-    A storage is attributed to the module whose forward pass allocates it; in the backward pass,
-    to the module whose autograd node runs.
+    A storage is attributed to the module whose forward pass allocates it, otherwise to the
+    code location.
     """
 
     def __init__(self, routed: float = 0.0) -> None:
@@ -66,13 +66,10 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: Any = WeakIdKeyDictionary()
         """By the storage, while it is alive."""
         self._start = 0
-        """The number of the first event that `peak` looks at."""
-        self._trains = False
+        """The number of the first event that `peak` looks at; 0 before any step."""
         self._names: Any = weakref.WeakKeyDictionary()
         self._modules: list[nn.Module] = []
         """Modules whose forward passes are running, the innermost last."""
-        self._made_nodes: dict[int, str] = {}
-        """By the sequence number of an autograd node, the module that created it."""
 
     def own(self, modules: Iterable[nn.Module]) -> None:
         """Weights, buffers and lasting gradients of a model that was built."""
@@ -88,21 +85,18 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Begin a step."""
-        self._trains, self._start = True, len(self._events)
+        self._start = len(self._events)
 
     def peak(self) -> Peak:
         """The peak since the last `begin`."""
         totals = list(accumulate((size for size, _ in self._events), initial=0))
         last = max(range(self._start, len(totals)), key=totals.__getitem__)
-        held: dict[str, Counter[str]] = {}
+        held: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for size, one in self._events[:last]:
-            held.setdefault(one.kind, Counter())[one.place] += size
+            held[one.kind][one.place] += size
         ranked = sorted(held.items(), key=lambda item: -item[1].total())
-        holders = {
-            kind: {place: size for place, size in places.most_common() if size}
-            for kind, places in ranked
-        }
-        return Peak(totals[last], {kind: places for kind, places in holders.items() if places})
+        holders = {kind: dict((+places).most_common()) for kind, places in ranked if +places}
+        return Peak(totals[last], holders)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -110,13 +104,11 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if DTensor in types:
             return NotImplemented  # what it does with its parts comes here, too
         out = answers.run(func, args, kwargs or {}, self._routed)
-        if _backward_node() is None and torch.is_grad_enabled():
-            self._module()
-        for one in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+        for one in tree_leaves(out):
             if isinstance(one, FakeTensor) and one.device.type == "cuda":
                 self._see(one.untyped_storage(), func)
         if func.namespace == "c10d" and "gather" in func._opname:
-            self._relabel(tree_leaves(args[0]), COMMUNICATION, self._module(), only=_PASSING)
+            self._relabel(tree_leaves(args[0]), COMMUNICATION, self._place(), only=_PASSING)
         if func is torch.ops.aten.resize_.default:
             self._resized(args[0].untyped_storage())
         return out
@@ -199,37 +191,25 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((more, held))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
-        """Kind and module or place of what is allocated now; None for what has a shape only."""
-        place, inside = _place()
+        """Kind and place of what is allocated now; None for what has a shape only."""
+        code, inside = _code_location()
         if _SHAPES in inside:
             return None
         namespace = "" if func is None else func.namespace
         if _COLLECTIVES in inside or namespace in ("c10d", "_c10d_functional"):
-            return COMMUNICATION, place
-        if _backward_node() is not None:
-            return BACKWARD, self._module() or place
-        if self._trains and (self._modules or torch.is_grad_enabled()):
-            return ACTIVATIONS, self._module()
-        return OTHER, place
+            return COMMUNICATION, code
+        if torch._C._current_autograd_node() is not None:
+            return BACKWARD, self._place()
+        if self._start and (self._modules or torch.is_grad_enabled()):
+            return ACTIVATIONS, self._place()
+        return OTHER, code
 
-    def _module(self) -> str:
+    def _place(self) -> str:
         """The current module; outside of all modules, the code location."""
-        node = _backward_node()
-        if node is not None and not self._modules:
-            return self._made_nodes.get(node._sequence_nr(), "")
-        if self._modules:
-            module = self._modules[-1]
-            name: str = self._names.get(module, type(module).__name__)
-        else:
-            name, _ = _place()
-        if node is None:  # the graph of what is computed again is not the one that is used
-            made = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            self._made_nodes[made] = name
-        return name
-
-
-def _backward_node() -> Any:
-    return torch._C._current_autograd_node()
+        if not self._modules:
+            return _code_location()[0]
+        module = self._modules[-1]
+        return str(self._names.get(module, type(module).__name__))
 
 
 def _local(tensor: Any) -> Any:
@@ -242,7 +222,7 @@ def _collapsed(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
-def _place() -> tuple[str, set[str]]:
+def _code_location() -> tuple[str, set[str]]:
     """`file.py function` of the innermost frame outside of torch, and which of the known parts
     of torch are inside of it."""
     frame: Any = sys._getframe(1)
