@@ -83,7 +83,8 @@ SETTINGS: dict[str, str] = {
         f"launch.kubernetes.{key}": f"remove it: {always}, or change the manifest that "
         "`dmt render RECIPE --to kubernetes` prints"
         for key, always in {
-            "runtime": "a TrainJob is built on torch-distributed",
+            "kind": "the job is a plain Job, which needs no operator",
+            "runtime": "a plain Job has none",
             "mount_path": "the volume is mounted at /dmt",
             "labels": "the job has none",
         }.items()
@@ -119,6 +120,7 @@ DEFAULTS: dict[str, object] = {
     "launch.remote_start": "pdsh",
     "launch.spares": 0,
     "launch.kubernetes.gpu_resource": "nvidia.com/gpu",
+    "launch.kubernetes.kind": "pytorchjob",
     "launch.kubernetes.runtime": "torch-distributed",
     "launch.kubernetes.mount_path": "/dmt",
     "optimizer.muon.nesterov": True,

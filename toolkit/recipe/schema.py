@@ -880,11 +880,8 @@ class SlurmSection(Section):
 
 
 class KubernetesSection(Section):
-    """The job that `launcher: kubernetes` creates: Kubeflow's PyTorchJob or TrainJob."""
+    """The job that `launcher: kubernetes` creates."""
 
-    kind: Literal["pytorchjob", "trainjob"] = "pytorchjob"
-    """`pytorchjob`: of Kubeflow's training operator (v1). `trainjob`: of Kubeflow Trainer 2.2
-    or later, on the runtime `torch-distributed`."""
     image: NonEmpty | None = None
     """Container image with DMT installed; needed for this launcher."""
     namespace: KubernetesName = "default"

@@ -20,8 +20,7 @@ def test_a_manifest_is_data(text: str) -> None:
     ((_, content),) = spec.files.items()
     recipe, made = YAML(typ="safe").load_all(content)
     assert recipe["data"]["recipe.yaml"].split() == job.recipe.split()
-    template = made["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
-    assert template["spec"]["containers"][0]["image"] == text
+    assert made["spec"]["template"]["spec"]["containers"][0]["image"] == text
     assert spec.argv[:3] == ("kubectl", "create", "-f")
 
 

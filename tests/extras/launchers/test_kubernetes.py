@@ -1,16 +1,10 @@
-"""The jobs are what Kubeflow's and Kubernetes' published schemas allow."""
+"""The manifests are what Kubernetes' published schemas allow."""
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import kubernetes_validate
 import pytest
-from kubeflow.training import models
-from kubeflow.training.models import KubeflowOrgV1PyTorchJob
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
-from kubernetes.client import ApiClient
 from ruamel.yaml import YAML
 
 from tests.processes import ROOT
@@ -56,92 +50,43 @@ def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[
 
 @pytest.mark.parametrize("nodes", [1, 4])
 @pytest.mark.parametrize("gpu, own", [("cpu", {}), ("h100-80gb", CLUSTERS_OWN)])
-def test_the_schemas_accept_it(nodes, gpu, own):
-    config, job = documents(nodes, gpu, **own)
-    kubernetes_validate.validate(config, "1.31", strict=True)
-    # The SDK's classes are generated from the operator's schema. They drop what they do
-    # not know: nothing may be missing from what they give back.
-    client = ApiClient()
-    client_models = {**vars(models), **vars(__import__("kubernetes").client.models)}
-    read = _reader(client_models).deserialize(
-        SimpleNamespace(data=json.dumps(job)), KubeflowOrgV1PyTorchJob
-    )
-    assert client.sanitize_for_serialization(read) == job
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
-        kubernetes_validate.validate(
-            {**pod, "spec": {**replica["template"]["spec"], "restartPolicy": "OnFailure"}},
-            "1.31",
-            strict=True,
-        )
+def test_the_schemas_accept_it(nodes: int, gpu: str, own: dict[str, Any]) -> None:
+    made = documents(nodes, gpu, **own)
+    kinds = [one["kind"] for one in made]
+    assert kinds == (["ConfigMap", "Job"] if nodes == 1 else ["ConfigMap", "Service", "Job"])
+    for one in made:
+        kubernetes_validate.validate(one, "1.31", strict=True)
 
 
-def _reader(classes: dict[str, Any]) -> ApiClient:
-    """A client that finds the operator's classes beside Kubernetes' own."""
-    client = ApiClient()
-    private = "_ApiClient__deserialize"
-    own = getattr(client, private)
-
-    def deserialize(data: Any, kind: Any) -> Any:
-        if isinstance(kind, str) and kind in classes:
-            kind = classes[kind]
-        return own(data, kind)
-
-    setattr(client, private, deserialize)
-    return client
-
-
-def test_every_pod_runs_dmt_launch():
-    config, job = documents(4, "h100-80gb")
+def test_every_pod_runs_dmt_launch() -> None:
+    config, service, job = documents(4, "h100-80gb")
     assert config["data"] == {"recipe.yaml": "name: Tiny_llama.v2\n"}
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert {name: one["replicas"] for name, one in replicas.items()} == {
-        "Master": 1,
-        "Worker": 3,
-    }
-    pod = replicas["Worker"]["template"]["spec"]
+    spec, name = job["spec"], job["metadata"]["name"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == (
+        "Indexed",
+        4,
+        4,
+    )
+    assert spec["backoffLimit"] == 3
+    pod = spec["template"]["spec"]
+    # The pods of an indexed Job are called NAME-INDEX, and the service makes that a name.
+    assert pod["subdomain"] == service["metadata"]["name"] == name
+    assert service["spec"]["selector"] == {"job-name": name}
     (container,) = pod["containers"]
     assert container["command"] == [
         *("python", "-P", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
         *("--run-dir", "/dmt/runs/tiny", "--launcher", "local"),
-        *("--set", f"launch.rendezvous={config['metadata']['name']}-master-0:29400"),
+        *("--set", f"launch.rendezvous={name}-0.{name}:29400"),
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert container["env"] == [{"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"}]
     assert pod["terminationGracePeriodSeconds"] == 120
-    assert job["spec"]["runPolicy"]["backoffLimit"] == 3
-
-
-@pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
-def test_kubeflow_trainers_schema_accepts_the_train_job(nodes, gpu):
-    _, job = documents(nodes, gpu, kind="trainjob", **{**CLUSTERS_OWN, "env_from": None})
-    read = TrainerV1alpha1TrainJob.from_dict(job)  # its fields are optional: compare them all
-    assert read is not None and read.to_dict() == job
-    trainer = job["spec"]["trainer"]
-    assert trainer["command"][:3] == ["env", "--chdir=/dmt", "python"]
-    assert trainer["resourcesPerNode"]["requests"] == {"cpu": "64"}
-    ((patch,),) = [
-        one["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-        for one in job["spec"]["runtimePatches"]
-    ]
-    pod = patch["template"]["spec"]["template"]["spec"]
-    assert pod["nodeSelector"] == {"pool": "h100"}
-    assert pod["containers"][0]["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
-    assert [one["name"] for one in pod["volumes"]] == ["work", "recipe", "shm"]
-
-
-def test_a_train_job_refuses_what_it_cannot_set():
-    with pytest.raises(PlanError, match="TrainJob cannot set `envFrom`"):
-        documents(1, "cpu", kind="trainjob")
-    with pytest.raises(PlanError, match="TrainJob cannot set `hostNetwork`"):
-        documents(1, "cpu", kind="trainjob", env_from=None, pod={"hostNetwork": True})
 
 
 def test_a_clusters_own_fields_are_added_and_never_replace_ours():
     _, job = documents(1, "h100-80gb", **CLUSTERS_OWN)
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    pod = job["spec"]["template"]["spec"]
     others = {key: one for key, one in CLUSTERS_OWN["pod"].items() if key != "containers"}
     assert {key: pod[key] for key in others} == others
     (container,) = pod["containers"]
@@ -166,15 +111,13 @@ def test_a_clusters_own_fields_are_added_and_never_replace_ours():
 def test_gpus_of_another_name_replace_ours(name: str, limits: dict[str, str]) -> None:
     own = {"containers": [{"resources": {"limits": {name: "8"}}}]}
     _, job = documents(1, "mi300x", pod=own)
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    pod = job["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"] == limits
 
 
 def test_one_machine_needs_no_meeting_point():
     _, job = documents(1, "cpu")
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"][-2:] == ["--launcher", "local"]
     assert "resources" not in container
 

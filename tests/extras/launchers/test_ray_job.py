@@ -12,6 +12,7 @@ from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers import ray_driver, ray_job
+from toolkit.extras.launchers.ray_driver import begin
 from toolkit.extras.launchers.ray_record import RayRecord
 from toolkit.launchers.base import Job, LaunchSpec
 from toolkit.launchers.outcome import RankExit
@@ -28,6 +29,8 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 run = RunDirectory(Path(json.loads(sys.argv[1])["run_dir"]))
 record, events = RayRecord(run), EventLog(run.events)
+def begin():
+    record.begin(0, 0, 2)
 def asked():
     while not run.stop.exists():
         time.sleep(0.02)
@@ -63,7 +66,7 @@ def test_a_stop_while_ray_waits_for_gpus(tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> None:
-    does = "for _ in range(2):\n record.begin(); events.write('start'); asked()\nsys.exit(75)"
+    does = "for _ in range(2):\n begin(); events.write('start'); asked()\nsys.exit(75)"
     process = start(tmp_path, does)
     process.send_signal(signal.SIGTERM)
     assert process.end()[0] == 75
@@ -71,7 +74,7 @@ def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> No
 
 
 def test_ranks_that_train_may_save_as_long_as_they_need(tmp_path: Path) -> None:
-    does = "record.begin(); events.write('start'); asked(); time.sleep(1); sys.exit(75)"
+    does = "begin(); events.write('start'); asked(); time.sleep(1); sys.exit(75)"
     process = start(tmp_path, does)
     wait_until((tmp_path / "events.jsonl").exists, "the ranks")
     process.send_signal(signal.SIGTERM)
@@ -80,7 +83,7 @@ def test_ranks_that_train_may_save_as_long_as_they_need(tmp_path: Path) -> None:
 
 def test_the_rank_that_failed_first_is_named_with_its_log(tmp_path: Path) -> None:
     does = (
-        "record.begin(); events.write('start', world=2)\n"
+        "begin(); events.write('start', world=2)\n"
         "run.rank_log(1).write_text('why it was so large')\n"
         "record.end(RankExit(0, 75)); record.end(RankExit(1, -9)); record.end(RankExit(0, 4))\n"
         "sys.exit(4)"
@@ -93,7 +96,7 @@ def test_the_rank_that_failed_first_is_named_with_its_log(tmp_path: Path) -> Non
 
 def test_a_mistake_that_one_rank_finds_is_one(tmp_path: Path) -> None:
     does = (
-        "record.begin()\nevents.write('end', rank=1, exit_code=2, error='no such file')\n"
+        "begin()\nevents.write('end', rank=1, exit_code=2, error='no such file')\n"
         "record.end(RankExit(1, 2)); record.end(RankExit(0, 4)); sys.exit(4)"
     )
     code, printed = start(tmp_path, does).end()
@@ -118,32 +121,46 @@ def test_an_error_of_ray_is_one_line(
     assert capsys.readouterr().err == "error: Ray: ValueError: no room\n"
 
 
-def test_attempts_that_fail_before_their_first_step_are_counted(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
     (tmp_path / "launch").mkdir()
-    run = RunDirectory(tmp_path)
-    record = RayRecord(run)
-    assert (record.last(), record.at_work()) == ((None, []), False)
-    assert [record.begin() for _ in range(3)] == [0, 1, 2]
-    record.end(RankExit(1, -9))
-    assert record.last() == (0, [RankExit(1, -9)])
-    record.clear()
-    assert record.begin() == 0
+    (tmp_path / "logs").mkdir()
+    return RunDirectory(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("absent", "what"),
-    [("ray", "Ray is not"), ("pyarrow", "Ray Train, which needs pyarrow, is not")],
-)
+def commit(run: RunDirectory, step: int) -> None:
+    folder = run.checkpoints / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_newer_checkpoint_renews_the_restarts(run: RunDirectory) -> None:
+    """As under the agent of torch: test_agent.py."""
+    for number in range(11):
+        assert begin(run, 2, 2) == number
+        RayRecord(run).end(RankExit(1, -9))
+        commit(run, number + 1)
+    assert [begin(run, 2, 2) for _ in range(3)] == [11, 12, None]
+    told = ray_job.rank_0(run).read_text().splitlines()
+    assert told[9] == "restart 1 of 2 from step 10: rank 1 was killed by SIGKILL"
+    assert told[11] == "restart 2 of 2 from step 11: Ray lost a worker"
+    given_up = "error: 2 restarts in a row without a new checkpoint behind step 11"
+    assert told[12] == f"{given_up}; the last time Ray lost a worker"
+
+
+def test_another_number_of_ranks_is_no_failure(run: RunDirectory) -> None:
+    assert [begin(run, world, 0) for world in (2, 1, 2, 2)] == [0, 1, 2, None]
+
+
 def test_what_is_missing_is_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`ray` alone lacks what Ray Train imports."""
-
-    def found(name: str) -> object:
-        return None if name == absent else sys
-
-    monkeypatch.setattr(importlib.util, "find_spec", found)
-    with pytest.raises(BackendUnavailable) as raised:
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    assert ray_driver.main({}) == 3
+    fix = "pip install 'ray[train]>=2.60'"
+    assert capsys.readouterr().err.endswith(f"\n  fix: {fix}\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BackendUnavailable, match="Ray is not installed") as raised:
         ray_job.RayStarter().spec(Job(tmp_path, ClusterSection()))
-    assert what in raised.value.message
-    assert raised.value.fix == "pip install 'ray[train]>=2.60'"
+    assert raised.value.fix == fix

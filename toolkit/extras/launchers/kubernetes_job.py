@@ -1,4 +1,4 @@
-"""`kubernetes`: a PyTorchJob or TrainJob of Kubeflow in which every pod runs `dmt launch`.
+"""`kubernetes`: an indexed Job, in whose pods, one per machine, `dmt launch` runs.
 
 The manifest is data, not text: no part of the recipe is interpreted by a shell. The recipe is
 passed in a ConfigMap, secrets in a Secret that the user created.
@@ -6,7 +6,7 @@ passed in a ConfigMap, secrets in a Secret that the user created.
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path, PurePosixPath
@@ -25,8 +25,6 @@ from toolkit.text.terminal import tell
 
 PORT = 29400
 """The rendezvous port, on the first pod."""
-RUNTIME = "torch-distributed"
-"""The ClusterTrainingRuntime that a TrainJob is built on."""
 MOUNT = "/dmt"
 """Where the volume is mounted in the containers."""
 CONFIG = PurePosixPath("/etc/dmt")
@@ -36,17 +34,8 @@ DEFAULT_GRACE_S = 600
 
 _NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
-"""Ours has 11 characters more; the operator adds up to 22 for the pods, which may have 63."""
+"""Ours has 11 characters more, and pods an index: a host name may have 63."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
-
-_PATCHED_CONTAINER = ("securityContext", "volumeMounts")
-_PATCHED_POD = frozenset(
-    {
-        *("affinity", "imagePullSecrets", "nodeSelector", "schedulingGates", "securityContext"),
-        *("serviceAccountName", "terminationGracePeriodSeconds", "tolerations", "volumes"),
-    }
-)
-"""What a TrainJob may patch of its runtime's container and pods (Kubeflow Trainer 2.3)."""
 
 Manifest = dict[str, Any]
 
@@ -63,11 +52,9 @@ class KubernetesStarter:
                     f"launch.kubernetes.{key}: nothing, and launcher kubernetes needs it",
                     fix=f"--set launch.kubernetes.{key}=NAME",
                 )
-        manifest = job.run_dir / "launch" / f"{settings.kind}.yaml"
-        made = train_job(job) if settings.kind == "trainjob" else pytorch_job(job)
+        manifest = job.run_dir / "launch" / "job.yaml"
         yaml, text = YAML(), StringIO()
-        yaml.representer.ignore_aliases = lambda _: True  # read by kubectl, not by people
-        yaml.dump_all([_config_map(job), made], text)
+        yaml.dump_all([_config_map(job), *_service(job), _job(job)], text)
         return LaunchSpec(
             argv=("kubectl", "create", "-f", str(manifest)),
             run_dir=job.run_dir,
@@ -88,25 +75,37 @@ def _settings(job: Job) -> KubernetesSection:
     return job.launch.kubernetes
 
 
-def pytorch_job(job: Job) -> Manifest:
-    """The PyTorchJob (kubeflow.org/v1): one pod per machine.
+def _service(job: Job) -> Iterator[Manifest]:
+    """The service by which the pods of several machines find the first one's name."""
+    if job.cluster.nodes > 1:
+        name = _name(job)
+        yield {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _metadata(job),
+            "spec": {
+                "clusterIP": "None",
+                "selector": {"job-name": name},
+                "publishNotReadyAddresses": True,  # they wait for each other before they are
+            },
+        }
+
+
+def _job(job: Job) -> Manifest:
+    """The Job (batch/v1): one pod per machine.
 
     Raises PlanError if `launch.kubernetes` states a field that DMT sets.
     """
-    replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(job)}}
-    replicas = {"Master": {"replicas": 1, **replica}}
-    if job.cluster.nodes > 1:
-        replicas["Worker"] = {"replicas": job.cluster.nodes - 1, **replica}
     return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
+        "apiVersion": "batch/v1",
+        "kind": "Job",
         "metadata": _metadata(job),
         "spec": {
-            "runPolicy": {
-                "cleanPodPolicy": "None",
-                "backoffLimit": job.launch.max_restarts,
-            },
-            "pytorchReplicaSpecs": replicas,
+            "completionMode": "Indexed",
+            "completions": job.cluster.nodes,
+            "parallelism": job.cluster.nodes,
+            "backoffLimit": job.launch.max_restarts,
+            "template": {"spec": _pod(job)},
         },
     }
 
@@ -115,7 +114,7 @@ def _pod(job: Job) -> Manifest:
     settings = _settings(job)
     name = _name(job)
     container: Manifest = {
-        "name": "pytorch",  # The operator looks for this name.
+        "name": "dmt",
         "image": settings.image,
         "command": ["python", *SAFE, *DMT, *_arguments(job)],
         "workingDir": MOUNT,
@@ -137,6 +136,8 @@ def _pod(job: Job) -> Manifest:
     container = _merged(container, stated, "pod.containers")
     return _merged(
         {
+            "restartPolicy": "OnFailure",
+            "subdomain": name,
             "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
             "containers": [container, *sidecars],
             "volumes": [
@@ -156,50 +157,6 @@ def _names_gpus(container: Mapping[Any, Any]) -> bool:
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
     names = limits if isinstance(limits, Mapping) else ()
     return any("/gpu" in str(name) and name != _NVIDIA for name in names)
-
-
-def train_job(job: Job) -> Manifest:
-    """The TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2.2): one pod per machine,
-    as a patch of the runtime `launch.kubernetes.runtime`.
-
-    Raises PlanError for a field that a TrainJob cannot set, or that DMT sets itself.
-    """
-    pod = _pod(job)
-    container, *sidecars = pod.pop("containers")
-    start = ["env", f"--chdir={container['workingDir']}", *container["command"]]
-    trainer = {
-        "numNodes": job.cluster.nodes,
-        "image": container["image"],
-        "command": start,
-        "env": container["env"],
-    }
-    if "resources" in container:
-        trainer["resourcesPerNode"] = container["resources"]
-    patched = {key: container[key] for key in _PATCHED_CONTAINER if key in container}
-    known = {"name", "workingDir", "command", "image", "env", "resources", *patched}
-    extras = [*(container.keys() - known), *(pod.keys() - _PATCHED_POD)]
-    for extra in [*extras, *["a second container"] * bool(sidecars)]:
-        raise PlanError(
-            f"launch.kubernetes: a TrainJob cannot set `{extra}` of its pods",
-            fix="set it in the ClusterTrainingRuntime, or choose "
-            "--set launch.kubernetes.kind=pytorchjob",
-        )
-    spec = {**pod, "containers": [{"name": "node", **patched}]}
-    node = {"name": "node", "template": {"spec": {"template": {"spec": spec}}}}
-    patch = {
-        "manager": "dmt/launch",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
-    }
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(job),
-        "spec": {
-            "runtimeRef": {"name": RUNTIME},
-            "trainer": trainer,
-            "runtimePatches": [patch],
-        },
-    }
 
 
 def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:
@@ -237,10 +194,7 @@ def _arguments(job: Job) -> list[str]:
     if job.cluster.nodes == 1:
         return arguments
     name = _name(job)
-    trains = _settings(job).kind == "trainjob"
-    first = f"{name}-node-0-0.{name}" if trains else f"{name}-master-0"
-    meeting = f"launch.rendezvous={first}:{PORT}"
-    return [*arguments, "--set", meeting]
+    return [*arguments, "--set", f"launch.rendezvous={name}-0.{name}:{PORT}"]
 
 
 def _config_map(job: Job) -> Manifest:

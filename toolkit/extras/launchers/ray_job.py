@@ -35,8 +35,6 @@ from toolkit.text.terminal import tell
 
 _POLL_S = 1.0
 _DRIVER = ("-u", "-m", "toolkit.extras.launchers.ray_driver")
-_OF_RAY_TRAIN = ("ray", "fsspec", "pandas", "pyarrow", "pydantic", "requests")
-"""Modules without which `ray.train` cannot be imported, which takes seconds to try."""
 
 
 class RayStarter:
@@ -44,13 +42,9 @@ class RayStarter:
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command of each rank; see Starter."""
-        missing = [one for one in _OF_RAY_TRAIN if importlib.util.find_spec(one) is None]
-        if missing:
-            what = (
-                "Ray" if "ray" in missing else f"Ray Train, which needs {', '.join(missing)},"
-            )
+        if importlib.util.find_spec("ray") is None:
             raise BackendUnavailable(
-                f"launch.launcher is ray: {what} is not installed", fix=INSTALL
+                "launch.launcher is ray: Ray is not installed", fix=INSTALL
             )
         rank = ("-u", *DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
         return spec_of(job, (*python(), *rank), files={job.recipe_file: job.recipe})
@@ -119,12 +113,13 @@ class _Watch:
 
     def _ended(self, code: int) -> Outcome:
         """How the ranks ended whose driver ended with this code, that of rank 0 or its own."""
-        offset, failed = self._record.last()
-        if offset is not None and failed:
+        last = self._record.attempts()[-1:]
+        if last and last[0].failed:
+            failed = last[0].failed
             by_all = RankExit(0, failed[0].code)
             if by_all in failed and by_all.code in USER_CODES:
                 failed = [by_all]  # found by all ranks, reported by this one
-            return report_failure(self._run.path, offset, failed)
+            return report_failure(self._run.path, last[0].offset, failed)
         if code in (EXIT_DONE, EXIT_RESUMABLE):
             return Outcome(code)
         if code not in (EXIT_FAILED, *USER_CODES):  # which it has told

@@ -1,14 +1,35 @@
-"""What Ray's workers did with the ranks, in a file of the run directory: where each attempt
-began, and how each of its ranks ended. All machines share it, and it outlives them."""
+"""The record of a Ray job, a file of the run directory: each attempt, and how its ranks ended.
+
+All machines share the run directory, and it outlives every worker.
+"""
 
 from contextlib import suppress
+from itertools import takewhile
+from typing import NamedTuple
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.outcome import RankExit
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
 from toolkit.run.recorded import read_events
+
+
+class Attempt(NamedTuple):
+    """One start of all ranks."""
+
+    offset: int
+    """Where its events begin."""
+    step: int
+    """The newest checkpoint when it began."""
+    world: int
+    """Number of ranks."""
+    failed: list[RankExit]
+    """The ranks that have failed, the first one first."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+        return self.failed[0].describe() if self.failed else "Ray lost a worker"
 
 
 class RayRecord:
@@ -22,35 +43,41 @@ class RayRecord:
         """Forget the launch before."""
         self._file.unlink(missing_ok=True)
 
-    def begin(self) -> int:
-        """Note that the ranks are about to start; returns how often they did before."""
-        before = sum("offset" in line for line in jsonl.read(self._file))
-        jsonl.append_where_room(self._file, {"offset": events_offset(self._run.path)})
-        return before
+    def begin(self, offset: int, step: int, world: int) -> None:
+        """Note that the ranks are about to start; see Attempt."""
+        note = {"offset": offset, "step": step, "world": world}
+        jsonl.append_where_room(self._file, note)
 
     def end(self, one: RankExit) -> None:
         """Note how a rank ended."""
         jsonl.append_where_room(self._file, {"rank": one.rank, "code": one.code})
 
-    def last(self) -> tuple[int | None, list[RankExit]]:
-        """Of the last attempt: where its events begin, None without one, and the ranks that
-        have failed, the first one first."""
-        lines = []
+    def attempts(self) -> list[Attempt]:
+        """The attempts so far."""
+        found: list[Attempt] = []
         with suppress(OSError):  # of a shared disk; the next look may do better
-            lines = jsonl.read(self._file)
-        begins = [number for number, line in enumerate(lines) if "offset" in line]
-        if not begins:
-            return None, []
-        ends = [RankExit(line["rank"], line["code"]) for line in lines[begins[-1] + 1 :]]
-        failed = [one for one in ends if one.code not in (EXIT_DONE, EXIT_RESUMABLE)]
-        return int(lines[begins[-1]]["offset"]), failed
+            for line in jsonl.read(self._file):
+                if "offset" in line:
+                    found.append(Attempt(line["offset"], line["step"], line["world"], []))
+                elif found and line["code"] not in (EXIT_DONE, EXIT_RESUMABLE):
+                    found[-1].failed.append(RankExit(line["rank"], line["code"]))
+        return found
 
     def at_work(self) -> bool:
         """Whether the ranks train: they have something to save, and can."""
-        offset, failed = self.last()
-        if offset is None or failed:
+        last = self.attempts()[-1:]
+        if not last or last[0].failed:
             return False
         with suppress(OSError):
-            events = read_events(self._run.events, offset)
+            events = read_events(self._run.events, last[0].offset)
             return any(event["kind"] == "start" for event in events)
         return True
+
+
+def restarts_in_a_row(attempts: list[Attempt], step: int, world: int) -> int:
+    """How many of the last restarts began at this checkpoint with as many ranks. Ray also
+    restarts all ranks when their number changes, which is no failure."""
+    restarts = reversed(attempts[1:])
+    return sum(
+        1 for _ in takewhile(lambda one: (one.step, one.world) == (step, world), restarts)
+    )
