@@ -12,9 +12,9 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -53,11 +53,9 @@ class Posted:
     """What a tracker has of this run; kept in RUN/TRACKER.json."""
 
     run_id: str
-    """The run's id at the tracker, the same in every start."""
+    """The run's id at the tracker, the same in every start; empty where it chooses one."""
     posted_step: int = 0
-    """The last step of which a number was posted."""
-    names: Mapping[str, int] = field(default_factory=dict)
-    """The last posted step of every name: none is posted twice."""
+    """The last step that was posted: neither that one nor an earlier one is posted again."""
 
     @classmethod
     def load(cls, path: Path) -> "Posted | None":
@@ -70,6 +68,19 @@ class Posted:
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self)) + "\n")
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A run at a tracker."""
+
+    run_id: str
+    log: Callable[[Mapping[str, float], int], object]
+    """Give it the numbers of one step."""
+    finish: Callable[[int], object]
+    """Flush what it holds. Takes the run's exit code."""
+    stores_at_once: bool = False
+    """Whether a row is stored when `log` returns; otherwise it is within `_POLL_S`."""
 
 
 class Trackers:
@@ -152,52 +163,73 @@ class TrackerThread:
             logger.info("%s stopped working", self._name, exc_info=error)
 
     def _post_all(self) -> None:
+        for variable in TRACKERS[self._name].not_inherited:
+            os.environ.pop(variable, None)
+        os.environ.update(TRACKERS[self._name].environment)
         file = self._run.tracker_state(self._name)
-        before = Posted.load(file)
-        tracker = _start(self._name, self._run, self._run_name, self._settings, before)
-        lines = _Lines(self._run)
-        stored, last = tracker.posted, False
+        new = Posted("" if self._name == "mlflow" else secrets.token_hex(8))
+        posted = Posted.load(file) or new
+        if posted.run_id:
+            posted.save(file)  # if this start is killed, the next one continues the same run
+        start = _STARTS[self._name]
+        tracker = start(self._run, self._run_name, self._settings, posted.run_id)
+        posted = Posted(tracker.run_id, posted.posted_step)
+        rows, last = _Rows(self._run, posted.posted_step), False
         while not last:
             last = self.ended.wait(_POLL_S)
-            stored.save(file)  # of the last poll
-            for step, row in lines.new_rows(tracker.posted):
-                before = tracker.posted
+            posted.save(file)  # of the last poll
+            for step, row in rows.complete(run_ended=last):
                 tracker.log(row, step)
-                tracker.posted = _with_row(before, step, row)
-                stored = before if tracker.holds_newest else tracker.posted
+                posted = Posted(tracker.run_id, step)
                 if tracker.stores_at_once:
-                    stored.save(file)
+                    posted.save(file)
         tracker.finish(_exit_code(self._run.events))
-        tracker.posted.save(file)
+        posted.save(file)
 
 
-def _with_row(posted: Posted, step: int, row: Mapping[str, float]) -> Posted:
-    names = {**posted.names, **dict.fromkeys(row, step)}
-    return replace(posted, posted_step=max(step, posted.posted_step), names=names)
+class _Rows:
+    """The numbers of the two files by step, in the order of steps."""
 
+    def __init__(self, run: RunDirectory, posted_step: int) -> None:
+        self._run, self._posted_step = run, posted_step
+        self._offsets: dict[Path, int] = {}
+        self._rows: dict[int, dict[str, float]] = {}
+        self._newest = 0
+        """The last step in `metrics.jsonl`."""
 
-class _Lines:
-    """The numbers of new lines of the two files, in the order of their steps."""
+    def complete(self, *, run_ended: bool) -> Iterator[tuple[int, dict[str, float]]]:
+        """The rows of the steps to which nothing will be added.
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._files = {run.metrics: 0, run.events: 0}
+        An event of a step is written before the next step's metrics. So metrics are read first,
+        and every event of earlier steps is there when the events are read.
+        """
+        for line in self._new_lines(self._run.metrics):
+            self._newest = max(self._newest, self._add(line))
+        for line in self._new_lines(self._run.events):
+            self._add(line)
+        for step in sorted(self._rows):
+            if step < self._newest or run_ended:
+                self._posted_step = step
+                yield step, self._rows.pop(step)
 
-    def new_rows(self, posted: Posted) -> Sequence[tuple[int, dict[str, float]]]:
-        """The rows that were appended since the last call and are not posted."""
-        # Metrics first: an event of a step is written before the next step's metrics, so
-        # no event that belongs before the last row read here can still be missing.
-        rows: dict[int, dict[str, float]] = {}
-        for file, offset in self._files.items():
-            lines, self._files[file] = _new_lines(file, offset)
-            for line in lines:
-                step = line.get("step")
-                if not isinstance(step, int):
-                    continue
-                for name, value in _numbers(line).items():
-                    # W&B takes no earlier step than its last.
-                    if step >= posted.posted_step and step > posted.names.get(name, -1):
-                        rows.setdefault(step, {})[name] = value
-        return sorted(rows.items())
+    def _new_lines(self, path: Path) -> Sequence[dict[str, Any]]:
+        """The complete lines that were appended since the last call."""
+        if not path.exists():
+            return []
+        offset = self._offsets.get(path, 0)
+        data = read_bytes(path, jsonl.LARGEST, offset)
+        complete = data.rfind(b"\n") + 1
+        self._offsets[path] = offset + complete
+        return [*jsonl.parse(data[:complete])]
+
+    def _add(self, line: Mapping[str, Any]) -> int:
+        """Add the numbers of a line whose step is not posted; returns its step, or 0."""
+        step = line.get("step")
+        if not isinstance(step, int):
+            return 0
+        if step > self._posted_step and (numbers := _numbers(line)):
+            self._rows.setdefault(step, {}).update(numbers)
+        return step
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -220,17 +252,6 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _new_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines behind `offset`, and the offset behind them."""
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    complete = data.rfind(b"\n") + 1
-    return [*jsonl.parse(data[:complete])], offset + complete
-
-
 def _exit_code(events: Path) -> int:
     """How the run ended."""
     records = read_events(events)
@@ -239,142 +260,79 @@ def _exit_code(events: Path) -> int:
     return EXIT_FAILED
 
 
-class _AccelerateTracker:
-    """A tracker of Accelerate's, without Accelerate's own state of processes."""
+def _of_accelerate(kind: str, /, *arguments: Any, **keywords: Any) -> Any:
+    """A tracker of Accelerate's, started without Accelerate's own state of processes."""
+    from accelerate import tracking
 
-    stores_at_once = False
-    """Whether a row is stored when `log` returns; otherwise it is within `_POLL_S`."""
-    holds_newest = False
-    """Whether the newest row is stored only when another one comes."""
-
-    def __init__(self, name: str, posted: Posted, /, *arguments: Any, **keywords: Any) -> None:
-        from accelerate import tracking
-
-        # Its own logger refuses to work without Accelerate's state.
-        tracking.logger = logging.getLogger(tracking.__name__)
-        base = tracking.LOGGER_TYPE_TO_CLASS[name]
-        alone = type(base.__name__, (base,), {"main_process_only": False})
-        self._tracker = alone(*arguments, **keywords)
-        self._tracker.start()
-        self.posted = posted
-
-    @property
-    def native(self) -> Any:
-        """The package's own run."""
-        return self._tracker.tracker
-
-    def store(self, config: Mapping[str, Any]) -> None:
-        """Give it the parameters of a new run."""
-        self._tracker.store_init_configuration(dict(config))
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        """Give it the numbers of one step."""
-        self._tracker.log(dict(row), step=step)
-
-    def finish(self, exit_code: int) -> None:  # noqa: ARG002 - where it has a place for it
-        """Flush what it holds."""
-        self._tracker.finish()
+    # Its own logger refuses to work without that state.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    base = tracking.LOGGER_TYPE_TO_CLASS[kind]
+    alone = type(base.__name__, (base,), {"main_process_only": False})
+    tracker = alone(*arguments, **keywords)
+    tracker.start()
+    return tracker
 
 
-class _TensorBoard(_AccelerateTracker):
-    stores_at_once = True
+def _tensorboard(run: RunDirectory, _name: str, _settings: Settings, run_id: str) -> Tracker:
+    tracker = _of_accelerate("tensorboard", "tensorboard", run.path)
 
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        names = {name if "/" in name else f"train/{name}": row[name] for name in row}
-        super().log(names, step)
+    def log(row: Mapping[str, float], step: int) -> None:
+        tracker.log({n if "/" in n else f"train/{n}": row[n] for n in row}, step=step)
 
-
-class _Mlflow(_AccelerateTracker):
-    stores_at_once = True
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        super().log({_FORBIDDEN.sub("_", name): row[name] for name in row}, step)
-
-    def finish(self, exit_code: int) -> None:
-        import mlflow
-
-        mlflow.end_run(
-            {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}.get(exit_code, "FAILED")
-        )
+    return Tracker(run_id, log, lambda _: tracker.finish(), stores_at_once=True)
 
 
-class _Wandb(_AccelerateTracker):
-    holds_newest = True
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        super().log({**row, "step": step}, step)
-
-    def finish(self, exit_code: int) -> None:
-        import wandb
-
-        if exit_code == EXIT_RESUMABLE:
-            self.native.mark_preempting()
-        self.native.finish(exit_code=exit_code)
-        wandb.teardown(exit_code=exit_code)
-
-
-def _start(
-    name: str, run: RunDirectory, run_name: str, settings: Settings, before: Posted | None
-) -> _AccelerateTracker:
-    """Start, or continue, the run at a tracker."""
-    for variable in TRACKERS[name].not_inherited:
-        os.environ.pop(variable, None)
-    os.environ.update(TRACKERS[name].environment)
-    posted = before or Posted(secrets.token_hex(8))
-    if name == "tensorboard":
-        return _TensorBoard(name, posted, "tensorboard", run.path)
-    if name == "mlflow":
-        return _mlflow(run, run_name, settings, before)
-    posted.save(run.tracker_state(name))
-    if name == "wandb":
-        return _wandb(run, run_name, settings, posted)
-    return _AccelerateTracker(
-        name,
-        posted,
+def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
+    tracker = _of_accelerate(
+        "trackio",
         settings["project"],
-        name=f"{run_name}-{posted.run_id[:8]}",
+        name=f"{run_name}-{run_id[:8]}",
         resume="allow",
         config=_config(run),
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
+    return Tracker(run_id, tracker.log, lambda _: tracker.finish())
 
 
-def _mlflow(
-    run: RunDirectory, run_name: str, settings: Settings, before: Posted | None
-) -> _AccelerateTracker:
+def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
     import mlflow
 
     if settings["tracking_uri"]:
         mlflow.set_tracking_uri(settings["tracking_uri"])
-    posted = before or Posted("")
-    # MLflow would record the user and the program.
-    tags = {"mlflow.user": "", "mlflow.source.name": "dmt"}
-    run_id = posted.run_id or None
-    tracker = _Mlflow(
+    tracker = _of_accelerate(
         "mlflow",
-        posted,
         settings["experiment"],
-        run_id=run_id,
+        run_id=run_id or None,
         run_name=run_name,
-        tags=tags,
+        # MLflow would record the user and the program.
+        tags={"mlflow.user": "", "mlflow.source.name": "dmt"},
     )
-    if before is None:
-        tracker.posted = Posted(tracker.native.info.run_id)
-        tracker.posted.save(run.tracker_state("mlflow"))
-        tracker.store(
-            {
-                _FORBIDDEN.sub("_", key): str(value)[:_LONGEST_PARAMETER]
-                for key, value in leaves(_config(run))
-            }
+    if not run_id:
+        parameters = {_allowed(key): value for key, value in leaves(_config(run))}
+        tracker.store_init_configuration(
+            {key: str(value)[:_LONGEST_PARAMETER] for key, value in parameters.items()}
         )
-    return tracker
+    ends = {EXIT_DONE: "FINISHED", EXIT_RESUMABLE: "KILLED"}
+
+    def log(row: Mapping[str, float], step: int) -> None:
+        tracker.log({_allowed(name): row[name] for name in row}, step=step)
+
+    return Tracker(
+        tracker.tracker.info.run_id,
+        log,
+        lambda code: mlflow.end_run(ends.get(code, "FAILED")),
+        stores_at_once=True,
+    )
 
 
-def _wandb(
-    run: RunDirectory, run_name: str, settings: Settings, posted: Posted
-) -> _AccelerateTracker:
+def _allowed(name: str) -> str:
+    """A name that MLflow takes."""
+    return _FORBIDDEN.sub("_", name)
+
+
+def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
     import wandb
 
     run.wandb.mkdir(exist_ok=True)
@@ -383,14 +341,13 @@ def _wandb(
     with suppress(OSError), Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)  # W&B would ask for a key on the terminal
     known, flushes = wandb.Settings.model_fields, {"x_transaction_log_flush_interval": 0.5}
-    tracker = _Wandb(
+    tracker = _of_accelerate(
         "wandb",
-        posted,
         settings["project"],
         **{key: settings[key] for key in ("entity", "mode")},
         tags=[redact(tag) for tag in settings["tags"]],
         name=run_name,
-        id=posted.run_id,
+        id=run_id,
         resume="allow" if settings["mode"] == "online" else None,
         dir=run.path,
         config=_config(run),
@@ -409,9 +366,26 @@ def _wandb(
             **{key: value for key, value in flushes.items() if key in known},
         ),
     )
-    tracker.native.define_metric("step")
-    tracker.native.define_metric("*", step_metric="step")
-    return tracker
+
+    def log(row: Mapping[str, float], step: int) -> None:
+        tracker.log(dict(row), step=step, commit=True)  # else it is held until the next one
+
+    def finish(exit_code: int) -> None:
+        if exit_code == EXIT_RESUMABLE:
+            tracker.tracker.mark_preempting()
+        tracker.tracker.finish(exit_code=exit_code)
+        wandb.teardown(exit_code=exit_code)
+
+    return Tracker(run_id, log, finish)
+
+
+_STARTS: Mapping[str, Callable[[RunDirectory, str, Settings, str], Tracker]] = {
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
+"""How to start, or continue, a run at each tracker."""
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
