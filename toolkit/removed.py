@@ -93,6 +93,7 @@ SETTINGS: dict[str, str] = {
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
+    "logging.samples": "remove it; the seed alone decides the order of samples (docs/data.md)",
     "evaluation.samples": f"remove it; {_EXPORT}, and generate with transformers",
 }
 """What to do instead of a removed setting, by its dotted path without indices."""
@@ -112,6 +113,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "logging.samples": False,
     "cluster.groups": [],
     "parallel.shares": [],
     "data.remote_cache_gib": 50.0,

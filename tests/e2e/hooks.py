@@ -56,35 +56,39 @@ def _spoil(engine: Any, fault: str, at_step: int) -> None:
     engine.train_step = spoiled
 
 
-def slow_data() -> None:
-    """From step 16 on, rank 1 waits for each batch as long as ten steps took, at least 0.5 s:
-    longer than other load makes it."""
-    if os.environ.get("RANK") != "1":
+def logged_samples() -> None:
+    """Each rank writes what its steps train on to `samples/rank-N.jsonl` of the run."""
+    if "RANK" not in os.environ:
         return
-    from toolkit.train.prefetch import Prefetch
+    from toolkit.run import jsonl
+    from toolkit.train.loop import TrainingRun
 
-    build = Prefetch.__init__
-    at_6 = extra_s = 0.0
+    build = TrainingRun.__init__
 
-    def slowed(self: Any, build_batches: Any, step: int) -> None:
-        def batches(at: int) -> Any:
-            nonlocal at_6, extra_s
-            if at == 6:
-                at_6 = time.monotonic()
-            if at == 16:
-                extra_s = max(0.5, time.monotonic() - at_6)
-            time.sleep(extra_s)
-            return build_batches(at)
+    def built(self: Any, start: Any, engine: Any, *more: Any) -> None:
+        build(self, start, engine, *more)
+        rank, train_step = start.ranks.rank, engine.train_step
+        file = start.directory.path / "samples" / f"rank-{rank}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        data_rank = start.plan.layout.data_rank(rank)
 
-        build(self, batches, step)
+        def logged(batches: Any, *others: Any) -> Any:
+            result = train_step(batches, *others)
+            samples = [sample for batch in batches for sample in batch.samples]
+            step = self.progress.step + 1
+            jsonl.append(file, {"step": step, "data_rank": data_rank, "samples": samples})
+            return result
 
-    Prefetch.__init__ = slowed  # type: ignore[method-assign]
+        engine.train_step = logged
+
+    TrainingRun.__init__ = built  # type: ignore[method-assign]
 
 
 def slow_rank() -> None:
     """Rank 1 sleeps twice as long for a row as rank 0, and for a product."""
     if "RANK" not in os.environ:
         return
+    logged_samples()
     from transformers.models.llama.modeling_llama import LlamaModel
 
     from toolkit.train import balance

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.e2e.hooks import hooked
 from tests.e2e.product import Ended, dmt, records, run, settings
 from toolkit.data.formats.indexed import IndexedWriter
 
@@ -21,7 +22,7 @@ class Case:
 
     def launch(self, name: str, changes: dict[str, object], code: int | None = 0) -> Ended:
         argv = dmt("launch", "recipe.yaml", "--run-dir", name, *settings(changes))
-        return run(argv, self.folder, code=code)
+        return run(argv, self.folder, hooked("logged_samples"), code=code)
 
     def batch(self, numbers: list[int], length: int, name: str) -> tuple[torch.Tensor, ...]:
         """Inputs and labels of the samples with these numbers, cut out of the documents."""
@@ -44,7 +45,7 @@ class Case:
 
 
 def sample_numbers(run_dir: Path) -> dict[int, list[int]]:
-    """The samples of each step of a run in one process, as it logs them."""
+    """The samples of each step of a run in one process, as hooks.py logs them."""
     lines = records(run_dir / "samples" / "rank-0.jsonl")
     return {line["step"]: line["samples"] for line in lines}
 

@@ -48,7 +48,7 @@ evaluation: {every_steps: 2, batches: 2, early_stopping: {patience: 5, threshold
 parallel: {engine: ddp}
 cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
 checkpoint: {every_steps: 4, keep: 1, keep_best: 2}
-logging: {every_steps: 1, samples: true}
+logging: {every_steps: 1}
 """
 STEPS, WARMUP, LENGTH = 40, 3, 16
 SIZES = [4] * 5 + [8] * 5 + [12] * (STEPS - 10)

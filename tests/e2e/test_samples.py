@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.e2e.conftest import Project
+from tests.e2e.hooks import hooked
 from tests.e2e.product import assert_saved_and_stopped, curve, records, started
 
 pytestmark = pytest.mark.slow
@@ -16,7 +17,6 @@ SETTINGS: dict[str, object] = {
     "training.global_batch_size": GLOBAL_BATCH,
     "training.sequence_length": 64,
     "optimizer.learning_rate": 3e-4,  # larger ones amplify what rounding differs in
-    "logging.samples": "true",
     "checkpoint.export": "false",
 }
 
@@ -44,7 +44,7 @@ def samples_in_order(project: Project, run_dir: str) -> list[int]:
 
 def stop_at(project: Project, run_dir: str, first: int, last: int, changes) -> None:
     """Start the run, which is at step `first`, and stop it by SIGTERM in step `last`."""
-    fault = {"DMT_FAILPOINTS": f"step=stop@rank0,hit{last - first}"}
+    fault = hooked("logged_samples", DMT_FAILPOINTS=f"step=stop@rank0,hit{last - first}")
     argv = project.command(run_dir, SETTINGS | changes)
     with started(argv, project.folder, fault) as command:
         command.terminate_in_step(last)
@@ -52,7 +52,7 @@ def stop_at(project: Project, run_dir: str, first: int, last: int, changes) -> N
 
 
 def test_every_sample_once_an_epoch(project: Project) -> None:
-    project.launch("unbroken", SETTINGS)
+    project.launch("unbroken", SETTINGS, env=hooked("logged_samples"))
     expected = samples_in_order(project, "unbroken")
     assert len(expected) == STEPS * GLOBAL_BATCH
     per_epoch = max(expected) + 1
@@ -68,7 +68,7 @@ def test_every_sample_once_an_epoch(project: Project) -> None:
     stops = [0, *(step for step, _ in parts)]
     for (first, last), (_, changes) in zip(pairwise(stops), parts, strict=True):
         stop_at(project, "broken", first, last, {"checkpoint.keep": 1} | changes)
-    project.launch("broken", SETTINGS | layout(1, 8, "ddp"))
+    project.launch("broken", SETTINGS | layout(1, 8, "ddp"), env=hooked("logged_samples"))
 
     found = samples_in_order(project, "broken")
     assert found == expected

@@ -55,10 +55,6 @@ class Recorder:
     def tokens(self) -> list[int]:
         return [report.tokens for report in self.reports]
 
-    @property
-    def samples(self) -> list[int]:
-        return [sample for report in self.reports for sample in report.samples]
-
 
 class RecordedRun(TrainingRun):
     """Steps of which a recorder writes down what comes between them, instead of doing it."""
@@ -105,7 +101,7 @@ def job(
 def fake_start(layout: Layout, progress: Progress, **recipe: Any) -> Any:
     """The start of rank 0 on a CPU."""
     settings = {
-        "logging": SimpleNamespace(every_steps=100, samples=False),
+        "logging": SimpleNamespace(every_steps=100),
         "guard": SimpleNamespace(replica_check_every_steps=None),
         "evaluation": EvaluationSection(),
         "schedule": ScheduleSection(name="constant"),

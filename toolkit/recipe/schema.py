@@ -841,9 +841,6 @@ class LoggingSection(Section):
     """MLflow; null for none."""
     trackio: TrackioSection | None = None
     """trackio; null for none."""
-    samples: bool = False
-    """Also write which samples of the training data each step trains on, to
-    `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
 
 
 class ElasticSection(Section):

@@ -13,7 +13,6 @@ from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event, amount, attempts, step_of
 from toolkit.report.facts import rows
 from toolkit.report.goodput import Goodput, Metrics, goodput
-from toolkit.report.stragglers import measured, pace
 from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
@@ -22,8 +21,6 @@ from toolkit.run.recorded import parse_mapping, parse_recipe, valid_event
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.units import duration
 
-MOST_RANKS = 64
-"""Whose waits are read; the first ones by name."""
 _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
@@ -46,8 +43,6 @@ class RunRecord:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """What each rank waited for."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, one sentence per file."""
 
@@ -63,8 +58,13 @@ class RunRecord:
 
     @cached_property
     def pace(self) -> list[str]:
-        """Where it slowed down, and which rank holds up the others."""
-        return [*pace(self.metrics, self.ranks), *measured(self.events)]
+        """Sentences of the last event of each straggler, and of the last move of samples."""
+        found = {
+            (event.get("kind"), event.get("slow_rank")): str(event.get("message", ""))
+            for event in self.events
+            if event.get("kind") in ("straggler", "balance")
+        }
+        return [*found.values()]
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """See `facts.rows`."""
@@ -108,17 +108,6 @@ def read_record(path: Path) -> RunRecord:
     record = RunRecord(run)
     record.events = read_lines(run.events, record.missing, valid_event)
     record.metrics = read_lines(run.metrics, record.missing)
-    files = {
-        int(number): file
-        for file in run.ranks.glob("rank-*.jsonl")
-        if (number := file.stem.removeprefix("rank-")).isdecimal()
-    }
-    for rank in sorted(files)[:MOST_RANKS]:
-        record.ranks[rank] = read_lines(files[rank], record.missing)
-    if len(files) > MOST_RANKS:
-        record.missing.append(
-            f"ranks: of {len(files):,} ranks, the waits of the first {MOST_RANKS} are read"
-        )
     record.recipe = _mapping(run.recipe, parse_recipe, record.missing)
     record.plan = _mapping(run.plan, parse_mapping, record.missing)
     record.environment = _mapping(run.environment, parse_mapping, record.missing)

@@ -59,9 +59,6 @@ class RunDirectory:
     reference = _Inside("reference.json")
     """Identifies the weights of the reference model of `dpo`: the run's initial weights."""
     logs = _Inside("logs")
-    ranks = _Inside("ranks")
-    """Folder in which every rank writes its own waits."""
-    samples = _Inside("samples")
     wandb = _Inside("wandb")
     tensorboard = _Inside("tensorboard")
     checkpoints = _Inside("checkpoints")

@@ -120,12 +120,6 @@ def drop_later_steps(path: Path, step: int) -> list[dict[str, Any]]:
     return [record for record in records if _step(record) > step]
 
 
-def drop_later_steps_of_ranks(folder: Path, step: int) -> None:
-    """The same in the files of all ranks, also of those that no longer exist."""
-    for path in folder.glob("rank-*.jsonl"):
-        drop_later_steps(path, step)
-
-
 def _step(record: Mapping[str, Any]) -> float:
     """Infinite, which is dropped, for one that is not a number."""
     found = record.get("step", 0)

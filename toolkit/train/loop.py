@@ -16,7 +16,6 @@ from toolkit.objectives.base import check_batch
 from toolkit.run.comparison import RunMeasurement, event_fields
 from toolkit.system.failpoints import failpoint
 from toolkit.track.metrics import Metrics, mfu
-from toolkit.track.rank_logs import RankWaits, SampleLog
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
@@ -47,8 +46,6 @@ class StepReport:
     validation."""
     data_wait_s: float = 0.0
     """The part of `seconds` in which this rank waited for micro batches."""
-    samples: tuple[int, ...] = ()
-    """Indices of this rank's samples in the training data."""
 
 
 class TrainingRun:
@@ -82,12 +79,7 @@ class TrainingRun:
         self._save_due = False
         if start.ranks.device.type == "cuda":  # building may take longer than training
             torch.cuda.reset_peak_memory_stats(start.ranks.device)
-        rank, layout, directory = start.ranks.rank, self._layout, start.directory
-        self._replicas = ReplicaCheck(engine, layout, self.progress.step, self._distrust)
-        self._waits = RankWaits(directory, rank)
-        self._samples: SampleLog | None = None
-        if self.recipe.logging.samples:
-            self._samples = SampleLog(directory, rank, layout.data_rank(rank))
+        self._replicas = ReplicaCheck(engine, self._layout, self.progress.step, self._distrust)
 
     def to_the_end(self, reduction: StepReduction) -> None:
         """Run the remaining steps, save, validate, and compare with the plan. Raises as `train`
@@ -152,10 +144,9 @@ class TrainingRun:
             size = self.batches.sizes.at_step(progress.step)
             progress.advance(result, size, int(tokens))
 
-            samples = tuple(sample for batch in micro_batches for sample in batch.samples)
             done = time.perf_counter()
             seconds, started = done - started, done
-            step = StepReport(result, rate, int(tokens), size, seconds, data_wait_s, samples)
+            step = StepReport(result, rate, int(tokens), size, seconds, data_wait_s)
             self.log(step)
             guard.check(progress.step, result)
             requested, counted = reduction.finish()
@@ -199,15 +190,12 @@ class TrainingRun:
         if report.sequences == self._layout.global_batch:
             self._seconds.append(report.seconds)
         self._skipping = report.result.skipped is not None
-        if self._samples is not None:
-            self._samples.write(step, report.samples)
         if reporter is not None:
             reporter.progress.advance(step)
             if self._skipping:
                 reporter.skipped(step, report.result)
         if step % self.recipe.logging.every_steps == 0 or step == 1:
             metrics = self._metrics(self._unlogged)
-            self._waits.write(step, [one.data_wait_s for one in self._unlogged])
             self._unlogged = []
             if reporter is not None:
                 reporter.log(metrics)

@@ -7,7 +7,6 @@ from typing import Any
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import EvalResult, StepResult
 from toolkit.recipe.schema import Recipe
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.text.terminal import lost_output
@@ -34,8 +33,6 @@ class Reporter:
     ) -> None:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
-        for folder in (run.samples, run.ranks):
-            jsonl.drop_later_steps_of_ranks(folder, start)
         self.progress = progress
         self._lost: set[str] = set()
         """Outputs that cannot be written any more, as events say."""
