@@ -1,4 +1,4 @@
-"""A real run in which one rank becomes slow: its page names the rank and the reason."""
+"""A real run in which one rank is slow: what its page and its events say."""
 
 import re
 
@@ -18,7 +18,7 @@ def page(project: Project) -> str:
     """A page of last week's run, and of today's, which is slowed."""
     project.launch("last-week", STEPS)
     changed = STEPS | {"optimizer.learning_rate": 0.002}
-    project.launch("today", changed)
+    project.launch("today", changed, env=hooked("slow_rank"))
     run(dmt("report", "last-week", "today", "--html", "both.html"), project.folder, code=0)
     return (project.folder / "both.html").read_text(encoding="utf-8")
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 
 from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
-from toolkit.launchers import agent, gpus
-from toolkit.launchers.base import Job, LaunchSpec, Meeting
-from toolkit.launchers.gpus import working_gpus
+from toolkit.launchers import agent
+from toolkit.launchers.base import Job, Meeting
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import failure_reason, newest_step
 from toolkit.launchers.process import StopSignals
@@ -47,12 +45,9 @@ def launch(run: Path, worker: str, max_restarts: int, pause_s: float) -> int:
     agent.LONGEST_PAUSE_S = pause_s
     socket.getfqdn = _no_look_up
     launcher, section = LocalStarter(), LaunchSection(max_restarts=max_restarts)
-
-    def spec() -> LaunchSpec:
-        return launcher.spec(Job(run, ClusterSection(), section, worker=("-c", worker)))
-
+    spec = launcher.spec(Job(run, ClusterSection(), section, worker=("-c", worker)))
     with StopSignals() as signals:
-        return launcher.run(replace(spec(), again=spec), signals).exit_code
+        return launcher.run(spec, signals).exit_code
 
 
 def _no_look_up(*_: str) -> str:
@@ -283,20 +278,3 @@ def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):
         time.sleep(0.2)
     assert process.end()[0] == 4
     assert len(ports(tmp_path)) == 1
-
-
-def test_gpus_are_asked_one_by_one(monkeypatch):
-    # Without a GPU, a probe that knows which numbers "work" takes the place of torch's.
-    probe = "import os; assert os.environ['CUDA_VISIBLE_DEVICES'] != '5'"
-    monkeypatch.setattr(gpus, "_PROBE", probe)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert working_gpus(3) == ["4", "6"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert working_gpus(3) == ["0", "1", "2"]
-
-
-def test_a_gpu_that_hangs_does_not_work(monkeypatch):
-    monkeypatch.setattr(gpus, "_PROBE", "import time; time.sleep(60)")
-    monkeypatch.setattr(gpus, "_PROBE_LIMIT_S", 0.2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert working_gpus(1) == []

@@ -1,4 +1,4 @@
-"""Plans made again for fewer devices: the same global batch, or a clear refusal."""
+"""What ranks are started with, and plans that are made again for another number of them."""
 
 from pathlib import Path
 
@@ -8,34 +8,18 @@ from huggingface_hub import constants
 from tests.data import hub
 from tests.e2e.conftest import RECIPE
 from toolkit.cli.main import main
-from toolkit.errors import PlanError, RecipeError, RunFailed
+from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.job import job_of
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.run.assignment import assign, decide, decide_for_fewer, read_assignment, write
+from toolkit.run.assignment import assign, decide, read_assignment, write
 
 
 def recipe_on(folder: Path, gpus: int, *changes: str) -> Recipe:
     file = folder / "recipe.yaml"
     file.write_text(RECIPE)
     return load_recipe(file, [f"cluster.gpus_per_node={gpus}", *changes])
-
-
-@pytest.mark.parametrize(("left", "used"), [(3, 2), (2, 2), (1, 1)])
-def test_fewer_devices_keep_the_global_batch(tmp_path, left, used):
-    found = decide_for_fewer(recipe_on(tmp_path, 4), tmp_path / "run", None, left)
-    assert found.recipe.cluster.gpus_per_node == used  # 8 sequences cannot be cut by 3
-    assert found.plan.layout.world == used
-    assert found.plan.layout.global_batch == 8
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_layout_is_left(tmp_path):
-    tensor = ("parallel.engine=megatron", "parallel.tensor=4", "training.micro_batch_size=8")
-    with pytest.raises(RunFailed, match="3 of 4 devices work, and no layout") as error:
-        decide_for_fewer(recipe_on(tmp_path, 4, *tensor), None, None, 3)
-    assert error.value.exit_code == 4
 
 
 def test_an_elastic_restart_with_other_ranks_plans_again(tmp_path, monkeypatch, capsys):

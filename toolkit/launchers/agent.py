@@ -5,7 +5,7 @@ join. In addition:
 
 - Exit codes 0, 2, 3 and 75 end the run; only a failure is started again. A newer checkpoint
   renews the restarts.
-- A run on one machine starts again after a pause, on the GPUs that still work.
+- A run on one machine starts again after a pause.
 - Ranks that wait for a lost machine are killed as soon as that machine's agent is silent;
   `launch.hang_timeout_s` is only for ranks that hang by themselves.
 - Before a machine joins, all ranks save the same step and leave. Their exit code 75 is not
@@ -80,9 +80,8 @@ _LEFT = "dmt/left"
 
 def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outcome:
     """Meet the other machines, start this one's ranks, and wait for the end of the run."""
-    if meeting.several:
-        # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name in _TALKATIVE:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
@@ -218,25 +217,22 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks at their places."""
         self._offset = events_offset(self._directory.path)
-        spec = self._spec
-        if self._several:
-            spec = self._placed(worker_group)
-        elif self._restart:
-            spec = spec.again() if spec.again is not None else spec
+        if self._restart and not self._several:  # where there are several, rank 0 writes it
             EventLog(self._directory.events).write("restart", **self._restart)
-            self._restart = {}
-        self._watch = RankWatch(spec, self._signals)
+        self._restart = {}
+        self._watch = RankWatch(self._placed(worker_group), self._signals)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _placed(self, worker_group: WorkerGroup) -> LaunchSpec:
-        """The ranks with their places among those of all machines."""
+        """The ranks with their places among those of all machines, at a port that is free."""
         shared = {
             "MASTER_ADDR": str(worker_group.master_addr),
             "MASTER_PORT": str(worker_group.master_port),
             "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
             "GROUP_RANK": str(worker_group.group_rank),
-            MEETING: str(self._meeting.round),
         }
+        if self._several:
+            shared[MEETING] = str(self._meeting.round)
         places = tuple(
             {
                 "RANK": str(worker.global_rank),

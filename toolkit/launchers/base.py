@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
@@ -117,8 +117,6 @@ class LaunchSpec:
     """Written before anything is started."""
     meeting: Meeting | None = None
     """Of this machine's agent; on several machines, the ranks get their places in it."""
-    again: "Callable[[], LaunchSpec] | None" = None
-    """What is started after a failure; None: the same."""
 
     @property
     def ranks(self) -> list[int]:

@@ -3,11 +3,10 @@
 `dmt launch` is `launch_recipe` with a command line.
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
@@ -15,21 +14,14 @@ from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launcher import LAUNCHERS
-from toolkit.launchers.base import LaunchSpec, starter
-from toolkit.launchers.gpus import visible_gpus, working_gpus
+from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.launchers.outcome import newest_step
 from toolkit.launchers.process import StopSignals
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
-from toolkit.run.assignment import (
-    Assignment,
-    check_local_files,
-    decide,
-    decide_for_fewer,
-    write,
-)
+from toolkit.run.assignment import Assignment, check_local_files, decide, write
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog
 from toolkit.text.terminal import lost_output, tell
@@ -92,10 +84,10 @@ def launch_recipe(
     where = None if cluster is None else find_cluster(cluster)
     origin = origin or Origin()
     assignment = decide(recipe, None if run_dir is None else Path(run_dir), where)
-    spec = _spec(assignment, where)
+    name = assignment.recipe.launch.launcher
+    spec = starter(name).spec(job_of(assignment, settle=where is not None))
     show_plan(assignment.recipe, assignment.plan)
-    launch, nodes = assignment.recipe.launch, assignment.recipe.cluster.nodes
-    name, nodes = launch.launcher, launch.most_nodes(nodes)
+    nodes = assignment.recipe.launch.most_nodes(assignment.recipe.cluster.nodes)
     oversees = LAUNCHERS[name].supervises(nodes)
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, "launch")
@@ -105,7 +97,6 @@ def launch_recipe(
         _request(changes, assignment)
         if oversees:
             _prepare(assignment, origin)
-            spec = replace(spec, again=lambda: _again(assignment, recipe, where, origin))
         else:  # a scheduler, or the machines together
             refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
         spec.write_files()
@@ -141,38 +132,3 @@ def _prepare(assignment: Assignment, origin: Origin) -> None:
     tell(f"starting {ranks}: loading the libraries")
     for lost in lost_output():  # the ranks inherit what is left of it
         events.write("warning", source="output", message=lost)
-
-
-def _spec(assignment: Assignment, where: Cluster | None) -> LaunchSpec:
-    """What is started now: each time on a free port."""
-    return starter(assignment.recipe.launch.launcher).spec(
-        job_of(assignment, settle=where is not None)
-    )
-
-
-def _again(
-    assignment: Assignment, recipe: Recipe, where: Cluster | None, origin: Origin
-) -> LaunchSpec:
-    """What is started after a failure; its files are written."""
-    spec = _spec(_still_possible(assignment, recipe, where, origin.command), where)
-    spec.write_files()
-    return spec
-
-
-def _still_possible(
-    assignment: Assignment, recipe: Recipe, where: Cluster | None, command: Sequence[str]
-) -> Assignment:
-    """The assignment, or after a loss of devices, one for the remaining ones."""
-    planned = recipe.cluster.gpus_per_node
-    if recipe.cluster.gpu == "cpu":
-        return assignment
-    visible, names = visible_gpus(planned), working_gpus(planned)
-    if names != visible:
-        # All that work: ranks take the first ones, and the others are there next time.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-    if len(names) < planned:
-        tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
-        assignment = decide_for_fewer(recipe, assignment.run_dir, where, len(names))
-        show_plan(assignment.recipe, assignment.plan)
-        write(assignment, command)
-    return assignment

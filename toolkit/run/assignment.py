@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from toolkit.errors import (
     PlanError,
     Problem,
     RecipeError,
-    RunFailed,
 )
 from toolkit.foreign import preflight
 from toolkit.hardware.cluster import Cluster
@@ -292,27 +291,6 @@ def _assign_anew(
     tell(f"dmt: {world} ranks instead of {before}: planned again")
     show_plan(assignment.recipe, assignment.plan)
     return assignment
-
-
-def decide_for_fewer(
-    recipe: Recipe, run_dir: Path | None, cluster: Cluster | None, gpus: int
-) -> Assignment:
-    """Plan a recipe for one machine with at most `gpus` working accelerators.
-
-    The global batch does not change. Uses as many as a fitting layout can; writes nothing.
-    Raises RunFailed when there is none.
-    """
-    for count in range(gpus, 0, -1):
-        smaller = None if cluster is None else replace(cluster, gpus_per_node=count)
-        with suppress(PlanError, RecipeError):
-            assignment = decide(_resized(recipe, 1, count), run_dir, smaller)
-            if assignment.plan.fits:
-                return assignment
-    raise RunFailed(
-        f"{gpus} of {recipe.cluster.world_size} devices work, and no layout of the recipe "
-        f"is possible and fits there",
-        fix="repair the machine, or leave more of `parallel` at auto",
-    )
 
 
 def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
