@@ -71,7 +71,7 @@ class Posted:
 
 
 @dataclass(frozen=True)
-class Tracker:
+class TrackerRun:
     """A run at a tracker."""
 
     run_id: str
@@ -273,16 +273,16 @@ def _of_accelerate(kind: str, /, *arguments: Any, **keywords: Any) -> Any:
     return tracker
 
 
-def _tensorboard(run: RunDirectory, _name: str, _settings: Settings, run_id: str) -> Tracker:
+def _tensorboard(run: RunDirectory, _name: str, _settings: Settings, run_id: str) -> TrackerRun:
     tracker = _of_accelerate("tensorboard", "tensorboard", run.path)
 
     def log(row: Mapping[str, float], step: int) -> None:
         tracker.log({n if "/" in n else f"train/{n}": row[n] for n in row}, step=step)
 
-    return Tracker(run_id, log, lambda _: tracker.finish(), stores_at_once=True)
+    return TrackerRun(run_id, log, lambda _: tracker.finish(), stores_at_once=True)
 
 
-def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
+def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
     tracker = _of_accelerate(
         "trackio",
         settings["project"],
@@ -293,10 +293,10 @@ def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) 
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return Tracker(run_id, tracker.log, lambda _: tracker.finish())
+    return TrackerRun(run_id, tracker.log, lambda _: tracker.finish())
 
 
-def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
+def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
     import mlflow
 
     if settings["tracking_uri"]:
@@ -319,7 +319,7 @@ def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -
     def log(row: Mapping[str, float], step: int) -> None:
         tracker.log({_allowed(name): row[name] for name in row}, step=step)
 
-    return Tracker(
+    return TrackerRun(
         tracker.tracker.info.run_id,
         log,
         lambda code: mlflow.end_run(ends.get(code, "FAILED")),
@@ -332,7 +332,7 @@ def _allowed(name: str) -> str:
     return _FORBIDDEN.sub("_", name)
 
 
-def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> Tracker:
+def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
     import wandb
 
     run.wandb.mkdir(exist_ok=True)
@@ -376,10 +376,10 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
         tracker.tracker.finish(exit_code=exit_code)
         wandb.teardown(exit_code=exit_code)
 
-    return Tracker(run_id, log, finish)
+    return TrackerRun(run_id, log, finish)
 
 
-_STARTS: Mapping[str, Callable[[RunDirectory, str, Settings, str], Tracker]] = {
+_STARTS: Mapping[str, Callable[[RunDirectory, str, Settings, str], TrackerRun]] = {
     "wandb": _wandb,
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,

@@ -14,7 +14,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import read_events
 
 
-class Attempt(NamedTuple):
+class RayAttempt(NamedTuple):
     """One start of all ranks."""
 
     offset: int
@@ -44,7 +44,7 @@ class RayRecord:
         self._file.unlink(missing_ok=True)
 
     def begin(self, offset: int, step: int, world: int) -> None:
-        """Note that the ranks are about to start; see Attempt."""
+        """Note that the ranks are about to start; see RayAttempt."""
         note = {"offset": offset, "step": step, "world": world}
         jsonl.append_where_room(self._file, note)
 
@@ -52,13 +52,13 @@ class RayRecord:
         """Note how a rank ended."""
         jsonl.append_where_room(self._file, {"rank": one.rank, "code": one.code})
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[RayAttempt]:
         """The attempts so far."""
-        found: list[Attempt] = []
+        found: list[RayAttempt] = []
         with suppress(OSError):  # of a shared disk; the next look may do better
             for line in jsonl.read(self._file):
                 if "offset" in line:
-                    found.append(Attempt(line["offset"], line["step"], line["world"], []))
+                    found.append(RayAttempt(line["offset"], line["step"], line["world"], []))
                 elif found and line["code"] not in (EXIT_DONE, EXIT_RESUMABLE):
                     found[-1].failed.append(RankExit(line["rank"], line["code"]))
         return found
@@ -74,7 +74,7 @@ class RayRecord:
         return True
 
 
-def restarts_in_a_row(attempts: list[Attempt], step: int, world: int) -> int:
+def restarts_in_a_row(attempts: list[RayAttempt], step: int, world: int) -> int:
     """How many of the last restarts began at this checkpoint with as many ranks. Ray also
     restarts all ranks when their number changes, which is no failure."""
     restarts = reversed(attempts[1:])
