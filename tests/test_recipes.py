@@ -57,12 +57,17 @@ PARAMETERS = {
 WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}
 """Sizes whose published checkpoint is not of their text model."""
 PRETRAINED = set(PARAMETERS) - {"qwen3-1.7b", "qwen3-14b"}
-TOO_LARGE = {"llama-3.1-70b", "qwen3-32b"}
+TOO_LARGE = {"llama-3.1-70b", "olmo-3-32b", "qwen3-32b"}
 """Full fine-tuning of these needs more than the one machine of the other recipes."""
-POST_TRAINED = {
-    "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
-    "qwen3-8b", "qwen3-14b", "mistral-7b",
-} | TOO_LARGE  # fmt: skip
+PREFERRED = {
+    "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-0.6b",
+    "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b",
+}  # fmt: skip
+"""Sizes whose post-trained weights DPO continues."""
+CHATTY = PREFERRED | {
+    "gemma-3-1b", "granite-3.0-2b", "smollm3-3b", "olmo-3-7b", "olmo-3-32b",
+}  # fmt: skip
+"""Sizes with recipes for conversations."""
 DATA = {
     "pretrain": {
         ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
@@ -108,8 +113,7 @@ def test_every_yaml_is_a_run_by_itself(dmt: Dmt) -> None:
 
 def test_there_is_a_recipe_for_every_size() -> None:
     sizes = {
-        "pretrain": PRETRAINED, "sft": POST_TRAINED - TOO_LARGE, "lora": POST_TRAINED,
-        "dpo": POST_TRAINED,
+        "pretrain": PRETRAINED, "sft": CHATTY - TOO_LARGE, "lora": CHATTY, "dpo": PREFERRED,
     }  # fmt: skip
     assert {named(path) for path in SIZED} == {
         (size, task) for task in sizes for size in sizes[task]
@@ -183,7 +187,7 @@ def test_dmt_plan_says_that_it_fits_its_cluster(path: Path, dmt: Dmt) -> None:
     assert least < plan["mfu"] < 0.65, "neither wasteful nor too good to be true"
 
 
-@pytest.mark.parametrize("size", sorted(POST_TRAINED))
+@pytest.mark.parametrize("size", sorted(CHATTY))
 def test_chats_train_the_base_and_preferences_what_has_a_template(size: str) -> None:
     paths = {path.name: path for path in SIZED}
     lora = paths[f"{size}-lora.yaml"]

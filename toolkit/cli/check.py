@@ -57,27 +57,24 @@ class Verdict:
 
 
 def check(
-    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files.")],
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE", help="Files, or names of `dmt recipes`.")
+    ],
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     others: Annotated[
         list[Path] | None,
         typer.Option(
             "--against",
             metavar="FILE",
-            help="Compare with another tool's file: TrainingArguments, a DeepSpeed, "
-            "Accelerate, Axolotl or LLaMA-Factory config, Megatron-LM arguments; repeat it.",
+            help="Compare with another tool's file, e.g. a DeepSpeed config; repeat it. "
+            "Exit 2 when a setting disagrees.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check recipes and report every mistake at once; exit 2 when there is any.
+    """Check recipes and report every mistake at once. Exit 2 when there is any.
 
-    A model config that is read for the first time takes some seconds: transformers is imported.
-
-    With --against, also lists every setting with another value there, and what the recipe does
-    not have; exit 2 when any disagrees.
-
-    Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
+    Example: `dmt check recipe.yaml --set parallel.zero.stage=3`
 
     Example: `dmt check recipe.yaml --against ds_config.json`
     """

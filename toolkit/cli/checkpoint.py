@@ -71,9 +71,11 @@ def list_(
 
 
 def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
-    for row, line in _LIST.coloured(found, lambda row: (row.state, _COLOURS[row.state])):
+    header, *lines = _LIST.lines(found, lambda row: _COLOURS[row.state])
+    yield header
+    for row, line in zip(found, lines, strict=True):
         yield line
-        if row is not None and row.problem:
+        if row.problem:
             yield Hanging(Text("    "), row.problem)
 
 

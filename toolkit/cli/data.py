@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")
+@app.command(epilog="Example: dmt data prepare llama-bytes")
 def prepare(
     recipe: RecipePath,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
@@ -133,7 +133,7 @@ def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
         yield _Source(source.title, side, count / sum(seen), count / side.samples)
 
 
-@app.command(epilog="Example: dmt data show recipes/tiny/llama-bytes.yaml --samples 1")
+@app.command(epilog="Example: dmt data show llama-bytes --samples 1")
 def show(
     recipe: RecipePath,
     samples: Annotated[int, typer.Option(min=0, help="Samples to print.")] = 3,

@@ -22,7 +22,7 @@ CalibrateOption = Annotated[
     bool,
     typer.Option(
         "--calibrate",
-        help="Measure matrix products, memory and collectives instead, in under a minute.",
+        help="Measure speeds for the planner instead, in under a minute.",
     ),
 ]
 OutOption = Annotated[
@@ -33,8 +33,8 @@ GpuSelfTestOption = Annotated[
     bool,
     typer.Option(
         "--gpu-selftest",
-        help="Try instead what training needs on the GPUs: tiny models in every engine against "
-        "plain transformers, and a killed run that resumes. Minutes.",
+        help="Train tiny models on the GPUs instead, in every engine, next to plain "
+        "transformers. Then kill and resume a run.",
     ),
 ]
 
@@ -44,7 +44,7 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="RECIPE",
-            help="Recipe YAML: exit 3 when something that it needs is missing here.",
+            help="Exit 3 when something that this recipe needs is missing here.",
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
@@ -55,11 +55,11 @@ def doctor(
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, measure its speed, or test its GPUs. Without a recipe, exit 3 only
-    without torch or, for the self-test, without a GPU; exit 4 when a part of that fails.
+    """Check this machine, measure its speed, or test its GPUs.
 
-    Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
-    `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
+    Example: `dmt doctor llama-bytes`
+
+    Example: `dmt doctor --calibrate`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
     checks = not (calibrate or gpu_selftest)
     _refuse_useless(

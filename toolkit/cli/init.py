@@ -21,8 +21,8 @@ _Files = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Another tool's configuration, from which the recipe is written; may be "
-        "repeated. MODEL and --task are then what the files do not state.",
+        help="Write the recipe from another tool's file; repeat it. MODEL and --task are "
+        "then what the files do not state.",
     ),
 ]
 
@@ -32,8 +32,7 @@ def init(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Hub id, local folder with a config.json, or a shipped size (see "
-            "`dmt recipes`), e.g. llama-3.1-8b.",
+            help="A size that `dmt recipes` lists, a hub id, or a folder with a config.json.",
             autocompletion=lambda: _SIZES,
         ),
     ] = None,
@@ -50,22 +49,19 @@ def init(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A local file to train on, for an epoch: text, or rows of conversations or "
-            "preferences. It decides the data section, the batch and the warm-up."
+            help="A file to train on: text, conversations or preferences. Batch and warm-up "
+            "follow from it."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; by default, standard output.")
+        Path | None, typer.Option(help="File to write. Default: standard output.")
     ] = None,
 ) -> None:
     """Write a short recipe whose layout is `auto`, with the planned values in comments.
 
-    With --from, every value of the files has a comment with FILE:LINE, and every setting that
-    no recipe has is named, with the reason.
+    Example: `dmt init qwen3-8b --task lora --data chats.jsonl --cluster 2xa100-80gb`
 
-    Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb --out recipe.yaml`
-
-    Example: `dmt init --from train.yaml --cluster 1x8xh100-80gb --out recipe.yaml`
+    Example: `dmt init --from axolotl.yml --cluster 8xh100-80gb --out recipe.yaml`
     """
     if files:
         _import(files, model, cluster, task, data, out)

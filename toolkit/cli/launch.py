@@ -18,8 +18,7 @@ Changes = Annotated[
     typer.Option(
         "--change",
         metavar="KEY=VALUE",
-        help="Continue the run with another learning rate, weight decay, gradient clipping or "
-        "schedule; its optimizer states are kept, and the change is recorded.",
+        help="Resume with another learning rate, weight decay, clipping or schedule.",
     ),
 ]
 MaxRestarts = Annotated[
@@ -27,8 +26,8 @@ MaxRestarts = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Start a run that failed again from its last checkpoint, up to N times in a row "
-        "without a new checkpoint; default: the recipe's launch.max_restarts (0)",
+        help="Restart a failed run from its last checkpoint, N times in a row at most. "
+        "Default: launch.max_restarts (0).",
     ),
 ]
 
@@ -39,7 +38,7 @@ def launch(
     run_dir: RunDir = None,
     launcher: Annotated[
         str | None,
-        typer.Option(help=f"{listed(LAUNCHERS.names)}; default: the recipe's launch.launcher"),
+        typer.Option(help=f"{listed(LAUNCHERS.names)}. Default: launch.launcher (local)."),
     ] = None,
     max_restarts: MaxRestarts = None,
     change: Changes = [],  # noqa: B006
@@ -50,9 +49,11 @@ def launch(
 ) -> None:
     """Train a recipe: on this machine, on several, or as a job of a scheduler.
 
-    Example: dmt launch recipes/tiny/llama-bytes.yaml --set training.steps=20
+    Ctrl-C saves and stops. The same command continues.
 
-    Example: dmt launch recipes/llama/llama-3.1-8b-pretrain.yaml --launcher slurm --dry-run
+    Example: `dmt launch llama-bytes --set training.steps=20`
+
+    Example: `dmt launch llama-3.1-8b-pretrain --launcher slurm --dry-run`
     """
     survive_lost_output()
     if launcher is not None:

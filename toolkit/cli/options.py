@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe YAML.")]
+RecipePath = Annotated[
+    Path,
+    typer.Argument(metavar="RECIPE", help="A YAML file, or a name that `dmt recipes` lists."),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(

@@ -101,34 +101,12 @@ class Table(Generic[Row]):
     """Columns that are aligned on the left, the first ones."""
     gap: str = "  "
 
-    def cells(self, rows: Iterable[Row]) -> list[list[str]]:
-        return [
-            [*self.columns],
-            *([text(row) for text in self.columns.values()] for row in rows),
-        ]
-
-    def lines(self, rows: Iterable[Row]) -> list[str]:
-        """The header and the rows, in columns as wide as they must be."""
-        return columns(self.cells(rows), self.left, self.gap)
-
-    def texts(
+    def lines(
         self, rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "", indent: str = ""
     ) -> Iterator[Text]:
-        """The lines with their styles; the header is dim."""
-        header, *lines = self.lines(rows)
-        yield Text(indent + header, "dim")
-        for row, line in zip(rows, lines, strict=True):
-            yield Text(indent + line, style(row))
-
-    def coloured(
-        self, rows: Sequence[Row], colour: Callable[[Row], tuple[str, str]]
-    ) -> Iterator[tuple[Row | None, Text]]:
-        """Lines with their rows, None for the header; `colour`: a word of each row, and its
-        colour."""
-        header, *lines = self.lines(rows)
-        yield None, Text(header, "dim")
-        for row, line in zip(rows, lines, strict=True):
-            word, style = colour(row)
-            text = Text(line)
-            text.highlight_words([word], style)
-            yield row, text
+        """A dim header, and each row in its style, in columns as wide as they must be."""
+        cells = ([text(row) for text in self.columns.values()] for row in rows)
+        styles = ["dim", *map(style, rows)]
+        lines = columns([[*self.columns], *cells], self.left, self.gap)
+        for line, colour in zip(lines, styles, strict=True):
+            yield Text(indent + line, colour)

@@ -58,7 +58,7 @@ LayoutFlags = Annotated[
 
 def plan(
     recipes: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE", help="Recipe YAML; several to compare.")
+        list[Path], typer.Argument(metavar="RECIPE", help="Files, or names of `dmt recipes`.")
     ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     clusters: Clusters = [],  # noqa: B006
@@ -70,9 +70,11 @@ def plan(
     flags: LayoutFlags = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
+    """Choose a layout for a recipe, and predict memory and speed. Starts nothing.
 
-    Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
+    Several recipes, or several --cluster, are compared in a table.
+
+    Example: `dmt plan llama-3.1-8b-pretrain --cluster 4x8xh100-80gb`
     """
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
     if flags is not None:
@@ -182,7 +184,7 @@ def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
     yield ""
     shown = found.shortlist(top)
     table = plan_tables.strategies(found, shown)
-    yield from table.texts(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
+    yield from table.lines(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
     yield ""
     entries = ledger_of(planned.recipe, plan)
     if explain:

@@ -62,7 +62,7 @@ def alternatives(found: Search) -> Iterator[Text]:
         },
         left=2,
     )
-    return table.texts([*what_if(found)], indent="  ")
+    return table.lines([*what_if(found)], indent="  ")
 
 
 def _tight(found: Search, one: Candidate) -> str:
@@ -87,7 +87,7 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
         del columns["recipe"]
     if all(columns["cost"](one) == "-" for one in planned):
         del columns["cost"]
-    return Table(columns, left=3 - same).texts(planned)
+    return Table(columns, left=3 - same).lines(planned)
 
 
 def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:

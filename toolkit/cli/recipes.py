@@ -18,19 +18,20 @@ _TASKS = get_args(Task)
 def recipes() -> None:
     """List the shipped recipes: sizes of models, tasks, and the GPUs that each is made for.
 
-    A recipe is called SIZE-TASK, from anywhere. Other tasks and clusters:
-    `dmt init SIZE --task TASK --cluster CLUSTER`.
-
-    Example: `dmt plan llama-3.1-8b-pretrain`
+    Example: `dmt recipes`, then `dmt plan llama-3.1-8b-lora`
     """
     sizes = {size: tasks for size, tasks in shipped_sizes().items() if not is_tiny(size)}
     rows = sorted((_row(size, tasks) for size, tasks in sizes.items()), key=lambda row: row[0])
     table = [["size", "parameters", *_TASKS], *(row for _, row in rows)]
     listed = {f"{size}-{task}" for size, tasks in sizes.items() for task in tasks}
     others = [name for name in shipped_recipes() if name not in listed]
-    tell("\n".join(columns(table, left=len(table[0]))), sys.stdout)
-    tell(f"\nlonger rows: {', '.join(one for one in others if not is_tiny(one))}", sys.stdout)
-    tell(f"2 CPU processes: {', '.join(filter(is_tiny, others))}", sys.stdout)
+    lines = [
+        f"for 2 processes of this machine: {', '.join(filter(is_tiny, others))}\n",
+        *columns(table, left=len(table[0])),
+        f"\nlonger rows: {', '.join(one for one in others if not is_tiny(one))}",
+        "a recipe: `dmt plan SIZE-TASK`; others: `dmt init SIZE --task TASK --cluster CLUSTER`",
+    ]
+    tell("\n".join(lines), sys.stdout)
 
 
 def _row(size: str, tasks: dict[str, Path]) -> tuple[int, list[str]]:

@@ -96,7 +96,7 @@ def rehearse(
     With --on gpu they run on this machine's GPUs. With --gpu nothing is computed: tensors have
     shapes and no elements; exit 4 when a rank does not fit, or its engine fails.
 
-    Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
+    Example: `dmt rehearse llama-bytes --layouts 'recipe,zero*' --steps 10`
     """
     _check_options(layouts, ranks, cluster, on, folder, gpu=gpu)
     if gpu:
@@ -251,7 +251,7 @@ def _lines(result: RehearsalResult, data: Mapping[str, Any]) -> Iterator[Line]:
     nothing = {"max_rel_loss": None, "max_rel_grad_norm": None, "verdict": ""}
     reference = {"name": "reference", "world": 1, **data["reference"], **nothing}
     rows = [reference, *data["layouts"]]
-    yield from _TABLE.texts(rows, lambda one: _COLOURS.get(one["verdict"], "dim"))
+    yield from _TABLE.lines(rows, lambda one: _COLOURS.get(one["verdict"], "dim"))
     for one in data["layouts"]:
         if one["why"]:
             yield Text.assemble((f"{one['name']}  ", _COLOURS[one["verdict"]]), one["why"])

@@ -110,7 +110,7 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
     run, of = rehearsal.layout.gradient_accumulation, full.gradient_accumulation
     if run < of:
         yield Text(f"  {run} of {of} micro batches were run", "dim")
-    yield from _TABLE.texts(done)
+    yield from _TABLE.lines(done)
     if saved := max(one.compiling_saves_gib for one in done):
         yield Text(
             "  layers were run operator after operator; compiled, or with Liger's kernels, "

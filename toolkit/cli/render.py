@@ -35,9 +35,7 @@ def render(
     recipe: RecipePath,
     to: Annotated[
         Name | None,
-        typer.Option(
-            help="Whose configuration; default: that of the engine that the recipe runs on."
-        ),
+        typer.Option(help="Whose configuration. Default: that of the recipe's engine."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     out: Annotated[
@@ -46,14 +44,12 @@ def render(
 ) -> None:
     """Print the configuration that a recipe becomes, every value filled.
 
-    deepspeed: DeepSpeed's JSON. fsdp: the arguments of torch's fully_shard as JSON. megatron:
-    the arguments of megatron-core's classes as JSON, every field checked against the installed
-    version. accelerate: the YAML that `accelerate launch --config_file` takes. slurm,
-    kubernetes: the job that `dmt launch` with that launcher would submit.
+    deepspeed, fsdp, megatron: the engine's arguments as JSON. accelerate: the YAML for
+    `accelerate launch --config_file`. slurm, kubernetes: the job that `dmt launch` submits.
 
-    Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
+    Example: `dmt render llama-bytes --to deepspeed --set parallel.zero.stage=3`
 
-    Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
+    Example: `dmt render llama-bytes --to accelerate --out accelerate.yaml`
     """
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
     if to == _ACCELERATE:

@@ -26,8 +26,8 @@ def report(
     run_dirs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN…]",
-            help="Run directories; default: the last in runs/.",
+            metavar="RUN",
+            help="Run directories. Default: the last one in runs/.",
         ),
     ] = None,
     html: Annotated[
@@ -37,7 +37,7 @@ def report(
 ) -> None:
     """Show what a run did, where its time went and how it ended, also while it runs.
 
-    Several runs are compared with the first: settings, first step whose loss differs, speed.
+    Several runs are compared with the first one.
 
     Example: `dmt report runs/tiny-llama-bytes --html report.html`
 

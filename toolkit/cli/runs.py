@@ -35,7 +35,7 @@ _TABLE = Table[RunLine](
 
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder with run directories.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder with run directories.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -48,10 +48,10 @@ def runs(
 
 
 def _lines(found: Sequence[RunLine]) -> Iterator[Text]:
-    coloured = _TABLE.coloured(found, lambda run: (f" {run.state} ", COLOURS[run.state]))
-    for run, line in coloured:
-        if run is not None and run.why:
+    header, *lines = _TABLE.lines(found, lambda run: COLOURS[run.state])
+    yield header
+    for run, line in zip(found, lines, strict=True):
+        if run.why:
             line.append(f"  {run.why.replace('SIGTERM', 'SIGTERM or Ctrl-C')}")
         yield line
-        if run is not None:
-            yield from (Text(f"  warning: {run.run}: {what}", "yellow") for what in run.damaged)
+        yield from (Text(f"  warning: {run.run}: {what}", "yellow") for what in run.damaged)

@@ -92,8 +92,8 @@ def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "peak memory", f"{size(measured.memory_gib)} measured, {promised} predicted{off}"
         yield from _beyond(predicted, measured)
     elif measured.process_gib is not None:
-        text = f"{size(measured.process_gib)} measured with all libraries, "
-        yield "peak memory", f"{text}{promised} predicted for the training alone"
+        text = f"{size(measured.process_gib)} measured, with Python and its libraries"
+        yield "peak memory", f"{text} (predicted without them: {promised})"
 
 
 def _beyond(predicted: Prediction, measured: RunMeasurement) -> Iterator[tuple[str, str]]:
@@ -109,9 +109,9 @@ def _beyond(predicted: Prediction, measured: RunMeasurement) -> Iterator[tuple[s
 
 def _step(predicted: Prediction, measured: RunMeasurement) -> str:
     found, promised = measured.step_time_s, predicted.step_time_s
-    text = f"{seconds(found)} measured, {seconds(promised)} predicted"
     if predicted.basis == "nominal":
-        return f"{text} for a nominal CPU, not for this one (see `dmt doctor --calibrate`)"
+        return f"{seconds(found)} measured (`dmt doctor --calibrate` lets DMT predict it)"
+    text = f"{seconds(found)} measured, {seconds(promised)} predicted"
     source = {"calibrated": "measured speeds", "data sheet": "data sheets"}
     return f"{text} from {source[predicted.basis]}{_off(found, promised)}"
 

@@ -99,9 +99,9 @@ def tune(
     space of hyperparameters and compares their losses. A trial that runs out of memory, fails
     or hangs is a result. The same command continues a tuning that was stopped or killed.
 
-    Example: dmt tune recipes/tiny/llama-bytes.yaml --set parallel.engine=auto
+    Example: `dmt tune llama-bytes --set parallel.engine=auto`
 
-    Example: dmt tune recipes/tiny/llama-bytes.yaml --search space.yaml --trials 30
+    Example: `dmt tune llama-bytes --search space.yaml --trials 30`
     """
     survive_lost_output()
     stated = {"--cluster": cluster, "--dry-run": dry_run or None, "--steps": steps}
@@ -216,8 +216,10 @@ def _lines(study: Study, best: TrialRecord | None, end: Iterable[str]) -> Iterat
     texts = {"#": lambda one: str(one.number), **study.columns, "outcome": _outcome}
     records = study.ranked()
     yield Text(f"{len(records)} trials are in {study.request.folder}/trials", "bold")
-    for row, line in Table(texts, left=2).coloured(records[:_SHOWN], _word):
-        yield Text(line.plain, "bold green") if best and row == best else line
+    table = Table(texts, left=2)
+    yield from table.lines(
+        records[:_SHOWN], lambda one: "bold green" if one == best else _word(one)[1]
+    )
     yield from end
 
 
