@@ -46,8 +46,8 @@ def test_calibrated_cpu_is_compared() -> None:
     found = rows(Prediction(0.1, 0.05, "calibrated"), ON_CPU)
     expected = "110 ms measured, 100 ms predicted from measured speeds (+10%)"
     assert found["step time"] == expected
-    memory = "0.90 GiB measured, with Python and its libraries (predicted without them: 51.2 MiB)"
-    assert found["peak memory"] == memory
+    assert found["peak memory"].startswith("0.90 GiB measured, with Python and its libraries")
+    assert found["peak memory"].endswith("(predicted without them: 51.2 MiB)")
 
 
 def test_nominal_cpu_is_never_an_error() -> None:

@@ -1,5 +1,6 @@
 """Exports a checkpoint of a run with adapters: a PEFT folder, or merged weights."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,9 @@ def _difference(folder: Path, lora: Lora, config: PretrainedConfig) -> str:
     import peft  # takes seconds
 
     stated = peft.LoraConfig.from_pretrained(folder)
-    model = peft.get_peft_model(hf.meta_model(config), stated)
+    with warnings.catch_warnings():  # PEFT's, of a model that nobody uses
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(hf.meta_model(config), stated)
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     with safe_open(folder / PEFT_WEIGHTS, "pt") as file:
