@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DmtError, RecipeError, RunFailed
 from toolkit.extras.tune.layouts import LayoutStudy, key_of, searched, settings_of
-from toolkit.extras.tune.study import TrialRecord
+from toolkit.extras.tune.study import TrialRecord, TuneRequest
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
-from toolkit.recipe.dump import dump, in_yaml
+from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.system.atomic import write_atomically
@@ -38,15 +39,24 @@ def check_tuned_path(file: Path, mode: str = "") -> None:
 def write_tuned(
     tuning: LayoutStudy, best: TrialRecord, file: Path, cluster: Cluster | None
 ) -> None:
-    """Write the recipe with the fastest layout. Raises RunFailed if it plans as another one."""
+    """Write the recipe with the fastest layout. What the layout does not use stays `auto`, if
+    the planner then chooses this layout. Raises RunFailed if it plans as another one."""
     layout, predicted_s = best.details["layout"], best.details["predicted_s"]
     notes = [
         f"{HEADER}`: {layout}",
         f"# measured: {best.value:.4g} s per step; predicted: {predicted_s:.4g} s",
     ]
-    _write(tuning.request.path, file, nested(_chosen(tuning, best, cluster)), *notes)
-    if not _plans_as(best, load_recipe(file), cluster):
-        raise RunFailed(f"{file}: it is planned as another layout than {layout}")
+    typed, chosen, stated = _typed(tuning.request), best.settings, None
+    with suppress(RecipeError):  # without the overrides, it may have a mistake
+        stated = load_recipe(tuning.request.path).model_dump()
+    needed = {key: value for key, value in chosen.items() if value not in _NEUTRAL}
+    for settings in (typed | needed, typed | chosen):
+        new = {key: v for key, v in settings.items() if not stated or v != get(stated, key)}
+        _write(tuning.request.path, file, nested(new), *notes)
+        with suppress(DmtError):
+            if _plans_as(best, load_recipe(file), cluster):
+                return
+    raise RunFailed(f"{file}: it is planned as another layout than {layout}")
 
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
@@ -60,27 +70,12 @@ def _write(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -
     write_atomically(file, "\n".join([*notes, dump(tree, flow=False)]))
 
 
-def _chosen(tuning: LayoutStudy, best: TrialRecord, cluster: Cluster | None) -> dict[str, Any]:
-    """The settings that the tuned recipe states. What the layout does not use stays `auto`, if
-    the planner then still chooses this layout."""
-    request = tuning.request
+def _typed(request: TuneRequest) -> dict[str, Any]:
+    """The settings of `--set` and `--cluster`."""
     keys = [override.partition("=")[0] for override in request.overrides]
     if request.options:  # a cluster was named
         keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
-    typed = {key: get(request.recipe.model_dump(), key) for key in keys}
-    try:
-        stated = load_recipe(request.path).model_dump()
-    except RecipeError:  # without the overrides
-        return typed | best.settings
-    layout = {key: value for key, value in best.settings.items() if value != get(stated, key)}
-    typed = {key: value for key, value in typed.items() if value != get(stated, key)}
-    needed = {key: value for key, value in layout.items() if value not in _NEUTRAL}
-    overrides = [f"{key}={in_yaml(value)}" for key, value in (typed | needed).items()]
-    try:
-        is_enough = _plans_as(best, load_recipe(request.path, overrides), cluster)
-    except DmtError:
-        is_enough = False
-    return typed | (needed if is_enough else layout)
+    return {key: get(request.recipe.model_dump(), key) for key in keys}
 
 
 def _plans_as(best: TrialRecord, recipe: Recipe, cluster: Cluster | None) -> bool:
