@@ -4,8 +4,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +210,26 @@ def test_a_trial_waits_for_ranks_of_a_killed_tuning(
         slept = SimpleNamespace(sleep=lambda _: ranks.close())
         monkeypatch.setattr(trial, "time", slept)
         trial.wait_until_free(tmp_path)
+
+
+def test_what_a_trial_writes_last_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation at the end is the loss of a search, and is written as the run ends."""
+
+    @contextmanager
+    def ended(_: object, folder: Path) -> Iterator[SimpleNamespace]:
+        (folder / "metrics.jsonl").write_text('{"step": 7}\n')
+        yield SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(trial, "_started", ended)
+    seen: list[int] = []
+    result = trial.run_trial(
+        Path("recipes/tiny/llama-bytes.yaml"), (), tmp_path,
+        lambda followed: seen.append(len(followed.metrics)) is not None,
+        hang_s=1, interrupted=lambda: False, options=(),
+    )  # fmt: skip
+    assert (result.ending, result.step, seen) == ("done", 7, [1])
 
 
 @pytest.mark.parametrize(

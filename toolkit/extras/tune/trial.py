@@ -77,6 +77,8 @@ class Followed:
     """Lines of metrics.jsonl, see `track.metrics.Metrics`."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Events of all its starts; `evaluation` has the validation `loss` and its `step`."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of the files when they were read."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,11 @@ def run_trial(
     recipe: Path,
     overrides: Sequence[str],
     folder: Path,
-    on_progress: Callable[[Followed], bool] = lambda _: False,
+    on_progress: Callable[[Followed], bool],
     *,
-    hang_s: float = 300.0,
-    interrupted: Callable[[], bool] = lambda: False,
-    options: Sequence[str] = (),
+    hang_s: float,
+    interrupted: Callable[[], bool],
+    options: Sequence[str],
 ) -> TrialResult:
     """Run a trial in `folder`, or continue the one that is there, and wait for its end.
 
@@ -125,11 +127,13 @@ def run_trial(
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]
-    follower = _Follower(RunDirectory(folder))
+    run, followed = RunDirectory(folder), Followed()
+    _has_grown(run, followed)
+    starts = len(followed.events)
     with _started(command, folder) as process:
-        ended_by = _follow(process, follower, on_progress, interrupted, hang_s)
-    follower.read()
-    followed, starts = follower.followed, follower.before
+        ended_by = _follow(process, run, followed, on_progress, interrupted, hang_s)
+    if _has_grown(run, followed):
+        on_progress(followed)
     memory = [line["memory_gib"] for line in followed.metrics if line.get("memory_gib")]
     ending, reason = ended_by or _ending(process.returncode, followed.events[starts:], folder)
     return TrialResult(
@@ -156,35 +160,22 @@ def wait_until_free(folder: Path) -> None:
         time.sleep(_POLL_S)
 
 
-class _Follower:
-    """Reads a run directory's files again when they have grown."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run, self._sizes = run, (0, 0)
-        self.followed = Followed()
-        self.read()
-        self.before = len(self.followed.events)
-        """Events of earlier starts."""
-
-    def read(self) -> bool:
-        """Whether there is anything new."""
-        sizes = _size(self._run.metrics), _size(self._run.events)
-        if sizes == self._sizes:
-            return False
-        self._sizes, now = sizes, self.followed
-        before = len(now.metrics), len(now.events)
-        now.metrics = read_lines(self._run.metrics, [], _stepped)
-        now.events = read_lines(self._run.events, [], valid_event)
-        return (len(now.metrics), len(now.events)) != before
+def _has_grown(run: RunDirectory, followed: Followed) -> bool:
+    """Read a run directory's files again if they are larger; whether there is a new line."""
+    files = (run.metrics, run.events)
+    sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+    if sizes == followed.sizes:
+        return False
+    before = len(followed.metrics), len(followed.events)
+    followed.sizes = sizes
+    followed.metrics = read_lines(run.metrics, [], _stepped)
+    followed.events = read_lines(run.events, [], valid_event)
+    return (len(followed.metrics), len(followed.events)) != before
 
 
 def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
     """A line of metrics.jsonl; None for a damaged one."""
     return line if isinstance(line.get("step"), int) else None
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
 
 
 @contextmanager
@@ -210,7 +201,8 @@ def _started(command: Sequence[str], folder: Path) -> "Iterator[subprocess.Popen
 
 def _follow(
     process: "subprocess.Popen[bytes]",
-    follower: _Follower,
+    run: RunDirectory,
+    followed: Followed,
     on_progress: Callable[[Followed], bool],
     interrupted: Callable[[], bool],
     hang_s: float,
@@ -220,10 +212,10 @@ def _follow(
     silence, asked = Deadline(), False
     silence.start(silent_s)
     while process.poll() is None:
-        if follower.read():
+        if _has_grown(run, followed):
             silence = Deadline()
             silence.start(silent_s)
-            if on_progress(follower.followed):
+            if on_progress(followed):
                 return "stopped", ""
         if silence.passed:
             return "hung", f"no sign of life for {silent_s:g} s"
