@@ -7,8 +7,6 @@ they are only called.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import reduce
-from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
@@ -33,8 +31,7 @@ from toolkit.recipe.schema import (
     ScheduleSection,
     Source,
 )
-from toolkit.recipe.section import Section
-from toolkit.recipe.words import plain_text
+from toolkit.recipe.words import plain_text, settings
 from toolkit.text.dotted import get
 
 
@@ -60,54 +57,24 @@ def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> i
     return steps
 
 
-ONLY_WITH: dict[str, tuple[str, str, object]] = {
-    "schedule.decay_steps": ("schedule.name", "wsd", None),
-    "schedule.decay": ("schedule.name", "wsd", "linear"),
-    "schedule.plateau": ("schedule.name", "plateau", None),
-    "optimizer.muon": ("optimizer.name", "muon", None),
-    "dpo": ("training.objective", "dpo", None),
-    "dpo.label_smoothing": ("dpo.loss", "sigmoid", 0.0),
-    "orpo": ("training.objective", "orpo", None),
-    "model.checkpoint": ("model.init", "checkpoint", None),
+ONLY_WITH = {
+    "schedule.decay_steps": ("schedule.name", "wsd"),
+    "schedule.decay": ("schedule.name", "wsd"),
+    "schedule.plateau": ("schedule.name", "plateau"),
+    "optimizer.muon": ("optimizer.name", "muon"),
+    "dpo": ("training.objective", "dpo"),
+    "dpo.label_smoothing": ("dpo.loss", "sigmoid"),
+    "orpo": ("training.objective", "orpo"),
+    "model.checkpoint": ("model.init", "checkpoint"),
 }
-"""Settings that mean something with one value of another setting only: that setting, the value,
-and their own default."""
-
-
-def _only_with(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.model_dump()
-    for key, (other, word, default) in ONLY_WITH.items():
-        value, chosen = get(stated, key), get(stated, other)
-        if value in (None, default) or chosen in (None, word):
-            continue
-        switch, unset = other.rpartition(".")[2], plain_text(default)
-        shown = "settings" if isinstance(value, dict) else plain_text(value)
-        found, allowed = (
-            f"{shown} with `{switch}: {chosen}`",
-            f"{unset} without `{switch}: {word}`",
-        )
-        fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
-        yield Problem(key, found, allowed, fix)
-
-
+"""Settings that mean something with one value of another setting only: that setting, the
+value."""
 NEEDED_WITH = {
     "schedule.decay_steps": ("schedule.name", "wsd", "an integer ≥ 1"),
     "model.hub": ("model.init", "pretrained", "a hub id or folder"),
     "model.checkpoint": ("model.init", "checkpoint", "a checkpoint or a run directory"),
 }
 """Settings that a value of another setting needs: that setting, the value, what is needed."""
-
-
-def _needed_with(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.model_dump()
-    for key, (other, word, allowed) in NEEDED_WITH.items():
-        if get(stated, other) == word and get(stated, key) is None:
-            section, _, name = key.rpartition(".")
-            found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
-            fix = f"add `{name}: …` under `{section}`, or change {other}"
-            yield Problem(key, found, allowed, fix)
-
-
 EITHER = {
     "schedule.warmup_ratio": "schedule.warmup_steps",
     "data.validation_fraction": "data.validation",
@@ -117,28 +84,39 @@ EITHER = {
 """Settings that exclude each other; a default is no statement."""
 
 
-def _either(recipe: Recipe) -> Iterator[Problem]:
+def _default(key: str) -> object:
+    return settings()[key].schema.get("default")
+
+
+def _shown(value: object) -> str:
+    parts = value if isinstance(value, list) else [value]
+    return "settings" if any(isinstance(one, dict) for one in parts) else plain_text(value)
+
+
+def _together(recipe: Recipe) -> Iterator[Problem]:
+    """The three tables above."""
+    stated = recipe.model_dump(mode="json")
+    for key, (other, word) in ONLY_WITH.items():
+        value, chosen, unset = get(stated, key), get(stated, other), plain_text(_default(key))
+        if value not in (None, _default(key)) and chosen not in (None, word):
+            switch = other.rpartition(".")[2]
+            found = f"{_shown(value)} with `{switch}: {chosen}`"
+            allowed = f"{unset} without `{switch}: {word}`"
+            fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
+            yield Problem(key, found, allowed, fix)
+    for key, (other, word, allowed) in NEEDED_WITH.items():
+        if get(stated, other) == word and get(stated, key) is None:
+            section, _, name = key.rpartition(".")
+            found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
+            fix = f"add `{name}: …` under `{section}`, or change {other}"
+            yield Problem(key, found, allowed, fix)
     for key, other in EITHER.items():
-        value, default = _chosen(recipe, key)
-        other_value, other_default = _chosen(recipe, other)
-        if value is not None and other_value is not None:
-            found = f"{value} together with {other}"
-            found += f" {other_value}" if other_value != "settings" else ""
-            fix = f"remove one of {key} and {other}"
-            fix += f" (`{key}: {default}` or `{other}: {other_default}` where it comes from "
-            yield Problem(key, found, "one of the two", f"{fix}`extends`)")
-
-
-def _chosen(recipe: Recipe, key: str) -> tuple[str | None, str]:
-    """The value of a setting, None where it is null or the default; and the default."""
-    *sections, name = key.split(".")
-    section: Any = reduce(getattr, sections, recipe)
-    value, default = getattr(section, name), type(section).model_fields[name].default
-    if value is None or value == default:
-        return None, plain_text(default)
-    parts = value if isinstance(value, tuple) else (value,)
-    is_plain = not any(isinstance(part, Section) for part in parts)
-    return plain_text(value) if is_plain else "settings", plain_text(default)
+        pair = {one: get(stated, one) for one in (key, other)}
+        if all(value not in (None, _default(one)) for one, value in pair.items()):
+            found = f"{_shown(pair[key])} together with {other}: {_shown(pair[other])}"
+            unset = " or ".join(f"`{one}: {plain_text(_default(one))}`" for one in pair)
+            fix = f"remove one of {key} and {other} ({unset} where it comes from `extends`)"
+            yield Problem(key, found, "one of the two", fix)
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -362,26 +340,17 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     except PlanError:
         return  # reported by `_accelerator`
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
-    if precision in engines and _computes(device, precision):
-        return
     here = [name for name in engines if _computes(device, name)]
-    found = f"{precision} on {device.name}{_why_not(device, precision)}"
-    fix = f"set training.precision to {here[-1]}"
-    yield Problem("training.precision", found, ", ".join(here), fix)
+    if precision not in here:
+        allowed = f"{', '.join(here)}, of this engine on {device.name}"
+        fix = f"set training.precision to {here[-1]}"
+        yield Problem("training.precision", f"{precision} on {device.name}", allowed, fix)
 
 
 def _computes(device: Gpu, precision: str) -> bool:
-    if device.generation == "cpu":
+    if device.generation == "cpu":  # DeepSpeed has no fp16 there
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None
-
-
-def _why_not(device: Gpu, precision: str) -> str:
-    if _computes(device, precision):
-        return f" (no engine of this release that fits the recipe trains in {precision})"
-    if device.generation == "cpu" and precision == "fp16":
-        return " (torch on CPU has no fp16 training path that DeepSpeed supports)"
-    return f" (it has no {precision} units)"
 
 
 def _validation_data(recipe: Recipe) -> Iterator[Problem]:
@@ -513,9 +482,7 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
-    _only_with,
-    _needed_with,
-    _either,
+    _together,
     _moving,
     _length_of_run,
     _warmup,
