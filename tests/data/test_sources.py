@@ -223,24 +223,40 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(opened) == 1
 
 
-def test_files_of_save_to_disk(tmp_path: Path) -> None:
+def test_hf_saved_to_disk(tmp_path: Path) -> None:
+    """One split or several; the files alone are a source, too."""
     import datasets
 
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one", num_shards=2)
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    more = datasets.Dataset.from_list([{"text": "other"}])
+    datasets.DatasetDict({"train": rows, "test": more}).save_to_disk(tmp_path / "two")
+    assert list(open_hf(tmp_path, "one")) == TEXTS
     assert list(open_hf(tmp_path, "one/*.arrow")) == TEXTS
+    assert list(open_hf(tmp_path, "two")) == TEXTS
+    assert list(open_hf(tmp_path, "two", split="test")) == ["other"]
+    for path, split, names in [("one", "test", "train"), ("two", "train[:1]", "train, test")]:
+        with pytest.raises(DataError, match=f"was saved with {names}\n"):
+            list(open_hf(tmp_path, path, split=split))
 
 
-def test_a_folder_is_no_source(tmp_path: Path) -> None:
-    """Which of its files belong to a split, a glob says."""
+def test_a_folder_is_read_by_datasets(tmp_path: Path) -> None:
+    """The splits are those of the files' names or of its card; a glob names files."""
     (tmp_path / "folder").mkdir()
-    write_jsonl(tmp_path / "folder" / "train-0.jsonl")
-    with pytest.raises(DataError, match="`folder` is a folder") as raised:
-        open_hf(tmp_path, "folder")
-    assert "`folder/train*.parquet`" in raised.value.fix
-    assert list(open_hf(tmp_path, "folder/train*.jsonl")) == TEXTS
-    write_parquet(tmp_path / "folder" / "train-1.parquet")
-    with pytest.raises(DataError, match="files of different or unknown kinds"):
-        open_hf(tmp_path, "folder/train*")
+    write_jsonl(tmp_path / "folder" / "train.jsonl")
+    (tmp_path / "folder" / "test.jsonl").write_text('{"text": "t"}\n{"text": "u"}\n')
+    both = open_hf(tmp_path, "folder", split="test[1:]+train[:1]")
+    assert list(both) == ["u", TEXTS[0]]
+    (tmp_path / "folder").rename(tmp_path / "moved")
+    assert (
+        open_hf(tmp_path, "moved", split="test[1:]+train[:1]").fingerprint == both.fingerprint
+    )
+    write_jsonl(tmp_path / "moved" / "more.jsonl")
+    card = "---\nconfigs:\n- {config_name: a, data_files: more.jsonl}\n---\n"
+    (tmp_path / "moved" / "README.md").write_text(card)
+    assert list(open_hf(tmp_path, "moved")) == TEXTS
+    with pytest.raises(DataError, match="cannot load `moved`, split `dev`"):
+        list(open_hf(tmp_path, "moved", split="dev"))
 
 
 def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
 def _files(source: RowsSource) -> list[DataFile]:
     """Files on this machine that hold the source's rows; none where that is not known.
 
-    Raises DataError where there is none, or for a folder.
+    Raises DataError where there is none.
     """
     return [] if is_remote(source.path) else data_files(source, Path.cwd()) or []
 

@@ -1,7 +1,7 @@
 """The rows of a source, each with its place: which files hold them, and who reads these.
 
 Files named by a path or glob, here or at a URL, are read by `toolkit.data.readers`; rows of hub
-ids, by `datasets`.
+ids and of folders, by `datasets`.
 """
 
 import logging
@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.data.columns import arrow_kinds, check_column
-from toolkit.data.listing import content_fingerprint, find_files
+from toolkit.data.listing import content_fingerprint, find_files, matching_paths
 from toolkit.data.readers import (
+    ENDINGS,
     ROWS_AT_ONCE,
     ending_of,
     read_rows,
@@ -31,6 +32,8 @@ from toolkit.recipe.schema import HfSource, RowsSource
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
+_SAVED = ("state.json", "dataset_dict.json")
+"""One of them is in a folder that `save_to_disk` wrote."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,15 @@ class Records:
 
     source: RowsSource
     files: tuple[DataFile, ...]
-    """All that `data_files` names; none for a hub id."""
+    """All that `data_files` names; none for a hub id or a folder."""
     version: str
     """Of the contents: stays the same when files are only moved."""
+    folder: Path | None = None
+    """One on this machine, whose rows `datasets` reads."""
+
+    @property
+    def is_hub(self) -> bool:
+        return not self.files and self.folder is None
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         if not self.files:
@@ -69,7 +78,7 @@ class Records:
 
     @cached_property
     def _dataset(self) -> Any:
-        return _load(self.source)
+        return _load(self.source, self.folder)
 
 
 def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
@@ -81,9 +90,13 @@ def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
     files = data_files(source, base)
     if files is not None:
         return Records(source, tuple(files), content_fingerprint(files, cache))
+    folder = base / Path(source.path).expanduser()
+    if folder.is_dir():
+        inside = sorted(path for path in matching_paths("**/*", folder) if path.is_file())
+        return Records(source, (), content_fingerprint(inside, cache), folder)
     version = source.revision or ""
     if not _COMMIT.fullmatch(version):
-        version = str(_load(source)._fingerprint)
+        version = str(_load(source, None)._fingerprint)
     return Records(source, (), version)
 
 
@@ -96,10 +109,10 @@ def _split_names(source: RowsSource) -> list[str]:
 
 
 def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
-    """Files that `path` names, sorted; None for a hub id.
+    """Files that `path` names, sorted; None for a hub id and for a folder on this machine.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
-    there is no file, for a folder, and for files of several kinds.
+    there is no file of rows, and for files of several kinds.
     """
     path, name = base / Path(source.path).expanduser(), shown(source.path)
     looks_local = (
@@ -111,18 +124,19 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
     )
     if not looks_local:
         return None
-    if path.is_dir():
-        raise DataError(
-            f"`{name}` is a folder",
-            fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`, or "
-            f"`{name}/*.arrow` of one that `save_to_disk` wrote",
-        )
-    files = find_files([source.path], base)
     if source.revision is not None:
         raise DataError(
             f"`revision: {source.revision}` is given, but `{name}` is no hub id",
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
+    if path.is_dir():
+        if not any(map(ending_of, matching_paths("**/*", path))):
+            raise DataError(
+                f"the folder `{name}` holds no {', '.join(ENDINGS)} file",
+                fix="name the folder that holds the data files",
+            )
+        return None
+    files = find_files([source.path], base)
     if not _OF_FILES.match(source.split) or len({*_split_names(source)}) > 1:
         raise DataError(
             f"`split: {source.split}` is given, but the rows of `{name}` are `train`",
@@ -157,16 +171,27 @@ def _datasets(source: RowsSource) -> Any:
     return datasets
 
 
-def _load(source: RowsSource) -> Any:
-    """The rows of the split of a hub id, memory-mapped. Raises DataError where `datasets`
-    cannot read them."""
+def _load(source: RowsSource, folder: Path | None) -> Any:
+    """The rows of the split of a hub id or a folder, memory-mapped. Raises DataError where
+    `datasets` cannot read them."""
     datasets = _datasets(source)
     try:
-        return datasets.load_dataset(
-            source.path, source.name, split=source.split, revision=source.revision
-        )
+        if folder is None or not any((folder / name).is_file() for name in _SAVED):
+            place = source.path if folder is None else str(folder)
+            return datasets.load_dataset(
+                place, source.name, split=source.split, revision=source.revision
+            )
+        saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # what its readers raise depends on the file's kind
         raise _cannot_load(source, error) from error
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    if source.split not in splits:
+        raise DataError(
+            f"`split: {source.split}` is given, but `{shown(source.path)}` was saved with "
+            f"{', '.join(map(str, splits)) or 'none'}",
+            fix="name a whole split of it; slices are for files and hub ids",
+        )
+    return splits[source.split]
 
 
 def _rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[str, object]]:
@@ -187,6 +212,6 @@ def _cannot_load(source: RowsSource, error: Exception) -> DataError:
     reason = str(error.__cause__ or error) or type(error).__name__
     return DataError(
         f"cannot load `{shown(source.path)}`, split `{source.split}`: {reason}",
-        fix="check path or hub id, `name` and `split`; without network, name local files, "
-        "or download the dataset once while online",
+        fix="check path or hub id, `name` and `split`; without network, name local files or a "
+        "folder, or download the dataset once while online",
     )

@@ -45,13 +45,13 @@ def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Do
         files = find_files(source.files, base, source.exclude)
         return Documents(content_fingerprint(files, cache), partial(_texts_of_files, files))
     records = open_records(source, base=base, cache=cache)
-    if records.files:
+    if records.is_hub:
+        parts = ["hub", source.path, source.name, source.split, source.text_field]
+        parts.append(records.version)
+    else:
         parts = ["hf", records.version, source.name, source.split, source.text_field]
         if any(ending_of(file) == ".txt" for file in records.files):
             parts.append("lines end with a line feed, and no byte order mark is read")
-    else:
-        parts = ["hub", source.path, source.name, source.split, source.text_field]
-        parts.append(records.version)
     return Documents(fingerprint_of(parts), partial(_texts_of_rows, source, records))
 
 
