@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice, takewhile, tee
+from itertools import chain, count, islice, takewhile, tee
 from typing import Literal, NamedTuple
 
 from toolkit.hardware.cluster import Cluster
@@ -102,6 +102,7 @@ def kind_of(pair: Pair, layout: Layout, cluster: Cluster) -> Kind:
     return away, pair.model != "hf", stage
 
 
+@lru_cache(maxsize=1 << 16)
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
     """Memory of one layout, without its speed."""
     memory = device_memory(workload, layout, cluster)
@@ -168,17 +169,13 @@ class Search:
         """Whether any layout fits."""
         return any(one.fits for one in self.splits)
 
-    def by_time(self, kind: Kind | None = None) -> Iterator[Candidate]:
-        """Layouts that fit, fastest first, all or those of a kind; each is evaluated when it is
-        first asked for."""
-        if kind not in self._ranked:
-            splits = [one for one in self.splits if kind in (None, one.kind)]
-            self._ranked[kind] = tee(_by_time(splits), 1)[0]
-        return copy(self._ranked[kind])
+    def by_time(self) -> Iterator[Candidate]:
+        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
+        return copy(self._ranked)
 
     @cached_property
-    def _ranked(self) -> dict[Kind | None, Iterator[Candidate]]:
-        return {}
+    def _ranked(self) -> Iterator[Candidate]:
+        return tee(_by_time(self.splits), 1)[0]
 
     def room(self, one: Candidate) -> Room:
         """See `room`."""
@@ -199,26 +196,24 @@ class Search:
         if not self.fits:
             return self.nearest
 
-        fastest = next(self.by_time())
-        near = self._within((1 + WORTH) * _seconds(fastest))
-        roomy = next(filter(self.has_margin, near), None)
-        limit_s = (1 + WORTH) * _seconds(roomy or fastest)
+        limit_s = (1 + WORTH) * _seconds(next(self.by_time()))
+        able = self._within(limit_s)
+        if roomy := [*filter(self.has_margin, able)]:
+            limit_s = (1 + WORTH) * _seconds(roomy[0])
+            able = [*filter(self.has_margin, self._within(limit_s))]
+        simplest = min(map(self.kind, able))
+        same = [one for one in able if self.kind(one) == simplest]
+        return min(
+            (one for one in same if _seconds(one) <= (1 + TIE) * _seconds(same[0])),
+            key=_drawbacks,
+        )
 
-        def able(kind: Kind) -> Iterator[Candidate]:
-            found = self._within(limit_s, kind)
-            return found if roomy is None else filter(self.has_margin, found)
+    def kind(self, one: Candidate) -> Kind:
+        """See `Kind`."""
+        return kind_of(one.pair, one.layout, self.cluster)
 
-        simplest = next(kind for kind in self.kinds if any(True for _ in able(kind)))
-        limit_s = min(limit_s, (1 + TIE) * _seconds(next(able(simplest))))
-        return min(able(simplest), key=_drawbacks)
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """Those of the layouts, the simplest first."""
-        return sorted({one.kind for one in self.splits})
-
-    def _within(self, limit_s: float, kind: Kind | None = None) -> Iterator[Candidate]:
-        return takewhile(lambda one: _seconds(one) <= limit_s, self.by_time(kind))
+    def _within(self, limit_s: float) -> list[Candidate]:
+        return [*takewhile(lambda one: _seconds(one) <= limit_s, self.by_time())]
 
     @cached_property
     def nearest(self) -> Candidate:
@@ -290,24 +285,22 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
 
 
 def _by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
-    """Layouts that fit, fastest first. A micro batch is looked at once nothing else is faster
-    than its lower bound: first its time without recompute, then the recompute that it needs."""
-    waiting: list[tuple[float, int, int, int, Candidate | None]] = [
-        (least_s, number, size, 0, None)
-        for number, one in enumerate(every)
-        for size, least_s in one.least_s()
+    """Layouts that fit, fastest first. A micro batch is evaluated once nothing else is faster
+    than its lower bound."""
+    number = count()  # equally fast ones stay in order
+    waiting: list[tuple[float, int, Splits | Candidate, int]] = [
+        (least_s, next(number), splits, size)
+        for splits in every
+        for size, least_s in splits.least_s()
     ]
     heapify(waiting)
     while waiting:
-        _, number, size, place, found = heappop(waiting)
-        splits = every[number]
-        if found is not None:
+        _, _, found, size = heappop(waiting)
+        if isinstance(found, Candidate):
             yield found
-        elif place == 0:
-            heappush(waiting, (splits.without_recompute_s(size), number, size, 1, None))
-        else:
-            for place, one in enumerate(splits.fitting(size), 2):
-                heappush(waiting, (_seconds(one), number, size, place, one))
+            continue
+        for one in found.fitting(size):
+            heappush(waiting, (_seconds(one), next(number), one, size))
 
 
 # The batch splits of a layout
@@ -319,16 +312,6 @@ class Splits:
 
     partial: PartialLayout
     cluster: Cluster
-
-    @cached_property
-    def kind(self) -> Kind:
-        """See `Kind`."""
-        return kind_of(self.partial.pair, self.partial.layout, self.cluster)
-
-    @cached_property
-    def known(self) -> dict[Layout, Candidate]:
-        """Evaluated layouts."""
-        return known(self.partial.workload, self.cluster)
 
     @cached_property
     def smallest(self) -> Candidate:
@@ -346,11 +329,6 @@ class Splits:
         layout = partial.split(1, *partial.recomputes[0])
         bounds = least_step_s(partial.workload, layout, self.cluster, sizes)
         return zip(sizes, (_ROUNDED * one for one in bounds), strict=True)
-
-    def without_recompute_s(self, size: int) -> float:
-        """A lower bound that lacks only recompute."""
-        layout = self.partial.split(size, *self.partial.recomputes[0])
-        return _ROUNDED * step_time(self.partial.workload, layout, self.cluster).total_s
 
     def fitting(self, size: int) -> Iterator[Candidate]:
         """Layouts with this micro batch that fit: with the least of the usual recomputes, and
@@ -390,24 +368,12 @@ class Splits:
 
     def measured(self, size: int, way: tuple[Recompute, LossKernel]) -> Candidate:
         """Memory with this micro batch and recompute."""
-        layout = self.partial.split(size, *way)
-        if (one := self.known.get(layout)) is None:
-            one = self.known[layout] = demand(self.partial.workload, layout, self.cluster)
-        return one
+        return demand(self.partial.workload, self.partial.split(size, *way), self.cluster)
 
     def _timed(self, one: Candidate) -> Candidate:
         """The same with its speed."""
-        if one.step_s is None:
-            time = step_time(self.partial.workload, one.layout, self.cluster)
-            one = self.known[one.layout] = one._replace(step_s=time.total_s)
-        return one
-
-
-@lru_cache(maxsize=16)
-def known(*_where: Workload | Cluster) -> dict[Layout, Candidate]:
-    """The layouts of a workload on a cluster that earlier searches evaluated: explanations
-    search the same ones again."""
-    return {}
+        time = step_time(self.partial.workload, one.layout, self.cluster)
+        return one._replace(step_s=time.total_s)
 
 
 def _drawbacks(one: Candidate) -> tuple[float, ...]:
